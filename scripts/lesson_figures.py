@@ -52,7 +52,7 @@ Q, K, STEP = np.array([1.0, 0.35]), np.array([0.9, 1.1]), 0.35  # one query, one
 
 def arrows_data() -> Data:
     """The rotated query and key, and their dot product, at four pairs of positions (m, n)."""
-    places = ((0, 0), (1, 3), (6, 8), (6, 3))
+    places = ((0, 0), (5, 1), (10, 6), (1, 5))
     q, k = (
         measures.turn(torch.tensor(np.tile(v, (4, 1))), torch.tensor(at), torch.tensor([STEP])).numpy()
         for v, at in ((Q, [m for m, _ in places]), (K, [n for _, n in places]))
@@ -63,17 +63,25 @@ def arrows_data() -> Data:
 
 
 def arrows_draw(data: Data, canvas: Canvas) -> None:
-    titles = ("q at 0, k at 0", "q at 1, k at 3", "q at 6, k at 8", "q at 6, k at 3")
+    """q is thick with a filled head, k thin with an open one, as on the page of `study --html`."""
     for i, axes in enumerate(canvas.subplots(1, 4)):
-        for name, colour in (("q", "#b2182b"), ("k", "#2166ac")):
-            tip = data[f"{name}1"][i], data[f"{name}2"][i]
-            axes.annotate(
-                "", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 2, "shrinkA": 0, "shrinkB": 0}
-            )
-            axes.text(1.22 * tip[0], 1.22 * tip[1], name, color=colour, ha="center", va="center", fontsize=11)
+        q, k = (complex(data[f"{name}1"][i], data[f"{name}2"][i]) for name in "qk")
+        between = np.angle(k / q) * np.linspace(0, 1, 25)
+        sector = 0.5 * q / abs(q) * np.exp(1j * between)
+        axes.fill([0, *sector.real], [0, *sector.imag], color="#cccccc", linewidth=0)
+        for name, tip, colour, face, width in (
+            ("k", k, "#000000", "#ffffff", 1.2),
+            ("q", q, "#2166ac", "#2166ac", 2.6),
+        ):
+            how = {"arrowstyle": "-|>", "ec": colour, "fc": face, "lw": width, "mutation_scale": 14}
+            axes.annotate("", (tip.real, tip.imag), (0, 0), arrowprops={**how, "shrinkA": 0, "shrinkB": 0})
+            letter = tip * (1 + 0.3 / abs(tip))
+            axes.text(letter.real, letter.imag, name, color=colour, ha="center", va="center", fontsize=14)
         axes.add_artist(_circle())
-        axes.set(xlim=(-1.75, 1.75), ylim=(-1.85, 1.85), aspect="equal", title=titles[i])
-        axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}", fontsize=11)
+        m, n = data["m"][i], data["n"][i]
+        axes.set(xlim=(-1.85, 1.85), ylim=(-1.2, 1.85), aspect="equal")
+        axes.set_title("not rotated" if m == n == 0 else f"q at {m}, k at {n}", fontsize=12)
+        axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}".replace("-", "−"), fontsize=12)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[["left", "bottom"]].set_visible(False)
@@ -175,11 +183,12 @@ FIGURES = {
         Figure(
             "arrows",
             "A query q and a key k are arrows. Each turns by 0.35 radians a position; the circle has radius 1. In the"
-            " second and the third picture, k stands two positions after q: both arrows have moved, and their dot"
-            " product is the same. In the fourth, k stands before q, and the dot product is another one.",
+            " second and the third picture, q stands four positions after k: both arrows have moved, the angle between"
+            " them and their dot product are the same. In the fourth, q stands four positions before k, and both are"
+            " different.",
             arrows_data,
             arrows_draw,
-            size=(5.0, 1.9),
+            size=(6.4, 2.0),
         ),
         Figure(
             "block",
