@@ -90,34 +90,39 @@ def shades(
 ) -> list[str]:
     """Draw maps of a value over rows and columns with ten greys, one map per combination of the columns in `panel`.
 
-    Of more than `rows` rows or `columns` columns, evenly spaced ones are drawn. The maps share one scale.
+    Of more than `rows` rows or `columns` columns, every second, third, ... is drawn. The maps share one scale. The
+    first and the last row and column have their values beside them.
     """
     low, high = _limits([data[value].astype(float)])
     keys = list(zip(*(data[name].tolist() for name in panel), strict=True)) if panel else [()] * len(data[row])
-    maps: list[list[str]] = []
+    maps, ends = [], set()
     for key in dict.fromkeys(keys):
         mine = np.array([other == key for other in keys])
-        down = _some(list(dict.fromkeys(data[row][mine].tolist())), rows)
-        along = _some(list(dict.fromkeys(data[column][mine].tolist())), columns)
+        down, along = (list(dict.fromkeys(data[name][mine].tolist())) for name in (row, column))
+        step = -(-len(down) // rows), -(-len(along) // columns)
+        down, along = down[:: step[0]], along[:: step[1]]
         entries = zip(*(data[name][mine].tolist() for name in (row, column, value)), strict=True)
         cells = {(r, c): float(v) for r, c, v in entries}
         wide = 3 if len(along) <= 8 else 1  # characters per cell
         title = " ".join(str(part) for part in key)
         picture = ["".join(_grey(cells.get((r, c), math.nan), low, high) * wide for c in along) for r in down]
+        first, last = show(along[0]), show(along[-1])
         width = max(len(title), len(along) * wide)
-        maps.append([title.ljust(width), *(line.ljust(width) for line in picture)])
-    height = max(len(one) for one in maps)
-    maps = [one + [" " * len(one[0])] * (height - len(one)) for one in maps]
-    lines = ["   ".join(parts).rstrip() for parts in zip(*maps, strict=True)]
+        below = first + last.rjust(len(along) * wide - len(first))
+        maps.append([line.ljust(width) for line in (title, *picture, below)])
+        ends.add((show(down[0]), show(down[-1]), len(down)))
+    (top, bottom, height) = ends.pop() if len(ends) == 1 else ("", "", 0)
+    wanted = max(len(one) for one in maps)
+    maps = [one + [" " * len(one[0])] * (wanted - len(one)) for one in maps]
+    margin = max(len(top), len(bottom))
+    beside = {1: top, height: bottom}
+    lines = [
+        f"{beside.get(number, ''):>{margin}} {'   '.join(parts)}".rstrip()
+        for number, parts in enumerate(zip(*maps, strict=True))
+    ]
+    steps = [f" in steps of {by}" if by > 1 else "" for by in step]
     scale = f"{value}: '{GREYS[0]}' is {show(float(f'{low:.3g}'))}, '{GREYS[-1]}' is {show(float(f'{high:.3g}'))};"
-    return [f"{scale} {row} downwards, {column} to the right", *(lines if panel else lines[1:])]
-
-
-def _some(values: list[float], most: int) -> list[float]:
-    """At most so many of the values, evenly spaced from the first to the last."""
-    if len(values) <= most:
-        return values
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+    return [f"{scale} {row} downwards{steps[0]}, {column} to the right{steps[1]}", *(lines if panel else lines[1:])]
 
 
 def _grey(value: float, low: float, high: float) -> str:

@@ -61,11 +61,23 @@ def test_greys_go_from_the_smallest_to_the_largest_value() -> None:
     data = {"r": np.repeat(np.arange(10), 10), "c": np.tile(np.arange(10), 10), "v": values}
     lines = shades(data, "r", "c", "v")
     assert lines[0] == "v: ' ' is 0, '@' is 99; r downwards, c to the right"
-    cells = "".join(line.ljust(10) for line in lines[1:])
+    assert lines[-1].split() == ["0", "9"]
+    assert [line[0] for line in lines[1:-1]] == [*"0        9"]
+    cells = "".join(line[2:].ljust(10) for line in lines[1:-1])
     assert [sketch.GREYS.index(cell) for cell in cells] == sorted(sketch.GREYS.index(cell) for cell in cells)
     assert cells[0] == " "
     assert cells[-1] == "@"
-    assert len(shades(data, "r", "c", "v", rows=4, columns=5)) == 5
+
+
+def test_of_a_large_map_rows_and_columns_are_drawn_in_equal_steps() -> None:
+    """So the diagonals of a score that depends on the distance stay diagonals."""
+    m, n = np.meshgrid(np.arange(32), np.arange(32), indexing="ij")
+    lines = shades({"m": m.ravel(), "n": n.ravel(), "v": np.cos(m - n).ravel()}, "m", "n", "v", rows=16, columns=16)
+    assert lines[0].endswith("m downwards in steps of 2, n to the right in steps of 2")
+    grid = [line[3:].ljust(16) for line in lines[1:-1]]
+    assert len(grid) == 16
+    assert all(grid[row][column] == grid[0][column - row] for row in range(16) for column in range(row, 16))
+    assert (lines[1].split()[0], lines[16].split()[0], lines[17].split()) == ("0", "30", ["0", "30"])
 
 
 def test_maps_stand_side_by_side() -> None:
@@ -75,7 +87,12 @@ def test_maps_stand_side_by_side() -> None:
         "c": np.tile([0, 1], 4),
         "v": np.array([0.0, 1, 1, 0, 1, 0, 0, 1]),
     }
-    assert shades(data, "r", "c", "v", ("p",))[1:] == ["left     right", "   @@@   @@@", "@@@         @@@"]
+    assert shades(data, "r", "c", "v", ("p",))[1:] == [
+        "  left     right",
+        "0    @@@   @@@",
+        "1 @@@         @@@",
+        "  0    1   0    1",
+    ]
 
 
 def test_bars_are_as_long_as_their_values() -> None:
