@@ -64,15 +64,23 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
         TOPICS["relative"],
         settings={"head_dim": head_dim, "theta": theta, "positions": context},
         says=wrapped(
-            "The same token is at every position, so only positions change a score. With RoPE and ALiBi the score"
-            " depends only on m - n. With an additive encoding it does not, since the matrix W_q^T W_k is between p_m"
-            " and p_n. RoPE also distinguishes keys before and after the query; p_m . p_n and ALiBi depend only on the"
-            " absolute distance."
-        ),
+            "The score of two tokens is the dot product of a query q = W_q x at position m and a key k = W_k x at"
+            " position n. RoPE reads each pair of entries as an arrow. It rotates the arrow of pair i by m ω_i in q and"
+            " by n ω_i in k. Lengths stay, and the angle between the two arrows changes by (m - n) ω_i. So the score,"
+            " the sum of |q_i| |k_i| cos(angle) over the pairs, depends on m and n only through m - n."
+        )
+        + wrapped(
+            "Below, the same token x is at every position, so only positions change a score. An additive encoding"
+            " (sinusoidal, learned) adds a vector p_m to the token at position m. Its scores do not depend on m - n"
+            " only, since p_m and p_n meet only through W_q^T W_k, and mix with the tokens. ALiBi subtracts a slope"
+            " times |m - n| from the score. RoPE also distinguishes keys before and after the query; p_m . p_n and"
+            " ALiBi do not."
+        )
+        + ("Derived in lesson 4, docs/learn/04-rope-from-one-demand.md.",),
         tables=(
             Table(
-                "scores of query m and key n",
-                ("encoding", "spread at equal m - n", "spread over all", "at m - n = 5 minus at m - n = -5"),
+                "scores of query m and key n, divided by sqrt(D)",
+                ("encoding", "spread at equal m - n", "spread over all", "score 5 back minus score 5 ahead"),
                 [
                     (name, *(f"{number:.2g}" for number in (spread[name], float(s.max() - s.min()), _sides(s))))
                     for name, s in scores.items()
