@@ -387,7 +387,7 @@ def test_the_page_rejects_what_the_library_rejects(js: Engine, arguments: str, p
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("dim", "7", "head_dim d must be an even integer from 8 to 256; got 7"),
+        ("dim", "7", "head_dim D must be an even integer from 8 to 256; got 7"),
         ("dim", "", "the field is empty"),
         ("dim", "   ", "the field is empty"),
         ("dim", "NaN", "got NaN"),

@@ -421,7 +421,9 @@ def test_the_dials_stand_under_the_title_without_a_scaling(show: Open, viewport:
     title, dials = tab.locator("h1").bounding_box(), tab.locator("#clock .plot").bounding_box()
     assert title is not None
     assert dials is not None
-    assert dials["y"] - (title["y"] + title["height"]) < 60
+    assert dials["y"] - (title["y"] + title["height"]) < 90  # one or two lines name q, k, m, n and the pair
+    for name in ("query q", "position m", "key k", "pair i", "ω"):  # before the dials use them
+        assert name in " ".join(tab.inner_text(".terms").split())
     lowest = max(
         tab.eval_on_selector_all("#clock .turn-both", "(all) => all.map((d) => d.getBoundingClientRect().bottom)")
     )
@@ -588,7 +590,7 @@ def test_the_focused_element_has_an_outline(show: Open) -> None:
             """() => { const e = document.activeElement, shown = e.type === "radio" ? e.parentElement : e;
             return [e.id || e.name || e.textContent.trim(), getComputedStyle(shown).outlineStyle]; }"""
         )
-        if outline == "none" and name.startswith("clearllama"):
+        if outline == "none" and name.startswith("RoPE is"):
             break  # after the last element, the page has the focus
         names.append(name)
         assert outline == "solid", name
@@ -613,18 +615,33 @@ def test_pictures_have_descriptions_and_do_not_rely_on_colour_alone(show: Open) 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_with_motion_the_page_opens_moving_and_ends_at_its_start(show: Open) -> None:
     tab = show(motion="no-preference")
-    early = angles(tab, "q")[0]
-    for _ in range(200):
-        tab.wait_for_timeout(25)
-        if math.cos(angles(tab, "q")[0] - 100) > 0.99999:
-            break
-    assert math.cos(early - 100) < 0.999  # pair 0 turns by one radian a token, so it ends at 100 radians
-    tab.wait_for_timeout(300)
-    assert math.cos(angles(tab, "q")[0] - 100) > 0.9995
+    sum_ = tab.inner_text("#clock .sum")
+    early = state_of(tab)
+    assert 90 <= early["m"] < 100  # the controls show where the arrows are
+    assert early["n"] == early["m"] - 12
+    until(tab, "document.getElementById('m').value === '100'")
+    tab.wait_for_timeout(600)
+    assert math.cos(angles(tab, "q")[0] - 100) > 0.9995  # pair 0 turns by one radian a token
     assert (state_of(tab)["m"], state_of(tab)["n"]) == (100, 88)
+    assert tab.inner_text("#clock .sum") == sum_
+    assert tab.inner_text("[data-play=both]") == "Move both tokens"
+
+
+@pytest.mark.slow
+def test_the_opening_ends_when_a_control_is_taken(show: Open) -> None:
+    for how in ("key", "button"):
+        tab = show(motion="no-preference")
+        if how == "key":
+            tab.keyboard.press("Shift")
+        else:
+            tab.click("[data-play=both]")  # it is named Stop
+        stopped = state_of(tab)
+        assert stopped["m"] < 100
+        assert tab.inner_text("[data-play=both]") == "Move both tokens"
+        tab.wait_for_timeout(400)
+        assert state_of(tab) == stopped
 
 
 def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:

@@ -206,7 +206,7 @@ const Rope = (() => {
   const START = { base: 10000, dim: 128, trained: 2048, stretch: 4, method: "default", m: 100, n: 88, pair: 41, shift: 1000, length: 8192 };
   const NAMES = {
     base: "base θ",
-    dim: "head_dim d",
+    dim: "head_dim D",
     trained: "trained length L",
     stretch: "stretch s",
     length: "text so far t",

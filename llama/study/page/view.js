@@ -297,7 +297,7 @@
           : `Every pair finishes a turn within the trained ${integer(state.trained)} tokens`,
         svg: picture(width, box.bottom + 44, inside),
         label: `Wavelength by pair, logarithmic. Unscaled from ${figures(now.waves[0])} tokens at pair 0 to ${figures(now.waves[pairs - 1])} at pair ${pairs - 1}${under(state, `${figures(now.wavesAfter[0])} to ${figures(now.wavesAfter[pairs - 1])}`)}. Pair ${i}: ${figures(now.waves[i], 4)} tokens unscaled${under(state, `${figures(now.wavesAfter[i], 4)} tokens`)}. Lines at the trained ${integer(state.trained)} and the target ${integer(end)} tokens. ${slow} of ${pairs} pairs are above the trained length.`,
-        readout: `Pair ${i} makes a full turn every <b>${figures(now.waves[i], 4)} tokens</b> unscaled${under(state, `every <b>${figures(now.wavesAfter[i], 4)} tokens</b>`)}. Within the trained length it makes ${turns(state.trained / now.waves[i])}.`,
+        readout: `Pair ${i} makes a full turn every <b>${figures(now.waves[i], 4)} tokens</b> unscaled${under(state, `every <b>${figures(now.wavesAfter[i], 4)} tokens</b>`)}. Within the trained length it makes ${turns(now.turnsSeen[i])}.`,
       };
     },
 
@@ -444,7 +444,7 @@
       const boxes = [0, 1].map((k) => ({ left: width < 480 ? 40 : 46, right: width - 8, top: 34 + k * 254, bottom: 214 + k * 254 }));
       const at = linear(0, Math.log1p(end - 1), boxes[0].left, boxes[0].right);
       const x = { at: (d) => at(Math.log1p(d)), ticks: [0, 1, 10, 100, 1e3, 1e4, 1e5, 1e6].filter((t) => t < end), name: short, title: "distance m − n (tokens; 0, then logarithmic)" };
-      const titles = ["mean cosine over pairs (no unit)", "q · k / √d of one fixed, random q and k (no unit)"];
+      const titles = ["mean cosine over pairs (no unit)", "q · k / √D of one fixed, random q and k (no unit)"];
       const name = LABEL[state.method];
       const same = state.method === "default" || (now.divisors.every((d) => Math.abs(d - 1) < 1e-9) && now.attentionFactor === 1);
       const exact = [Rope.scoresAt(distance, now.before, parts(state, 1), [0, 0]), Rope.scoresAt(distance, now.invFreq, parts(state, now.attentionFactor), [0, 0])];
@@ -483,10 +483,10 @@
       const row = (words, values) => `<tr><th scope="row">${words}</th>${values.map((v) => `<td>${signed(v, 5)}</td>`).join("")}</tr>`;
       const difference = Math.abs(there - here);
       return {
-        claim: `The score depends on m and n only through the distance m − n = ${integer(distance)}`,
+        claim: `The score depends on m and n only through their distance, here ${integer(distance)}`,
         svg: picture(width, boxes[1].bottom + 44, inside),
         label: `Two curves by distance, logarithmic: mean cosine over pairs, and the score of one fixed random query and key. At distance ${integer(distance)} the mean cosine is ${exact[0][0].toFixed(4)} unscaled${under(state, exact[1][0].toFixed(4))}; the score is ${exact[0][1].toFixed(4)} unscaled${under(state, exact[1][1].toFixed(4))}.`,
-        readout: `<table><tr><th scope="col">m = ${integer(state.m)}, n = ${integer(state.n)}</th><td>mean cosine</td><td>q · k / √d</td></tr>${row("unscaled", exact[0])}${same ? "" : row(name, exact[1])}</table>
+        readout: `<table><tr><th scope="col">m = ${integer(state.m)}, n = ${integer(state.n)}</th><td>mean cosine</td><td>q · k / √D</td></tr>${row("unscaled", exact[0])}${same ? "" : row(name, exact[1])}</table>
           Computed by rotating q and k: score at (${integer(state.m)}, ${integer(state.n)}) <b id="score-here">${signed(here, 9)}</b>, at (${integer(state.m + shift)}, ${integer(state.n + shift)}) <b id="score-there">${signed(there, 9)}</b>. ${difference ? `The difference, ${difference.toExponential(0)}, is rounding: shifting` : "Shifting"} both by ${integer(shift)} changes nothing${state.method === "dynamic" ? `, if the frequencies stay those of ${integer(state.length)} tokens; dynamic NTK changes all of them as the text grows` : ""}.`,
       };
     },
@@ -621,8 +621,8 @@
     byId("stretch-remark").hidden = state.method !== "dynamic";
     byId("key-old").hidden = state.method === "default";
     document.querySelector(`input[value="${state.method}"]`).checked = true;
-    const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, θ = ${integer(state.base)}, d = ${state.dim}, L = ${integer(state.trained)}`;
-    byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `θ ${short(state.base)}`, `d ${state.dim}`, `L ${integer(state.trained)}`].join(" · ");
+    const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, θ = ${integer(state.base)}, D = ${state.dim}, L = ${integer(state.trained)}`;
+    byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `θ ${short(state.base)}`, `D ${state.dim}`, `L ${integer(state.trained)}`].join(" · ");
     byId("print-setting").textContent = `Setting: method ${summary}, m = ${integer(state.m)}, n = ${integer(state.n)}, pair ${state.pair}`;
     const entry = document.querySelector(`#glossary [data-method="${state.method}"]`);
     if (byId("explanation").dataset.method !== state.method) {
@@ -696,7 +696,7 @@
   }
 
   // Picture 1 draws the arrows at `seen`, which follows m and n of the state over a short time, token by token.
-  const [TOKEN, OPENING, FAR] = [250, 2500, 16]; // ms for one step, ms for the opening, tokens that are not followed
+  const [TOKEN, FAR, OPENING] = [250, 16, 10]; // ms for one step, tokens that are not followed, tokens of the opening
   let seen = null; // {m, n} as drawn
   let goal = null; // where `seen` is going
   let following = 0;
@@ -705,7 +705,6 @@
     if (following && goal.m === to.m && goal.n === to.n && !calm.matches) return;
     cancelAnimationFrame(following);
     const from = seen ?? to;
-    const duration = goal ? TOKEN : OPENING;
     const far = Math.max(Math.abs(to.m - from.m), Math.abs(to.n - from.n));
     [seen, goal, following] = [from, to, 0];
     if (calm.matches || dragging || far === 0 || far > FAR) {
@@ -714,7 +713,7 @@
     }
     const began = performance.now();
     const step = (time) => {
-      const part = Math.min(1, Math.max(0, (time - began) / duration));
+      const part = Math.min(1, Math.max(0, (time - began) / TOKEN));
       seen = part < 1 ? { m: from.m + part * (to.m - from.m), n: from.n + part * (to.n - from.n) } : to;
       const { svg, label } = pictures.clock(state, Rope.pairs(state), seen);
       const plot = document.querySelector("#clock .plot");
@@ -734,9 +733,10 @@
     running = 0;
     nameOfPlay();
   }
-  function play(what) {
+  /** Move by one token every TOKEN ms until position `end`; a second call with the same name stops. */
+  function play(what, end = Infinity) {
     const on = () => {
-      if (state.m + 1 < Rope.target(state)) set({ m: state.m + 1, n: what === "both" ? state.n + 1 : state.n });
+      if (state.m + 1 < Math.min(Rope.target(state), end + 1)) set({ m: state.m + 1, n: what === "both" ? state.n + 1 : state.n });
       else stop();
     };
     const again = running && played === what;
@@ -902,7 +902,10 @@
   byId("copy").addEventListener("click", copy);
   byId("numbers").addEventListener("toggle", () => set({}));
   for (const kind of ["pointerdown", "pointermove"]) document.querySelector("main").addEventListener(kind, pick);
-  addEventListener("hashchange", load);
+  addEventListener("hashchange", () => {
+    stop();
+    load();
+  });
   let lastWidth = document.querySelector("#clock .plot").clientWidth;
   new ResizeObserver(() => {
     const width = document.querySelector("#clock .plot").clientWidth;
@@ -910,8 +913,17 @@
     lastWidth = width;
   }).observe(document.querySelector("main"));
   addEventListener("beforeprint", () => draw());
-  if (!location.hash) seen = { m: Rope.START.m - 10, n: Rope.START.n - 10 }; // the page opens with both tokens in motion
+  const opens = !location.hash && !calm.matches; // then both tokens move to their start
   load();
+  if (opens) {
+    set({ m: state.m - OPENING, n: state.n - OPENING });
+    play("both", Rope.START.m);
+    const end = (event) => {
+      for (const kind of ["pointerdown", "keydown"]) removeEventListener(kind, end);
+      if (!event.target.closest?.("[data-play]")) stop(); // those buttons stop it themselves
+    };
+    for (const kind of ["pointerdown", "keydown"]) addEventListener(kind, end);
+  }
   draw();
   document.documentElement.dataset.ready = "yes";
 })();
