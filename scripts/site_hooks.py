@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 SECTIONS = ("start", "guides", "learn", "reference", "evidence")
-PAGE, MARK = "learn/rope.html", "<!-- the RoPE page -->"  # its file on the site, and the place in explore.md
+PAGE, MARK = "learn/rope.html", "<!-- the RoPE page -->\n"  # its file on the site, and the place in explore.md
 FRAME = '[Open the page alone.]({0})\n\n<iframe class="page" src="{0}" title="The RoPE page"></iframe>'
 
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
@@ -46,7 +46,8 @@ def ordered(docs: Path, pages: list[str]) -> list[str]:
     """The pages by section, and in each in the order in which its index page, or the one of all pages, links them."""
     linked: dict[str, int] = {}
     for index in sorted(docs.rglob("README.md"), key=lambda file: (-len(file.parts), file)):
-        for match in LINK.finditer(index.read_text()):
+        lines = sorted(index.read_text().splitlines(), key=lambda line: not line.startswith("|"))  # tables, then prose
+        for match in LINK.finditer("\n".join(lines)):
             linked.setdefault(_inside(docs, index.parent, match[2]), len(linked))
 
     def place(page: str) -> tuple[int, int, int, str]:
@@ -83,7 +84,8 @@ def translate(markdown: str, page: Path, docs: Path, repository: str) -> str:
         return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
 
     def text(words: str) -> str:
-        words = words.replace(MARK, FRAME.format(PAGE.rpartition("/")[2]))
+        frame = FRAME.format(PAGE.rpartition("/")[2])
+        words = re.sub(rf"{MARK}{PICTURE.pattern}", frame, words)  # instead of GitHub's picture of it
         words = re.sub(r"^<details>$", "<details markdown>", words, flags=re.MULTILINE)
         words = LIST.sub(r"\1\n", words)
         words = ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), words)

@@ -347,6 +347,28 @@ def test_the_numbers_of_the_notes(js: Engine) -> None:
     assert yarn["attentionFactor"] ** 2 == pytest.approx(1.2965, abs=5e-5)
 
 
+def test_the_numbers_of_the_page_on_exploring(js: Engine) -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "learn" / "explore.md").read_text().split())
+
+    def beyond(**changes: Any) -> list[bool]:
+        return js("Rope.pairs($0)", {**START, **changes})["beyond"]
+
+    w, ntk = by_numpy(START)[0], by_numpy({**START, "method": "ntk"})[1]
+    assert f"q · k stays {np.cos(12 * w).sum():.3f}." in text
+    assert f"pair 0 turns {math.degrees(w[0]):.1f}° per token, pair 63 only {math.degrees(w[63]):.5f}°" in text
+    assert f"{(2 * np.pi / w > 2048).sum()} of 64 pairs do not finish a turn within the trained 2,048 tokens" in text
+    llama3 = by_numpy({**START, "base": 5e5})[0]
+    assert f"now it is {(2 * np.pi / llama3 > 8192).sum()} pairs" in text
+    assert f"NTK-aware divides pair 41 by {w[41] / ntk[41]:.2f}, and only pair 63 by {w[63] / ntk[63]:.0f}." in text
+    assert [i for i, flag in enumerate(beyond()) if flag] == list(range(41, 64))
+    assert f"Without a method, {sum(beyond())} pairs meet angles" in text
+    assert f"Under NTK-aware it is {sum(beyond(method='ntk'))} pairs." in text
+    assert not any(flag for method in ("linear", "yarn", "llama3") for flag in beyond(method=method))
+    q, k = (np.array(page.vectors()[name][:128]).reshape(64, 2) @ [1, 1j] for name in "qk")
+    score = (q * k.conj() * np.exp(12j * w)).real.sum() / math.sqrt(128)
+    assert f"the score at both places is {score:.9f}.".replace("-", "−") in text
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(
     ("arguments", "python"),
