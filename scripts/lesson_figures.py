@@ -76,12 +76,12 @@ def arrows_draw(data: Data, canvas: Canvas) -> None:
             how = {"arrowstyle": "-|>", "ec": colour, "fc": face, "lw": width, "mutation_scale": 14}
             axes.annotate("", (tip.real, tip.imag), (0, 0), arrowprops={**how, "shrinkA": 0, "shrinkB": 0})
             letter = tip * (1 + 0.3 / abs(tip))
-            axes.text(letter.real, letter.imag, name, color=colour, ha="center", va="center", fontsize=14)
+            axes.text(letter.real, letter.imag, name, color=colour, ha="center", va="center", fontsize=16)
         axes.add_artist(_circle())
         m, n = data["m"][i], data["n"][i]
         axes.set(xlim=(-1.85, 1.85), ylim=(-1.2, 1.85), aspect="equal")
-        axes.set_title("not rotated" if m == n == 0 else f"q at {m}, k at {n}", fontsize=12)
-        axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}".replace("-", "−"), fontsize=12)
+        axes.set_title("not\nrotated" if m == n == 0 else f"q at {m}\nk at {n}", fontsize=14)  # read on a phone
+        axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}".replace("-", "−"), fontsize=13)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[["left", "bottom"]].set_visible(False)
@@ -188,7 +188,7 @@ FIGURES = {
             " different.",
             arrows_data,
             arrows_draw,
-            size=(6.4, 2.0),
+            size=(6.4, 2.35),
         ),
         Figure(
             "block",
