@@ -214,8 +214,8 @@ TOPIC = Topic(
             "decay",
             "RoFormer's bound on a score, averaged over bins of distances. In heads of many pairs it falls on average,"
             " and its mean is larger for a larger base. The bound is drawn without its factor"
-            " that depends on q and k. The thin line is the score of a key that was built for one distance; it is"
-            " highest there.",
+            " that depends on q and k. The thin line is the score of a key that was built to be highest at one"
+            " distance.",
             decay_data,
             decay_draw,
             size=(5.6, 4.0),
