@@ -71,8 +71,8 @@ def report() -> Report:
             "seeds": len(found["rope"]),
         },
         says=wrapped(
-            "Loss in nats per byte on a book that was not used for training, by position; lower is better. Windows of"
-            " 512 bytes tile the book, so all positions read about the same text. Stored results;"
+            "Loss in nats per byte on a book that was not used for training, by position; lower is better. The book is"
+            " cut into windows of 512 bytes, so all positions read about the same text. Stored results;"
             " scripts/compare_encodings.py repeats them. The learned table has rows up to 512, of which training used"
             " 128."
         ),
