@@ -131,7 +131,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
         TOPICS["bands"],
         settings={"model": model, "pairs": len(inv_freq), "heads": plain.previous.numel()},
         says=wrapped(
-            "The share of a quarter of the pairs is the part of |q_i||k_i| that it has, summed over pairs; 0.25 is an"
+            "The share of a quarter of the pairs is its sum of |q_i||k_i|, divided by that of all pairs; 0.25 means"
             f" even use. The fastest quarter ends at a wavelength of {float(waves[quarter - 1]):.3g} tokens, the"
             f" slowest begins at {float(waves[-quarter]):,.0f}; the context is {trained:,}. Stopped pairs are not"
             " rotated, which changes the model's angles without training."
@@ -230,7 +230,7 @@ def draw(table: Data, canvas: Canvas) -> None:
         *upper.get_legend_handles_labels(),
         loc="outside upper center",
         ncols=2,
-        title="heads (line: mean; band: 8 of 10)",
+        title="heads (line: mean; band: the middle 8 of 10 heads)",
     )
     lower.set_xlabel("share of the fastest quarter of the pairs")
     lower.set_ylabel("weight on the previous token")
