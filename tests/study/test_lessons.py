@@ -92,6 +92,10 @@ def test_the_figures_are_small_and_used_and_both_themes_are_one_picture() -> Non
         text = (STUDY / "figures" / name).read_text()
         assert len(text) < 100_000, name
         assert not re.search(r"<dc:date>|Matplotlib v|nan", text), name
+        _, _, width, height = map(float, re.findall(r'viewBox="(\S+) (\S+) (\S+) (\S+)"', text)[0])
+        for x, y in re.findall(r'<text[^>]* (?:x="|transform="translate\()(\S+?)"?\s(?:y=")?([-\d.]+)', text):
+            assert 0 <= float(x) <= width, f"{name}: text outside the picture"
+            assert 4 <= float(y) <= height, f"{name}: text outside the picture"  # y is the lower edge of a line
         if name.endswith("-light.svg"):
             assert lesson_svg.same(
                 lesson_svg.dark(text), (STUDY / "figures" / name.replace("-light", "-dark")).read_text()

@@ -115,8 +115,8 @@ def report(head_dim: int = 64, theta: float = 100.0) -> Report:
         ),
         tables=(
             Table(
-                "score of q = k with base 10000, for a rotated part of a head of 64",
-                ("distance", *(f"{share:g}" for share in SHARES)),
+                "score of q = k with base 10000, for a head of 64",
+                ("distance", *(f"{share:g} rotated" for share in SHARES)),
                 [(n, *(round(float(scores[share][n]), 3) for share in SHARES)) for n in (0, 1, 8, 64, 512, 2048)],
             ),
             Table(
@@ -213,6 +213,8 @@ def plane_draw(data: Data, canvas: Canvas) -> None:
         rows = data["form"] == name
         image = axes.imshow(data["score"][rows].reshape(SIDE, SIDE), cmap="viridis", vmin=-0.2, vmax=1)
         axes.set_title(name)
+        axes.set_xticks(range(0, SIDE, 4))
+        axes.set_yticks(range(0, SIDE, 4))
         axes.set_xlabel("x of the key's patch")
         axes.set_ylabel("y of the key's patch")
     canvas.colorbar(image, ax=list(panels), label="score of q = k", location="bottom", shrink=0.6)
@@ -240,11 +242,11 @@ TOPIC = Topic(
         Figure(
             "plane",
             "The score of a patch in the middle of an image with all patches, for equal vectors. Axial: half of the"
-            " pairs turn by x, half by y, which leaves a cross. Mixed: each pair turns along a direction of its own,"
-            " and the score falls in all directions.",
+            " pairs turn by x, half by y, which leaves a cross. Mixed: each pair turns along a direction of its own"
+            " (fixed here, not trained), and the score falls in all directions.",
             plane_data,
             plane_draw,
-            size=(5.8, 3.5),
+            size=(5.8, 4.0),
         ),
     ),
 )
