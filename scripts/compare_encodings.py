@@ -10,16 +10,16 @@ book, and its loss is averaged by position.
 A finished run is one line of the output. The script skips runs that the output already has, so the command can be
 interrupted and started again. It uses one core; several commands with different --seeds can share one output.
 
-Time: all fifteen runs need 22 minutes of CPU time on a Xeon with AVX-512, between 70 seconds (sinusoidal) and two minutes
-(ALiBi) each; `--seeds 0,1` and `--seeds 2` at the same time need 15 minutes on two cores. This was scaled from runs of 20
-and of 100 steps, which predict 86 seconds for RoPE with seed 0; its complete run took 84. The stored `seconds` are
-longer: they are wall time on a machine that was busy with other work.
+Time: all fifteen runs need 22 minutes of CPU time on a Xeon with AVX-512, between 70 seconds (sinusoidal) and two
+minutes (ALiBi) each; `--seeds 0,1` and `--seeds 2` at the same time need 15 minutes on two cores. This was scaled from
+runs of 20 and of 100 steps, which predict 86 seconds for RoPE with seed 0; its complete run took 84. The stored
+`seconds` are longer: they are wall time on a machine that was busy with other work.
 
-Another processor sums in another order, and training enlarges the differences. On the same Xeon the complete run of RoPE
-with seed 0 repeated all its stored numbers. With AVX2 in place of AVX-512 its loss at positions 0 to 127 was 1.404 in
-place of 1.411, which is within the deviation of the seeds; beyond 160, where RoPE fails, means of 16 positions differed by
-up to 0.2. So on another processor the large differences between encodings should come out again, but not the digits, and
-perhaps not the 0.01 between RoPE and ALiBi.
+Another processor sums in another order, and training enlarges the differences. On the same Xeon the complete run of
+RoPE with seed 0 repeated all its stored numbers. With AVX2 in place of AVX-512 its loss at positions 0 to 127 was
+1.404 in place of 1.411, which is within the deviation of the seeds; beyond 160, where RoPE fails, means of 16
+positions differed by up to 0.2. So on another processor the large differences between encodings should come out again,
+but not the digits, and perhaps not the 0.01 between RoPE and ALiBi.
 """
 
 from __future__ import annotations

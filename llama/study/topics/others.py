@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..figure import Data, Figure, draw_lines
 from ..measures import diagonal_spread, frequencies, mean_cosine, sinusoids, turn
-from ..report import Report, Table, below, equal, holds, wrapped
+from ..report import Report, Table, above, below, equal, holds, wrapped
 from . import TOPICS
 from .base import Topic, check_head_dim, columns
 
@@ -105,24 +105,29 @@ def report(head_dim: int = 16) -> Report:
         "xPos": ("rotation and decay", 0, xpos(q, k)),
         "RoPE": ("rotation", 0, turn(q, torch.arange(n), frequencies(d)) @ turn(k, torch.arange(n), frequencies(d)).T),
     }
+    p = sinusoids(torch.arange(n), d)  # (N, D)
+    added = diagonal_spread((q + p) @ (k + p).T)
     buckets = t5_bucket(torch.arange(0, 512))
     return Report(
         "others",
         TOPICS["others"],
         settings={"head_dim": d, "tokens": n},
         says=wrapped(
-            "Equal queries and equal keys stand at all positions. If only the distance matters, all scores on one"
+            "The same query stands at every position, and the same key. If only the distance matters, all scores on one"
             " diagonal are equal. T5 and ALiBi add a number to the score, whatever q and k are; the others let the"
             f" effect of a distance depend on q. The trained numbers of one head of {d} entries: 17 vectors for Shaw; a"
-            f" matrix {d} x 32 for the sinusoid, and two vectors, for Transformer-XL."
+            f" matrix {d} x 32 for a sinusoid of 32 entries, and two vectors, for Transformer-XL."
         ),
         tables=(
             Table(
                 "one head",
                 ("encoding", "what carries the distance", "trained numbers", "spread on a diagonal"),
                 [
-                    (name, what, count, round(diagonal_spread(scores), 9))
-                    for name, (what, count, scores) in found.items()
+                    ("sinusoids, added", "nothing: each position alone", 0, round(added, 2)),
+                    *(
+                        (name, what, count, round(diagonal_spread(scores), 9))
+                        for name, (what, count, scores) in found.items()
+                    ),
                 ],
             ),
         ),
@@ -131,6 +136,7 @@ def report(head_dim: int = 16) -> Report:
                 below("", f"{name}: largest difference of two scores of one distance", diagonal_spread(scores), 1e-12)
                 for name, (_, _, scores) in found.items()
             ),
+            above("", "sinusoids, added: largest difference of two scores of one distance", added, 1),
             holds("", "T5: the buckets of the distances 0 .. 15 are exact", buckets[:16].tolist() == list(range(16))),
             equal("", "T5: the last bucket begins at the distance", int((buckets == 31).nonzero()[0]), 113),
             equal("", "ALiBi with 8 heads: the sum of the slopes", float(alibi_slopes(8).sum()), 1 - 2.0**-8, 1e-12),
@@ -158,7 +164,7 @@ def data() -> Data:
 
 def draw(table: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(3, 1, sharex=True, height_ratios=(4, 3, 4))
-    titles = {"ALiBi": "added to the score", "T5": "number of the trained bias", "rotation": "score of q = k"}
+    titles = {"ALiBi": "added to the score", "T5": "bucket", "rotation": "score of q = k"}
     for axes, (panel, label) in zip(panels, titles.items(), strict=True):
         rows = {name: column[table["panel"] == panel] for name, column in table.items()}
         draw_lines(axes, rows, "distance", "value", "line", dict.fromkeys(rows["line"].tolist()))
@@ -176,8 +182,9 @@ TOPIC = Topic(
         Figure(
             "others",
             "How a distance enters the score. ALiBi subtracts a fixed slope times the distance, with another slope in"
-            " each head. T5 adds a trained number, one for each bucket of distances; the buckets widen. RoPE's score"
-            " varies with the angles and does not vanish; xPos makes the fast pairs fade.",
+            " each head; every other one of eight heads is drawn. T5 adds a trained number, one for each bucket of"
+            " distances; the buckets widen. RoPE's score varies with the angles and does not vanish; xPos makes the"
+            " fast pairs fade.",
             data,
             draw,
             size=(5.4, 6.6),
