@@ -220,9 +220,9 @@ TOPIC = Topic(
         ),
         Figure(
             "depth",
-            "Each square is a question, asked after as many trained lengths as the horizontal axis says, for a fact"
-            " at the position that the vertical axis says. The upper edge of each column is the nearest past. Past the"
-            " trained length, what the unchanged model forgets first is what lies furthest back.",
+            "Each square is a question. Across: after how many tokens it was asked. Up: where the fact stands. The top"
+            " square of each column is the nearest fact. Past the trained length, the unchanged model first forgets"
+            " what lies furthest back.",
             data,
             draw_depth,
             size=(5.6, 7.4),
