@@ -68,13 +68,13 @@ class ModelConfig:
             raise ConfigError(f"no_rope_layers must be a tuple of layers below {self.n_layers}, got {layers!r:.60}")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
-                f"n_heads must be a multiple of n_kv_heads, so that each key/value head serves the same number of query"
-                f" heads; got {self.n_heads} and {self.n_kv_heads}"
+                f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}: each key/value"
+                " head serves the same number of query heads"
             )
         if self.head_dim > 2**16:
             raise ConfigError(f"head_dim must be at most {2**16}, got {self.head_dim}")
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even, since RoPE rotates pairs of entries; got {self.head_dim}")
+            raise ConfigError(f"head_dim must be even, got {self.head_dim}: RoPE rotates pairs of entries")
 
     @property
     def n_params(self) -> int:

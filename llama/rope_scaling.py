@@ -269,10 +269,10 @@ def inverse_frequencies(
     """
     checks.positive("rope theta", theta, 1e300, ConfigError)
     if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD, ConfigError) % 2:
-        raise ConfigError(f"RoPE rotates pairs, so dim must be even; got {dim}")
+        raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
     kind = kind_of(scaling)
     if dim == 2 and kind in ("ntk", "dynamic"):
-        raise ConfigError(f"rope scaling {kind} multiplies the base by factor^(D / (D - 2)), so D must be above 2")
+        raise ConfigError(f"rope scaling {kind} multiplies the base by factor^(D / (D - 2)), so D can't be 2")
     if theta == 1 and kind == "yarn":
         raise ConfigError("rope scaling yarn divides by log(theta), so theta must not be 1")
     try:
@@ -287,6 +287,8 @@ def inverse_frequencies(
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """The finite number above 0 under `key`, or the default if there is none."""
     value = default if scaling.get(key) is None else scaling[key]
+    if value is None:
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} is missing")
     return checks.positive(f"rope scaling {_short(scaling)}: {key!r}", value, 1e300, ConfigError)
 
 
@@ -302,7 +304,7 @@ def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
     values = scaling.get(key)
     if not isinstance(values, list | tuple) or not all(map(checks.is_number, values)):
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of numbers")
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of numbers, got {values!r:.40}")
     if len(values) != base.dim // 2:
         raise ConfigError(f"rope scaling {key}: expected {base.dim // 2} numbers, one per pair, got {len(values)}")
     divide = torch.tensor(values, dtype=torch.float64)  # (D/2,)
@@ -311,5 +313,5 @@ def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     return divide
 
 
-def _short(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: "[...]" if isinstance(value, list | tuple) else str(value)[:40] for key, value in scaling.items()}
+def _short(scaling: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {'[...]' if isinstance(x, list | tuple) else str(x)[:40]}" for key, x in scaling.items())

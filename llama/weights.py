@@ -162,7 +162,8 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     if found:
         more = f" (and {len(found) - 1} more mismatches)" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{checkpoint.path}: {found[0]}{more}; the files belong to different models, or one is damaged"
+            f"{checkpoint.path}: {found[0]}{more}; the files belong to different models, or one is damaged;"
+            " download them again"
         )
 
 

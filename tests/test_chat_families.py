@@ -149,7 +149,7 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
 
     proof = convert(meta, tmp_path / "new", to)
     [warning] = proof.warnings
-    assert warning.startswith("wrote the chat template of llama3, which fits the vocabulary")
+    assert warning.startswith("wrote the chat template of llama3, because its tokens are in the vocabulary")
     assert open_checkpoint(proof.path).chat_template == TEMPLATES["llama3"]
     before, after = (llama.load(path, device="cpu", dtype="float32") for path in (meta, proof.path))
     expected = encode_chat(before.tokenizer, None, DIALOG, format=before.chat_format)

@@ -588,7 +588,7 @@ def test_the_format_is_chosen_by_name() -> None:
     assert encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama3") == llama3(LLAMA3_BYTES, dialog) != by_template
     with pytest.raises(UsageError, match="unknown chat format 'llama4'; known: jinja, llama2, llama3, codellama-70b"):
         encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama4")
-    with pytest.raises(UsageError, match="only templates do"):
+    with pytest.raises(UsageError, match="only chat templates do"):
         encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama3", tools=[WEATHER])
     with pytest.raises(UsageError, match="always ends"):
         encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama3", add_generation_prompt=False)
@@ -602,7 +602,7 @@ def test_a_model_uses_its_chat_format_and_tools() -> None:
     dialog = [user("hi")]
     llm = Llama(tiny.model(), tokenizer, LLAMA31, chat_format="llama3")
     assert llm.chat(dialog, max_new_tokens=1).stats.prompt_tokens == len(llama3(tokenizer, dialog))
-    with pytest.raises(UsageError, match="only templates do"):
+    with pytest.raises(UsageError, match="only chat templates do"):
         llm.chat(dialog, tools=[WEATHER])
     llm = Llama(tiny.model(), tokenizer, "{{ tools[0].function.name }}{{ messages[0].content }}")
     answer = llm.chat(dialog, tools=[WEATHER], max_new_tokens=1)
@@ -681,13 +681,13 @@ def test_only_llama3_writes_a_message_that_continues() -> None:
 @pytest.mark.parametrize(
     ("dialog", "reason"),
     [
-        ([{"role": "system", "content": "s"}], "needs a last message of the user"),
-        ([user("a"), assistant("b")], "needs a last message of the user"),
+        ([{"role": "system", "content": "s"}], "the last message has the role user"),
+        ([user("a"), assistant("b")], "the last message has the role user"),
         ([assistant("a"), user("b")], "message 0: .*expected user, got assistant"),
         ([user("a"), user("b")], "message 1: .*expected assistant, got user"),
         ([user("a"), {"role": "system", "content": "s"}, user("b")], "message 1: .*expected assistant, got system"),
-        ([user("a"), {"role": "tool", "content": "s"}], "message 1: .*can't express tools"),
-        ([user("a"), call("f", {}), user("b")], "message 1: .*can't express tools"),
+        ([user("a"), {"role": "tool", "content": "s"}], "message 1: .*does not support tools"),
+        ([user("a"), call("f", {}), user("b")], "message 1: .*does not support tools"),
     ],
 )
 def test_formats_without_tools_need_alternating_turns(dialog: list, reason: str) -> None:

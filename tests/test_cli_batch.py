@@ -159,7 +159,7 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     assert "must hold prompt and answer" in answers[0]["error"]
     assert answers[0]["id"] == "long"
     assert "must hold prompt and answer" in answers[4]["error"]
-    message = "4 of 7 prompts could not be run; see the key error in the output"
+    message = "4 of 7 prompts failed; the key 'error' in their output lines gives the reason"
     assert capsys.readouterr().err == f"clearllama: error: {message}\n"
     before = target.read_bytes()
     assert main(*args) == 1  # errors of an earlier run count, and nothing is run again

@@ -198,7 +198,7 @@ def test_converted_checkpoints_run_and_have_equal_weights(clearllama: Run, meta:
 
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
-        ((str(meta), str(tmp_path / "x"), "--to", "meta", "--shards", "3"), 1, b"can't be shared by 3 shards evenly"),
+        ((str(meta), str(tmp_path / "x"), "--to", "meta", "--shards", "3"), 1, b"can't be divided into 3 equal shards"),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
         ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
         ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),

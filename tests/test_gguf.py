@@ -417,7 +417,7 @@ def test_paths_that_are_not_regular_files_are_errors(tmp_path: Path) -> None:
         ({"llama.block_count": 2**31}, "has 2147483648 layers"),
         ({"llama.feed_forward_length": 97}, "ffn_gate.weight has shape"),
         ({"llama.embedding_length": 2**31}, "have shape|has shape"),
-        ({"llama.rope.dimension_count": 8}, "must be equal"),
+        ({"llama.rope.dimension_count": 8}, "but the head dimension is"),
         ({"llama.rope.freq_base": 0.0}, "rope_theta"),
         ({"llama.expert_count": 8}, "mixture of 8 experts"),
         ({"llama.rope.scaling.type": "spiral"}, "spiral"),

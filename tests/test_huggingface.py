@@ -490,7 +490,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "rope_theta must be a number above 0",
     ),
     "theta twice": (lambda d: edit(d, rope_theta=5.0), "rope_theta is 5.0, but 10000.0 in rope_parameters"),
-    "rope kind": (lambda d: edit(d, rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral'; known: default"),
+    "rope kind": (
+        lambda d: edit(d, rope_parameters={"rope_type": "spiral"}),
+        "rope_type is 'spiral', expected one of default",
+    ),
     "rope factor": (
         lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 0}),
         "'factor' must be a number above 0",
@@ -514,7 +517,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong file": (lambda d: assign(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
     "not in index": (
         lambda d: change_index(d, lambda weight_map: weight_map.pop("model.norm.weight")),
-        "lists in another file or not at all",
+        "does not list it there",
     ),
     "map": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "weight_map must map"),
     "cut": (lambda d: first(d).write_bytes(first(d).read_bytes()[:-9]), "it is truncated, download it again"),

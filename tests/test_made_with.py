@@ -243,7 +243,7 @@ RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether 
     (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
     (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is damaged: it lacks the settings", True),
     (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
-    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was written for other answers than those in", True),
+    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "does not belong to the answers in", True),
     (b'{"clearllama_run": "1", "settings": {}, ' + FIRST, "was made with add_bos none", True),
     (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, ", True),
 ]
@@ -349,7 +349,7 @@ def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
     for args in ([], ["-n", "2"]):
         assert batch(*args) == 2
         error = capsys.readouterr().err
-        assert "out.run.json was written for other answers than those in " in error
+        assert "out.run.json does not belong to the answers in " in error
         assert error.count("\n") == 1
         assert "--fresh" in error
         assert state(tmp_path) == before

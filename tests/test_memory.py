@@ -421,7 +421,7 @@ def test_too_much_is_refused_with_the_sizes_and_the_remedies() -> None:
     with pytest.raises(MemoryLimitError) as caught:
         memory.check("big.gguf", need, rooms, memory.remedies(need, torch.float32, None, "model"))
     message = str(caught.value)
-    assert "big.gguf needs 21.0 GiB of memory (16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB to compute)" in message
+    assert "big.gguf needs 21.0 GiB of memory (16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB working memory)" in message
     assert "12.0 GiB are left here" in message
     for option in ("--quantize", "--dtype", "--max-seq-len", "--kv-cache int8", "--no-memory-check"):
         assert option in message

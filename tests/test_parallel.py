@@ -155,7 +155,7 @@ def test_ranks_with_different_weights_are_rejected(world: ranks.Ranks, tmp_path:
     for other in ("other", "merged"):
         paths = [str(tmp_path / f"{name}.gguf") for name in ("plain", other)]
         for message in world.run(2, 1, "differ", paths=paths):
-            assert "rank 1 differs from rank 0 in its model or options: weights with sample hash" in message
+            assert "rank 1 has weights with sample hash" in message
     hashes = []
     for form in ("hf", "meta"):  # the hash does not depend on the format
         convert(tmp_path / "plain.gguf", tmp_path / form, form)
@@ -170,7 +170,7 @@ def test_ranks_with_different_models_are_rejected(world: ranks.Ranks, tmp_path: 
         for theta in (1e4, 2e4)
     ]
     for message in world.run(2, 1, "differ", paths=paths):
-        assert message.startswith("rank 1 differs from rank 0 in its model or options: ModelConfig(")
+        assert message.startswith("rank 1 has ModelConfig(")
         assert "20000.0" in message
     for message in world.run(2, 1, "differ", paths=[paths[0], str(tmp_path / "none.gguf")]):
         assert "none.gguf: No such file" in message

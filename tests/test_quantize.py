@@ -382,7 +382,7 @@ def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, cap
         ),
         ([source], 2, "quantize needs SRC and DST"),
         ([source, target, "--shards", "-1"], 2, "shards must be an integer of at least 0, got -1"),
-        ([source, target, "--shards", "100"], 1, "21 weights can't be spread over 100 files"),
+        ([source, target, "--shards", "100"], 1, "21 weights can't be split into 100 files; lower --shards"),
         ([source, str(tmp_path / "no" / "q")], 2, f"{tmp_path / 'no'} is not a folder; create it first"),
         ([source, source], 2, "is the source"),
         ([source, source, "--force"], 2, "is the source"),

@@ -733,7 +733,7 @@ def test_each_reader_rejects_the_other_kinds(byte_files: Any, train: Train) -> N
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2183982\n", "git lfs pull"),
         (b"\n<!DOCTYPE html><html><body>404</body></html>", "a web page"),
-        (b"GGUF\x03\x00\x00\x00", "open it as the checkpoint"),
+        (b"GGUF\x03\x00\x00\x00", "pass it with --model"),
         (b"PK\x03\x04aaaa", "zip archive"),
         (b"hello there", "begins with b'hello th'"),
         (b"{", "not valid JSON"),

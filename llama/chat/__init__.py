@@ -63,7 +63,8 @@ def encode_chat(
     if format is not None and choice("chat format", format, ("jinja", *CHAT_FORMATS)) != "jinja":
         if tools is not None:
             raise UsageError(
-                f"the chat format {format} has no tools, only templates do; describe the tools in a system message"
+                f"the chat format {format} does not support tools, only chat templates do; describe the tools in a"
+                " system message"
             )
         if not add_generation_prompt:
             raise UsageError(

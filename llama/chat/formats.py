@@ -118,8 +118,8 @@ def _controls(tokenizer: Tokenizer, format: str, *names: str) -> list[int]:
         fits = chat_format_of(tokenizer)
         raise TemplateError(
             f"the chat format {format} needs tokens that this vocabulary does not have ({', '.join(missing)}), so the"
-            f" model was probably not trained on it; {'no built-in format' if fits is None else fits} fits the"
-            " vocabulary"
+            " model was probably not trained on that format;"
+            f" {'use --raw' if fits is None else f'use {fits}, which fits the vocabulary'}"
         )
     return [tokenizer.control[name] for name in names]
 
@@ -129,7 +129,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], format: str) -> tuple[str | No
     checked = check_messages(messages)
     for i, message in enumerate(checked):
         if message["role"] in ("tool", "ipython") or "tool_calls" in message or "continues" in message:
-            raise UsageError(f"message {i}: the chat format {format} can't express tools; remove such turns")
+            raise UsageError(f"message {i}: the chat format {format} does not support tools; remove this message")
     first = 1 if checked[0]["role"] == "system" else 0
     for i, message in enumerate(checked[first:]):
         expected = ("user", "assistant")[i % 2]
@@ -140,7 +140,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], format: str) -> tuple[str | No
             )
     if checked[-1]["role"] != "user":
         raise UsageError(
-            f"the chat format {format} needs a last message of the user, got one of the {checked[-1]['role']}"
+            f"the chat format {format} expects that the last message has the role user, got {checked[-1]['role']}"
         )
     return checked[0]["content"] if first else None, [message["content"] for message in checked[first:]]
 

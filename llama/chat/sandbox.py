@@ -182,7 +182,9 @@ def pieces(template: jinja2.Template, values: dict[str, Any], controls: Controls
     used = {character for text in strings([values["messages"], values["tools"]]) for character in text}
     mark = next((c for c in NONCHARACTERS if c not in used), None)
     if mark is None:
-        raise Unmarkable("the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text")
+        raise Unmarkable(
+            "the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text; remove one"
+        )
     stand_in = stand_ins(controls, used)
 
     def rendered(change: Change) -> list[str]:

@@ -47,7 +47,8 @@ def encode_template(
     for i, message in enumerate(messages):
         if "continues" in message:
             raise UsageError(
-                f"message {i}: continues needs the chat format llama3; a template decides itself how a message ends"
+                f"message {i}: the key continues needs the chat format llama3; a chat template can't leave a message"
+                " open"
             )
     controls = {text: id for text, id in tokenizer.control.items() if text}
     values = _values(tokenizer, messages, tools, add_generation_prompt)

@@ -92,14 +92,20 @@ def parse_json(raw: bytes, where: str, damaged: str = "; the file is damaged, do
         place = f"{line}column {error.colno}"
         raise CheckpointError(f"{where} is not valid JSON: {error.msg} ({place}){damaged}") from None
     except _Refused as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{where}: {error}; correct it, or download it again") from None
     except RecursionError:
         raise CheckpointError(f"{where} is nested too deeply{damaged}") from None
     except ValueError:  # the only cause left: Python refuses to parse an int of more than 4,300 digits
         raise CheckpointError(f"{where} contains a number of thousands of digits{damaged}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected an object {{...}}, got {_kind(value)}")
+        raise CheckpointError(f"{where}: expected an object {{...}}, got {_kind(value)}; download the file again")
     return value
+
+
+def with_remedy(error: ConfigError, remedy: str) -> str:
+    """The message of a bad configuration, with `remedy` if it names none. In messages, a remedy follows a semicolon."""
+    text = str(error)
+    return text if ";" in text else f"{text}; {remedy}"
 
 
 class _Refused(Exception):

@@ -29,6 +29,7 @@ from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
 from .base import Checkpoint, checked, dequantized, drop_pages, stored_bytes, to_file_name, to_model_name
+from .documents import with_remedy
 from .meta import check_vocabulary
 
 MAGIC = b"GGUF"
@@ -162,7 +163,8 @@ class _Reader:
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.where}: {what} (at byte {self.at} of {self.size}); the file is damaged or truncated"
+            f"{self.where}: {what} (at byte {self.at} of {self.size}); the file is damaged or truncated,"
+            " download it again"
         )
 
     def take(self, count: int, what: str) -> int:
@@ -237,13 +239,17 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     """Metadata and tensor entries. Raises CheckpointError on any contradiction. Memory is bounded by the header."""
     reader = _Reader(data, where)
     if data[:4] != MAGIC:
-        raise CheckpointError(f"{where} is not a GGUF file: it begins with {data[:4]!r} instead of {MAGIC!r}")
+        raise CheckpointError(
+            f"{where} is not a GGUF file: it begins with {data[:4]!r} instead of {MAGIC!r}; download it again"
+        )
     reader.take(4, "the magic")
     version = reader.scalar(4, "the version")
     if version not in VERSIONS:
         if version.to_bytes(4, "big") in (v.to_bytes(4, "little") for v in VERSIONS):
-            raise CheckpointError(f"{where} is a big-endian GGUF file; only little-endian ones are supported")
-        raise CheckpointError(f"{where} has GGUF version {version}; supported: {VERSIONS[0]} and {VERSIONS[1]}")
+            raise CheckpointError(f"{where} is a big-endian GGUF file; get a little-endian one")
+        raise CheckpointError(
+            f"{where} has GGUF version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}; get another version"
+        )
     n_tensors, n_metadata = reader.scalar(10, "the tensor count"), reader.scalar(10, "the metadata count")
     # A tensor's entry takes at least 32 bytes and a metadata entry 13.
     if 32 * n_tensors + 13 * n_metadata > reader.size - reader.at:
@@ -291,21 +297,21 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
             kind = f"type {type} ({OTHER_TYPES[type]})" if type in OTHER_TYPES else f"the unknown type {type}"
             readable = ", ".join(name for name, _, _ in TENSOR_TYPES.values())
             raise CheckpointError(
-                f"{where}: tensor {name} has {kind}, which can't be read; readable: {readable}; get the model in one of"
-                f" these, such as Q4_K or Q8_0"
+                f"{where}: tensor {name} has {kind}, which is not supported; get the model in another type, such as"
+                f" Q4_K or Q8_0 (supported: {readable})"
             )
         type_name, per_block, block_bytes = TENSOR_TYPES[type]
         elements = math.prod(shape)
         if elements < 1 or shape[-1] % per_block:
             raise CheckpointError(
-                f"{where}: tensor {name} of type {type_name} has shape {shape}; sizes must be above 0 and rows"
-                f" multiples of {per_block}"
+                f"{where}: tensor {name} of type {type_name} has shape {shape}; sizes must be above 0, and the"
+                f" length of a row a multiple of {per_block}: download the file again"
             )
         nbytes = elements // per_block * block_bytes
         if offset != expected:
             raise CheckpointError(
                 f"{where}: tensor {name} begins at {offset} of the data, expected {expected}, where the tensor before"
-                f" it ends; the file is damaged"
+                f" it ends; the file is damaged, download it again"
             )
         if start + offset + nbytes > reader.size:
             raise CheckpointError(
@@ -316,7 +322,8 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
         expected = -(-(offset + nbytes) // alignment) * alignment
     if reader.size > start + expected:
         raise CheckpointError(
-            f"{where}: {reader.size - start - expected} bytes follow the last tensor; the file is damaged"
+            f"{where}: {reader.size - start - expected} bytes follow the last tensor; the file is damaged, download"
+            " it again"
         )
     return Header(version, metadata, tensors)
 
@@ -333,7 +340,9 @@ class Part:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except ValueError:
-            raise CheckpointError(f"{path} is empty; the download probably never finished") from None
+            raise CheckpointError(
+                f"{path} is empty; the download was probably interrupted, download it again"
+            ) from None
         self.header = read_header(self.data, str(path))
 
     def raw(self, name: str) -> NDArray[np.uint8]:
@@ -399,18 +408,22 @@ class GGUFCheckpoint(Checkpoint):
                 name = to_model_name(file_name, NAMES, LAYERS)
                 if name is None:
                     raise CheckpointError(
-                        f"{part.path}: tensor {file_name} is not part of a LLaMA decoder; this model can't be run"
+                        f"{part.path}: tensor {file_name} is not part of a LLaMA decoder, so this model can't be run;"
+                        " try llama.cpp"
                     )
                 if name in self._sources:
                     raise CheckpointError(
-                        f"{part.path}: tensor {file_name} is also in {self._sources[name][0].path.name}"
+                        f"{part.path}: tensor {file_name} is also in {self._sources[name][0].path.name}; download"
+                        " both again"
                     )
                 self._sources[name] = part, file_name
         self.shapes = {name: part.header.tensors[file_name].shape for name, (part, file_name) in self._sources.items()}
         try:
             self.config = checked(_config(self.metadata, self.shapes, tables))
         except ConfigError as error:
-            raise CheckpointError(f"{where}: {error}") from error
+            raise CheckpointError(
+                f"{where}: {with_remedy(error, 'get another conversion of the model, or run it in llama.cpp')}"
+            ) from error
         self.layout = LAYOUTS[self.metadata["general.architecture"]]
         self.warnings = [*window_warnings(self.config), *pre_warnings(self.metadata)]
         self.chat_template = self.metadata.get("tokenizer.chat_template")
@@ -491,7 +504,7 @@ def _factor(part: Part, name: str) -> float:
         found = value if count == 1 else f"{count} of them"
         raise CheckpointError(
             f"{part.path}: tensor {name} must hold one finite number, the factor of a weight, got {found}; the file is"
-            f" damaged or of another architecture"
+            f" damaged or of another architecture, download it again"
         )
     return value
 
@@ -535,7 +548,8 @@ def _open_parts(path: Path) -> list[Part]:
     expected, found = parts[0].header.metadata.get("split.tensors.count"), sum(len(p.header.tensors) for p in parts)
     if expected not in (None, found):
         raise CheckpointError(
-            f"{path}: the parts contain {found} tensors, expected {expected}; they belong to different models"
+            f"{path}: the parts contain {found} tensors, expected {expected}; they belong to different models,"
+            " download all of them again"
         )
     return parts
 
@@ -564,7 +578,7 @@ def _config(
         )
     for key, plain in PLAIN_VALUES.items():
         if (value := _single(metadata, prefix + key, plain)) != plain:
-            raise ConfigError(f"{prefix}{key} is {value!r:.40}; expected {plain!r} for a LLaMA")
+            raise ConfigError(f"{prefix}{key} is {value!r:.40}, but {plain!r} in a LLaMA")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:
@@ -576,7 +590,7 @@ def _config(
     head_dim = number("attention.key_length", dim // n_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
-            raise ConfigError(f"{prefix}{key} is {number(key)} and the head dimension {head_dim}; they must be equal")
+            raise ConfigError(f"{prefix}{key} is {number(key)}, but the head dimension is {head_dim}")
     theta, n_layers = number("rope.freq_base", 10000.0), number("block_count")
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
     return ModelConfig(
@@ -647,9 +661,9 @@ def _rope_scaling(
     if kind in ("none", "linear") and numbers.get("attn_factor", 1) != 1:
         raise ConfigError(f"{prefix}attn_factor is {numbers['attn_factor']}, but {prefix}type {kind} does not use it")
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise ConfigError(f"{prefix}type {kind!r:.40} is not supported; supported: none, linear, yarn, longrope")
+        raise ConfigError(f"{prefix}type {kind!r:.40} is not supported, only none, linear, yarn and longrope are")
     if kind != "none" and ROPE_FREQS in tables:
-        raise ConfigError(f"both {prefix}type {kind} and {ROPE_FREQS} are present; it is unclear which one applies")
+        raise ConfigError(f"both {prefix}type {kind} and {ROPE_FREQS} are present, so it is unclear which one applies")
     original = {"original_max_position_embeddings": numbers["original_context_length"]} if (
         "original_context_length" in numbers) else {}  # fmt: skip
     if kind == "linear":
@@ -674,7 +688,7 @@ def _yarn_keys(numbers: Mapping[str, float], factor: Any) -> dict[str, float]:
     out = {theirs: numbers[ours] for ours, theirs in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
            if ours in numbers}  # fmt: skip
     if numbers.get("yarn_ext_factor", -1) not in (-1, 1):
-        raise ConfigError(f"rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}; only 1 is supported")
+        raise ConfigError(f"rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}, only 1 is supported")
     multiplier = numbers.get("attn_factor", 1.0) * numbers.get("yarn_attn_factor", 1.0)
     if isinstance(factor, int | float) and factor > 0 and (multiplier != 1 or factor < 1):
         out["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)

@@ -149,7 +149,7 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
     prefix = "rope.scaling."
     if kind in ("dynamic", "proportional"):
-        raise ConfigError(f"GGUF can't express the rope scaling {kind!r}")
+        raise ConfigError(f"GGUF can't express the rope scaling {kind!r}; convert it to hf")
     if kind not in ("linear", "yarn", "longrope"):
         return {}
     out: dict[str, Any] = {f"{prefix}type": kind}
@@ -158,7 +158,9 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     if scaling.get("original_max_position_embeddings") is not None:
         original = scaling["original_max_position_embeddings"]
         if original != int(original):
-            raise ConfigError(f"GGUF stores original_max_position_embeddings as an integer, got {original}")
+            raise ConfigError(
+                f"GGUF stores original_max_position_embeddings as an integer, got {original}; convert it to hf"
+            )
         out[f"{prefix}original_context_length"] = int(original)
     _, attention_factor = inverse_frequencies(
         config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len
@@ -167,14 +169,14 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
         out[f"{prefix}attn_factor"] = attention_factor
     if kind == "yarn":
         if scaling.get("truncate", True) is not True:
-            raise ConfigError("GGUF can't express the key truncate of the rope scaling yarn")
+            raise ConfigError("GGUF can't express the key truncate of the rope scaling yarn; convert it to hf")
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if scaling.get(ours) is not None:
                 out[f"{prefix}{theirs}"] = float(scaling[ours])
         factor = out.setdefault(f"{prefix}factor", config.max_seq_len / trained_length(config))
         usual = 0.1 * math.log(factor) + 1  # llama.cpp's own attention factor
         if usual <= 0:
-            raise ConfigError(f"GGUF can't express the rope scaling yarn with the factor {factor:g}")
+            raise ConfigError(f"GGUF can't express the rope scaling yarn with the factor {factor:g}; convert it to hf")
         if attention_factor != usual:
             out[f"{prefix}attn_factor"] = attention_factor / usual
     return out

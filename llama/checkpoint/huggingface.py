@@ -28,7 +28,7 @@ from ..tokenizer import Tokenizer
 from . import torchfile
 from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, window_warnings
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name, to_model_name
-from .documents import LARGEST, Fields, describe, read_json, utf8_name
+from .documents import LARGEST, Fields, describe, read_json, utf8_name, with_remedy
 from .meta import check_vocabulary
 from .nearby import find_tokenizer
 from .safetensors_header import read_header
@@ -115,7 +115,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         try:
             self.config = checked(self._config(Fields(self.settings, CONFIG)))
         except ConfigError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+            raise CheckpointError(
+                f"{folder}: {with_remedy(error, f'correct {CONFIG}, or download it again')}"
+            ) from error
         self.generation = self._read_optional("generation_config.json")
         self.sampling = self._sampling()
         self._files = _open_weights(folder, self.warnings)
@@ -191,12 +193,14 @@ class HuggingFaceCheckpoint(Checkpoint):
             name = to_model_name(full, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(
-                    f"{file.path}: {source!r:.80} is not part of a LLaMA decoder; this model can't be run"
+                    f"{file.path}: {source!r:.80} is not part of a LLaMA decoder, so this model can't be run; try"
+                    " transformers or vLLM"
                 )
             if name in self._sources:
                 other = self._sources[name][0].path.name
                 raise CheckpointError(
-                    f"{self.path}: {source} is in {other} and in {file.path.name}; one belongs to another model"
+                    f"{self.path}: {source} is in {other} and in {file.path.name}; one belongs to another model,"
+                    " remove it"
                 )
             self._check_stored(file, source)
             self._sources[name] = (file, source)
@@ -215,8 +219,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _check_stored(self, file: WeightFile, source: str) -> None:
         if file.dtypes[source] not in FLOATS.values():
             raise CheckpointError(
-                f"{file.path}: {source} is stored as {file.dtypes[source]}; expected one of"
-                f" {', '.join(FLOATS.values())}"
+                f"{file.path}: {source} is stored as {file.dtypes[source]}, expected one of"
+                f" {', '.join(FLOATS.values())}; get the weights in BF16"
             )
 
     def _shape(self, file: WeightFile, source: str) -> tuple[int, ...]:
@@ -248,8 +252,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         for key, allowed in MUST_BE.items():
             if fields.get(key) not in (None, *allowed):
                 raise ConfigError(
-                    f"{where}: {key} is {describe(fields.get(key))}, which is not a LLaMA; expected"
-                    f" {describe(allowed[0])}"
+                    f"{where}: {key} is {describe(fields.get(key))}, but a LLaMA has {describe(allowed[0])}; run the"
+                    " model with transformers or vLLM"
                 )
         n_layers = fields.integer("num_hidden_layers")
         dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -312,7 +316,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         scaling = _spelled_out(scaling)
         kind = scaling.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in SCALINGS:
-            raise ConfigError(f"{where}: rope_type is {kind!r:.40}; known: {', '.join(SCALINGS)}")
+            raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
         if scaling.get("partial_rotary_factor") in (1, 1.0) and kind != "proportional":
             del scaling["partial_rotary_factor"]
         if kind in ("llama3", "yarn", "longrope"):
@@ -443,7 +447,7 @@ class _Safetensors(WeightFile):
                 torchfile.refuse_mistakes(path, start)
                 # A header length may begin with the bytes of a torch file; then a header follows.
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
-                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; its extension is wrong")
+                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; rename it to *.bin")
             header = read_header(path)
             with utf8_name(path) as name:
                 self._file = safe_open(name, framework="pt")
@@ -554,11 +558,13 @@ def _open_indexed(folder: Path, index: str, reader: type[Any], warnings: list[st
     document = read_json(folder / index)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{where}: weight_map must map names of tensors to files")
+        raise CheckpointError(f"{where}: weight_map must map names of tensors to files; download it again")
     for name, file in weight_map.items():
         # A path could lead outside the folder. Links inside the folder are allowed: caches consist of them.
         if not isinstance(file, str) or not re.fullmatch(r"[\w.\-+ ]+", file) or file in (".", ".."):
-            raise CheckpointError(f"{where}: the file of {name!r:.60} is {file!r:.60}, which is not a plain file name")
+            raise CheckpointError(
+                f"{where}: the file of {name!r:.60} is {file!r:.60}, which is not a plain file name; download it again"
+            )
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(
@@ -571,12 +577,14 @@ def _open_indexed(folder: Path, index: str, reader: type[Any], warnings: list[st
     if missing_tensors := sorted(listed - present):
         name, file = missing_tensors[0]
         raise CheckpointError(
-            f"{where}: {name!r:.80} should be in {file} but is not; the files belong to different models"
+            f"{where}: {name!r:.80} should be in {file} but is not; the files belong to different models,"
+            " download them again"
         )
     if extra := sorted(present - listed):
         name, file = extra[0]
         raise CheckpointError(
-            f"{folder / file} contains {name!r:.80}, which {index} lists in another file or not at all"
+            f"{folder / file} contains {name!r:.80}, but {index} does not list it there; the files belong to different"
+            " models, download them again"
         )
     metadata = document.get("metadata")
     expected = metadata.get("total_size") if isinstance(metadata, dict) else None

@@ -39,7 +39,7 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
     write_json(folder / "config.json", settings)
     warnings = write_tokenizer(folder, model)
     if settings.get("use_sliding_window"):
-        warnings.append("the sliding window is written for all layers; the source may have had it in some of them only")
+        warnings.append("the sliding window is written for all layers; the source may use it in some layers only")
     return warnings
 
 
@@ -91,7 +91,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
 def _parts(entries: Mapping[str, Entry], shards: int) -> list[list[str]]:
     """The tensors of each file, in the given order."""
     if shards > len(entries):
-        raise ConfigError(f"{len(entries)} weights can't be spread over {shards} files")
+        raise ConfigError(f"{len(entries)} weights can't be split into {shards} files; lower --shards")
     total = sum(one.nbytes for one in entries.values())
     parts: list[list[str]] = [[]]
     size = 0  # of the current file; of all files so far if shards is given
@@ -151,7 +151,9 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     family = FAMILIES[kind]
     keys: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     if config.qkv_bias != family.qkv_bias or (any(keys.values()) and not family.bias_keys):
-        raise ConfigError(f"transformers' {kind} does not have these biases; convert it to gguf")
+        raise ConfigError(
+            f"Hugging Face's model type {kind} does not have the biases of this model; convert it to gguf"
+        )
     if not family.bias_keys:
         keys = {}
     if kind == "smollm3":
@@ -167,7 +169,7 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
         return None
     kind = config.rope_scaling.get("rope_type", config.rope_scaling.get("type"))
     if kind in ("divisors", "ntk"):
-        raise ConfigError(f"Hugging Face's config.json can't express the rope scaling {kind!r}")
+        raise ConfigError(f"Hugging Face's config.json can't express the rope scaling {kind!r}; convert it to gguf")
     return dict(config.rope_scaling)
 
 

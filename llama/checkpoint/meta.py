@@ -23,7 +23,7 @@ from ..errors import CheckpointError, ConfigError
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name
-from .documents import Fields, read_json
+from .documents import Fields, read_json, with_remedy
 from .meta_quant import SUFFIXES, dequantize, hadamard
 from .nearby import find_tokenizer
 
@@ -61,7 +61,7 @@ VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attent
 # What use_scaled_rope means (llama-models, apply_scaling); the factor is 32 for Llama 3.2 1B and 3B, else 8.
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
-MIXED = "they are not shards of one model"
+MIXED = "they are not shards of one model, download all of them again"
 MOST_SHARDS = 128  # official models have at most 16; a larger count means that dim is wrong
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 
@@ -93,7 +93,9 @@ class MetaCheckpoint(Checkpoint):
             self._check_replicas()
             self.config = checked(self._config())
         except ConfigError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+            raise CheckpointError(
+                f"{folder}: {with_remedy(error, f'correct {PARAMS}, or download the files again')}"
+            ) from error
         tied = self.config.tie_embeddings
         self.shapes = {name: self._merged_shape(name) for name in self._names if not (tied and name == "output.weight")}
 
@@ -186,7 +188,7 @@ class MetaCheckpoint(Checkpoint):
             params = params["model"]
         where = str(self.path / PARAMS)
         if vision := [key for key in VISION if params.get(key) not in (None, -1)]:
-            raise CheckpointError(f"{where}: {vision[0]} means a vision model; only text models can be run")
+            raise CheckpointError(f"{where}: the key {vision[0]} belongs to a vision model; get a text model")
         for key in params.keys() - KNOWN_PARAMS - set(VISION):
             if near := difflib.get_close_matches(key, KNOWN_PARAMS, 1, 0.85):
                 raise CheckpointError(f"{where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
@@ -200,7 +202,7 @@ class MetaCheckpoint(Checkpoint):
         files = [self.path / f"fp8_scales_{rank}.pt" for rank in range(len(self.shards))]
         if missing := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(
-                f"{self.path}: the weights are float8 and their scales are missing: {', '.join(missing)}"
+                f"{self.path}: the weights are float8 and their scales are missing; download {', '.join(missing)}"
             )
         return [torchfile.read_torch(file) for file in files]
 
@@ -243,7 +245,8 @@ class MetaCheckpoint(Checkpoint):
             match = re.fullmatch(r"(layers\.\d+\.)?([\w.]+?)(\.weight|\.scales|\.zeros|\.adaptor\.[AB]\.weight)", name)
             if not match or match[2] not in NAMES:
                 raise CheckpointError(
-                    f"{self.files[0]}: {name} is not part of a LLaMA decoder; this model can't be run"
+                    f"{self.files[0]}: {name} is not part of a LLaMA decoder, so this model can't be run; use the"
+                    " code that was published with it"
                 )
             if match[3] != ".weight":
                 self._check_part(name, name.removesuffix(match[3]), match[3])
@@ -251,11 +254,12 @@ class MetaCheckpoint(Checkpoint):
             ours, axis = NAMES[match[2]]
             if self.shards[0][name].dim() != (1 if axis is None else 2):
                 raise CheckpointError(
-                    f"{self.files[0]}: {name} has shape {tuple(self.shards[0][name].shape)}; the file is damaged"
+                    f"{self.files[0]}: {name} has shape {tuple(self.shards[0][name].shape)}, expected"
+                    f" {'a vector' if axis is None else 'a matrix'}; the file is damaged, download it again"
                 )
             names[f"{match[1] or ''}{ours}.weight"] = (f"{match[1] or ''}{match[2]}", axis)
         if "tok_embeddings.weight" not in names:
-            raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; the file is incomplete")
+            raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; download the file again")
         columns = self.shards[0]["tok_embeddings.weight"].shape[-1]
         if columns < Fields(self.params, PARAMS).integer("dim"):
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
@@ -272,7 +276,8 @@ class MetaCheckpoint(Checkpoint):
             )
         if twin is not None and base + twin not in shard:
             raise CheckpointError(
-                f"{self.files[0]}: {name} is present, but {base + twin} is missing; the file is incomplete"
+                f"{self.files[0]}: {name} is present, but {base + twin} is missing; the file is incomplete, download"
+                " it again"
             )
 
     def _check_replicas(self) -> None:
@@ -307,14 +312,15 @@ class MetaCheckpoint(Checkpoint):
             scale = self._scales[rank].get(f"{layer}_{key}_{rank}")
             if scale is None or scale.numel() not in (1, len(weight)):
                 raise CheckpointError(
-                    f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}"
+                    f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}; download"
+                    " it again"
                 )
             return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
         if weight.dtype == torch.int8 and f"{source}.scales" in shard:
             return dequantize(shard, source, self.params, str(file))
         raise CheckpointError(
-            f"{file}: {source}.weight is stored as {str(weight.dtype).removeprefix('torch.')}; expected one of"
-            f" {', '.join(str(d).removeprefix('torch.') for d in FLOATS)}"
+            f"{file}: {source}.weight is stored as {str(weight.dtype).removeprefix('torch.')}, expected one of"
+            f" {', '.join(str(d).removeprefix('torch.') for d in FLOATS)}; get the weights in bfloat16"
         )
 
     def _has_copies(self, name: str) -> bool:
@@ -325,7 +331,8 @@ class MetaCheckpoint(Checkpoint):
         heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, self.config.head_dim))
         if not bool((heads == heads[:, :1]).all()):
             raise CheckpointError(
-                f"{self.path}: the copies of the key/value heads in {name} differ; a shard is damaged"
+                f"{self.path}: the copies of the key/value heads in {name} differ; a shard is damaged, download them"
+                " again"
             )
         return heads[:, 0].flatten(0, 1)
 
@@ -351,7 +358,7 @@ class MetaCheckpoint(Checkpoint):
         self._kv_copies = 1
         for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"):
             if f"layers.0.{name}.weight" not in self._names:
-                raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; the files are incomplete")
+                raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; download the files again")
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows * n != dim:
             found = f"{n} shard{'s' * (n > 1)} with {rows * n} rows of wq, but {PARAMS} requires {dim}"
@@ -360,7 +367,7 @@ class MetaCheckpoint(Checkpoint):
                 raise ConfigError(
                     f"{found}; the model has {dim // rows} shards, up to {last}: download the missing ones"
                 )
-            raise ConfigError(f"{found}; the files belong to different models")
+            raise ConfigError(f"{found}; the files belong to different models, download them again")
         expected_kv = params.integer("n_kv_heads", n_heads)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, expected_kv, head_dim)
@@ -424,7 +431,7 @@ class MetaCheckpoint(Checkpoint):
             if size in SMALL_32:
                 return True
             raise ConfigError(
-                "output.weight is missing, which is valid only for Llama 3.2 1B and 3B; the files are incomplete"
+                "output.weight is missing, which is valid only for Llama 3.2 1B and 3B; download the files again"
             )
         (_, axis), (_, out_axis) = self._names["tok_embeddings.weight"], self._names["output.weight"]
         if self._merged_shape("tok_embeddings.weight") != self._merged_shape("output.weight"):

@@ -29,7 +29,8 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any]
     out, width = quants.shape
     if out == 0 or scales.numel() % out or width % (scales.numel() // out or 1):
         raise CheckpointError(
-            f"{where}: {name} has {scales.numel()} scales for {out} rows of {width}; the file is damaged"
+            f"{where}: {name} has {scales.numel()} scales for {out} rows of {width}; the file is damaged, download it"
+            " again"
         )
     groups = quants.reshape(out, scales.numel() // out, -1)  # (out, groups, width / groups)
     try:
@@ -37,7 +38,7 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any]
     except RuntimeError as error:
         text = " ".join(str(error).split())[:120]
         raise CheckpointError(
-            f"{where}: the shapes of the parts of {name} do not match ({text}); the file is damaged"
+            f"{where}: the shapes of the parts of {name} do not match ({text}); the file is damaged, download it again"
         ) from None
 
 

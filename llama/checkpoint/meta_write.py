@@ -35,8 +35,8 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
         fit = [n for n in range(1, config.n_heads + 1) if not config.n_heads % n and not (
             config.n_kv_heads * _kv_copies(config, n) % n)]  # fmt: skip
         raise ConfigError(
-            f"{config.n_heads} heads and {config.n_kv_heads} key/value heads can't be shared by {shards} shards evenly;"
-            f" {', '.join(map(str, fit))} would do"
+            f"{config.n_heads} heads and {config.n_kv_heads} key/value heads can't be divided into {shards} equal"
+            f" shards; numbers that work: {', '.join(map(str, fit))}"
         )
     old = _splits_columns(model)
     plan = {to_file_name(name, STEMS): (name, axis(name, old)) for name in model.shapes}
@@ -96,8 +96,8 @@ def _shard_shape(shape: tuple[int, ...], where: int | None, shards: int, copies:
     size = shape[where] * copies
     if size % shards:
         counts = [n for n in range(1, 65) if size % n == 0]
-        raise ConfigError(f"{name} has {size} {'columns' if where else 'rows'}, which {shards} shards can't share"
-                          f" evenly; {', '.join(map(str, counts[:8]))} would do")  # fmt: skip
+        raise ConfigError(f"{name} has {size} {'columns' if where else 'rows'}, which can't be divided into {shards}"
+                          f" equal shards; numbers that work: {', '.join(map(str, counts[:8]))}")  # fmt: skip
     return (*shape[:where], size // shards, *shape[where + 1 :])
 
 
@@ -111,7 +111,8 @@ def params_json(config: ModelConfig, shards: int, copies: int) -> dict[str, Any]
         rest = {key: scaling.get(key) for key in SCALED_ROPE}
         if rest != SCALED_ROPE:
             raise ConfigError(
-                f"Meta's format can't express the rope scaling {dict(scaling)!r:.120}; only llama3 with {SCALED_ROPE}"
+                f"Meta's format can't express the rope scaling {dict(scaling)!r:.120}, only {SCALED_ROPE}; convert it"
+                " to hf or gguf"
             )
         out["use_scaled_rope"] = True
         usual = 32 if config.tie_embeddings or (config.dim, config.n_layers) in SMALL_32 else 8

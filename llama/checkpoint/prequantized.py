@@ -164,7 +164,8 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
             name = to_model_name(f"{layer}.weight", NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(
-                    f"{first.file.path}: {first.source!r:.80} is not part of a LLaMA decoder; this model can't be run"
+                    f"{first.file.path}: {first.source!r:.80} is not part of a LLaMA decoder, so this model can't be"
+                    " run; try transformers or vLLM"
                 )
             if name in self._sources:
                 raise CheckpointError(

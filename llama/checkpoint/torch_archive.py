@@ -66,8 +66,8 @@ def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
             name = entry.name.decode()
             if why := _unusual(entry) or ("present twice" if name in found else ""):
                 raise CheckpointError(
-                    f"{path}: the record {name!r:.80} is {why}, which torch never writes; the file is forged or another"
-                    " program packed it, get it as torch.save wrote it"
+                    f"{path}: the record {name!r:.80} is {why}, which torch never writes; the file is forged, or was"
+                    " packed by another program; download it again, or save it with torch.save"
                 )
             if entry.offset < end:
                 raise ValueError("records overlap")

@@ -195,7 +195,7 @@ class _Machine:
         if name not in KNOWN:
             raise CheckpointError(
                 f"{self.path}: it holds objects other than tensors (it imports {name:.80}), which could run code;"
-                " expected only tensors, get a file with only the weights"
+                " expected only tensors; get a file with only the weights"
             )
         return Global(name)
 

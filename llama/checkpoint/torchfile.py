@@ -86,7 +86,8 @@ def _read_archive(file: BinaryIO, path: Path, size: int) -> Tensors:
     pickle = found.get("data.pkl")
     if pickle is None:
         raise CheckpointError(
-            f"{path} is an archive without tensors (it has no data.pkl); get the file as torch.save wrote it"
+            f"{path} is an archive without tensors (it has no data.pkl); download the file again, or save it with"
+            " torch.save"
         )
     if pickle.size > LARGEST_PICKLE:
         raise CheckpointError(
@@ -116,7 +117,8 @@ def _read_archive(file: BinaryIO, path: Path, size: int) -> Tensors:
             )
         if record.start % storage.dtype.itemsize:
             raise CheckpointError(
-                f"{path}: the values of {name!r:.80} are not aligned; get the file as torch.save wrote it"
+                f"{path}: the values of {name!r:.80} are not aligned; download the file again, or save it with"
+                " torch.save"
             )
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -161,10 +163,14 @@ def _read_legacy(file: BinaryIO, path: Path, size: int) -> Tensors:
 def _described(value: object, path: Path) -> dict[str, Described]:
     """Return a value if it maps names to tensors that lie within their storages. Raises CheckpointError if not."""
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {_kind(value)}; expected a mapping of names to tensors")
+        raise CheckpointError(
+            f"{path} holds a {_kind(value)}, expected a mapping of names to tensors; get a file with only the weights"
+        )
     for name, tensor in value.items():
         if not isinstance(tensor, Described):
-            raise CheckpointError(f"{path}: {name} is a {_kind(tensor)}, not a tensor; expected only the weights")
+            raise CheckpointError(
+                f"{path}: {name} is a {_kind(tensor)}, not a tensor; get a file with only the weights"
+            )
         available, numel = tensor.storage.nbytes // tensor.dtype.itemsize, math.prod(tensor.shape)
         last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
         # with strides of 0, a tensor of terabytes could have a storage of kilobytes
@@ -204,7 +210,7 @@ def _tensor(described: Described, values: Callable[[str, torch.dtype], Tensor]) 
 def refuse_mistakes(path: Path, start: bytes) -> None:
     """Raise CheckpointError if the first bytes of a file are those of a failed download."""
     if not start:
-        raise CheckpointError(f"{path} is empty; the download probably never finished")
+        raise CheckpointError(f"{path} is empty; the download was probably interrupted, download it again")
     for sign, meaning in MISTAKES:
         if start.lstrip().lower().startswith(sign.lower()):
             raise CheckpointError(f"{path} is {meaning}")

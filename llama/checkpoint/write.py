@@ -65,8 +65,8 @@ def refuse(config: ModelConfig, format: str, **allowed: object) -> None:
     for name, value in allowed.items():
         if getattr(config, name) != value:
             raise ConfigError(
-                f"{format} can't express {name} = {getattr(config, name)!r}; it is always {value!r} there; convert it"
-                f" to hf or gguf"
+                f"in {format}, {name} is always {value!r}, but this model has {getattr(config, name)!r}; convert it"
+                " to hf or gguf"
             )
 
 

@@ -56,7 +56,7 @@ def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str, label
     def speed(tps: float | None) -> str:
         return f" ({tps:,.0f} tok/s)" if tps else ""
 
-    prompt = f"{stats.prompt_tokens} prompt tokens{speed(stats.prefill_tps)}"
+    prompt = f"{stats.prompt_tokens} prompt token{'s' * (stats.prompt_tokens != 1)}{speed(stats.prefill_tps)}"
     if args.load_session is not None and stats.cached_tokens:
         prompt += f", {stats.cached_tokens} of them from the session"
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"

@@ -57,7 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     group.add_argument(
         "--compile",
         action="store_true",
-        help="compile the decoding step; the first time takes about 20 s, later runs load it from the cache",
+        help="compile the decoding step; this takes about 20 s the first time, later runs load the cached code",
     )
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context length in tokens (default: the model's)")
     group.add_argument(
@@ -76,7 +76,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     group.add_argument(
         "--no-memory-check",
         action="store_true",
-        help="load the model even if it needs more memory than is estimated to be free",
+        help="load the model even if the estimate says that memory is insufficient",
     )
 
 
@@ -136,7 +136,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         metavar="N",
         help="maximum number of new tokens (default: %(default)s)",
     )
-    group.add_argument("--temperature", "--temp", type=float, metavar="T", help="0 always picks the most likely token")
+    group.add_argument("--temperature", "--temp", type=float, metavar="T", help="sampling temperature; 0 is greedy")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 is off")
     group.add_argument(
         "--top-p",
@@ -290,8 +290,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         default="auto",
         metavar="NAME|FILE",
-        help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, which is"
-        " the source's template, or the one that fits the vocabulary of a folder in Meta's format)",
+        help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
+        " source's template; for Meta's format, the built-in template that fits the vocabulary)",
     )
 
 

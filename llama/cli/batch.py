@@ -438,7 +438,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         output.close()
     if errors:
-        streams.error(f"{errors} of {len(lines)} prompts could not be run; see the key error in the output")
+        streams.error(
+            f"{errors} of {len(lines)} prompts failed; the key 'error' in their output lines gives the reason"
+        )
     return 1 if errors else 0
 
 

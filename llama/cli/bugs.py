@@ -167,8 +167,10 @@ def _quiz(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     questions = _questions(args)
-    streams.write("Each exercise has two steps. First a prediction, in any words; it is not judged. Then the repair:\n")
-    streams.write(f"an expression of {SPELLING}.\n")
+    streams.write(
+        "Each exercise has two steps. First, predict the effect of the bug in your own words; this is not scored.\n"
+    )
+    streams.write(f"Then type the correct expression; it may contain {SPELLING}.\n")
     streams.write("An empty line skips a step; the end of the input ends the quiz.\n")
     right = done = 0
     for number, bug in enumerate(questions, 1):

@@ -31,7 +31,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "chat",
         help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
-        ' a pipe, each line is a message, or each block between """ and """; an empty line separates the answers.',
+        ' a pipe, each line, or each block between """ and """, is one message; empty lines separate the answers.',
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )

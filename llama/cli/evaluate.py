@@ -24,9 +24,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="score a model on the tasks of lm-evaluation-harness",
-        description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores match those"
-        " that lm-eval computes with its class for Hugging Face models and the same weights. Data sets are downloaded"
-        " from the Hugging Face hub; tasks with local files need no network (docs/guides/evaluate.md).",
+        description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores match"
+        " those of lm-eval's own Hugging Face backend with the same weights. Data sets are downloaded from the"
+        " Hugging Face hub; tasks with local files need no network (docs/guides/evaluate.md).",
         usage="%(prog)s --tasks NAME|FILE[,...] [options]",
         allow_abbrev=False,
     )

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2}
 BOUNDS = {"context": LARGEST_SIZE, "batch": 4096}  # what a configuration and `generate --batch-size` accept
 IN_TOKENS = ("max_seq_len", "sliding_window")
-LABELS = {"file_bytes": "files", "stored_bytes": "stored", "weight_bytes": "weights", "kv_cache_bytes": "kv_cache"}
+LABELS = {"file_bytes": "files", "stored_bytes": "stored", "weight_bytes": "weights", "kv_cache_bytes": "kv_cache",
+          "decided_here": "assumptions", "rope_bands": "rope pairs"}  # fmt: skip
 NEXT = "\n" + " " * 19  # starts another line of the same value
 
 

@@ -86,7 +86,7 @@ def split(tokenizer: Tokenizer, text: str, window: int, source: str) -> tuple[in
 
     tokens, parts = windows(tokenizer, text, window)
     if not parts:
-        raise UsageError(f"{source} has {tokens} tokens; perplexity needs at least 2")
+        raise UsageError(f"{source} has {tokens} token{'s' * (tokens != 1)}; perplexity needs at least 2")
     return tokens, parts
 
 

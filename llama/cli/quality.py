@@ -19,8 +19,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench --quality`."""
     group = parser.add_argument_group(
         "quality",
-        "compare the perplexity with each scheme of --quantize (default: int8,int4) to that with float32 weights; none"
-        " is the model without --quantize",
+        "measure the perplexity with float32 weights and with each scheme of --quantize (default: int8,int4), and"
+        " compare them; the scheme none leaves the weights unquantized",
     )
     group.add_argument(
         "--quality",

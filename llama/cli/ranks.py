@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --tensor-parallel and --pipeline-parallel."""
     group = parser.add_argument_group(
         "several processes",
-        "split the model over N x P processes of this host: one per GPU, or on the CPU, where each has a share of the"
+        "split the model over N x P processes of this host. Each process uses one GPU or, on the CPU, a share of the"
         " cores. For several hosts, see docs/guides/several-devices.md",
     )
     group.add_argument(

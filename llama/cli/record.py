@@ -99,9 +99,8 @@ class Record:
         self.content["first"] = _hash(first)
         if self.kept.get("first") != self.content["first"]:
             raise UsageError(
-                f"{self.path.name} was written for other answers than those in {self.output}; one of the two was moved"
-                " or replaced: move an output together with its record, choose another --output, or start anew with"
-                " --fresh"
+                f"{self.path.name} does not belong to the answers in {self.output}, so one of the files was moved or"
+                " replaced: restore the matching file, choose another --output, or start anew with --fresh"
             )
         theirs, ours = self.kept["settings"], self.content["settings"]
         if other := [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]:

@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
     server = uvicorn.Server(configuration(app, args.parallel + args.queue))
     host, port = listener.getsockname()[:2]
     listener.listen()  # from now on clients can connect
-    streams.info(args, f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
+    streams.info(
+        args, f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C stops the server"
+    )
     try:
         server.run([listener])
     finally:
@@ -111,7 +113,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"can't listen on --host {host} --port {port}: {reason}; choose a free port, such as --port 0, and an"
+            " address of this machine"
+        ) from None
     return listener
 
 

@@ -24,7 +24,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         action="append",
         required=True,
         metavar="TEXT",
-        help="the prompt to move towards; may be repeated, with one --negative each: the mean difference is used",
+        help="the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged",
     )
     parser.add_argument(
         "--negative", action="append", required=True, metavar="TEXT", help="the prompt to move away from"

@@ -19,7 +19,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
         help="explain RoPE: claims, numbers and figures",
-        description="Answer a question about position encoding with a claim, its numbers and a picture. Each claim is"
+        description="Explain a topic of position encoding with a claim, its numbers and a figure. Each claim is"
         " checked; --checks lists the checks. Without TOPIC, list the topics. Exit code 1 if a check fails.",
         usage="%(prog)s [options] [TOPIC] [EXERCISE]",
         allow_abbrev=False,
@@ -47,19 +47,22 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--model",
         "-m",
         metavar="PATH_OR_NAME",
-        help="with scale, wavelengths and clock: take the settings from a checkpoint; with heads and ppl: the model to"
-        " run (default: tiny-kjv, which comes with the package)",
+        help="with the topics scale, wavelengths and clock: the checkpoint to take the settings from; with the topics"
+        " heads and ppl: the model to run (default: tiny-kjv, which comes with the package)",
     )
     group = parser.add_argument_group("perplexity against context length (TOPIC ppl) and attention (TOPIC heads)")
     group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: the test text of tiny-kjv)")
-    group.add_argument("--length", type=int, metavar="N", help="tokens per window (default: 8 trained lengths)")
+    group.add_argument(
+        "--length", type=int, metavar="N", help="tokens per window (default: 8 times the trained length)"
+    )
     group.add_argument("--windows", type=int, metavar="N", help="number of windows (default: 6)")
     group.add_argument(
         "--methods",
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
         help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " the kind dynamic-whole computes each range of positions with the frequencies of its last position",
+        " the kind dynamic-whole is dynamic, computed anew for each range of positions with the frequencies of its"
+        " last position",
     )
     group.add_argument(
         "--output",

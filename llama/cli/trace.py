@@ -52,7 +52,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="maximum length of the text in tokens (default: %(default)s)",
     )
     arguments.add_output_options(parser)
-    group = parser.add_argument_group("interventions", "see also the options of RoPE, which are interventions, too")
+    group = parser.add_argument_group("interventions", "the options of RoPE below are interventions, too")
     group.add_argument(
         "--ablate-head",
         action="append",
@@ -136,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
     ids = llm.tokenizer.encode_prompt(prompt)
     if len(ids) > args.max_tokens:
         raise UsageError(
-            f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens} (attention maps grow with its"
-            " square); shorten the text or raise --max-tokens"
+            f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens} (attention maps grow with the"
+            " square of the length); shorten the text or raise --max-tokens"
         )
     traced = trace.trace(llm.model, ids, intervention, against)
     patched = {} if args.patch_from is None else {"patching": patching_facts(llm, args.patch_from, ids, intervention)}

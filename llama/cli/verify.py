@@ -22,10 +22,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
         help="check that a checkpoint is complete and undamaged",
-        description="Check the file sizes, the checksums (of checklist.chk, of the Hugging Face hub, and the CRC-32 of"
-        " every record in .pth and .bin files), the JSON files, the tokenizer, and that the tensors match the"
-        " configuration. A checkpoint that can't be opened is checked as far as possible. Exit code 1 if a check"
-        " failed.",
+        description="Check the file sizes, the checksums, the JSON files, the tokenizer, and whether the tensors match"
+        " the configuration. The checksums are those of checklist.chk, those of the Hugging Face hub, and the CRC-32 of"
+        " every record in .pth and .bin files. A checkpoint that can't be opened is checked as far as possible. Exit"
+        " code 1 if a check failed.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")

@@ -225,7 +225,8 @@ def join(layers: Sequence[nn.Module]) -> nn.Module:
     ]
     if any(kind != kinds[0] for kind in kinds):
         raise UsageError(
-            "the fused kernels require wq, wk and wv of one kind, and w_gate and w_up of one kind; leave --compile out"
+            "the fused kernels require the same quantization for wq, wk and wv, and for w_gate and w_up;"
+            " leave --compile out"
         )
     one: Any = copy.copy(layers[0])
     one._parameters, one._buffers = dict(one._parameters), dict(one._buffers)

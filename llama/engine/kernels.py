@@ -202,7 +202,9 @@ def _load_library(path: str) -> ctypes.CDLL:
     except OSError as error:
         raise OSError(f"the compiled library can't be loaded: {error}") from error
     if missing := [name for name in OPERATORS if not hasattr(torch.ops.clearllama, name)]:
-        raise OSError(f"the compiled library lacks {', '.join(missing)}; is {compiler()} a C++ compiler?")
+        raise OSError(
+            f"the compiled library lacks {', '.join(missing)}; set CXX to a C++ compiler, if {compiler()} is not one"
+        )
     return library
 
 

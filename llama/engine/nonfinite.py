@@ -63,21 +63,21 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
         found = begins(model, tokens)
     except (LlamaError, RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        return f"the layer where that begins could not be found ({reason}); {FLOAT32}"
+        return f"the layer where non-finite numbers begin could not be found ({reason}); {FLOAT32}"
     if found is None:
         return (
-            "a second pass over the same tokens stayed finite, so they overflow only just, or the memory or the device"
-            f" is at fault: {FLOAT32}, then try another device"
+            "a second pass over the same tokens was finite, so either the numbers barely overflow, or the memory or"
+            f" the device is faulty: {FLOAT32}, then try another device"
         )
     where = _where(found, len(model.layers))
     for bad in damage(found.name, found.module) if found.after else ():
         counts = [f"{n:,} {kind}" for n, kind in ((bad.nans, "NaN"), (bad.infinities, "infinite")) if n]
         return (
-            f"it begins {where}; {bad.name} holds {' and '.join(counts)} of {bad.entries:,} numbers, the first at"
-            f" {bad.first}: download the file again (clearllama verify --tensors checks every weight)"
+            f"non-finite numbers begin {where}; {bad.name} holds {' and '.join(counts)} of {bad.entries:,} numbers,"
+            f" the first at {bad.first}: download the file again (clearllama verify --tensors checks every weight)"
         )
     dtype = _dtype(model)
-    cause = f"it begins {where}; no weight there is NaN or infinite, so the numbers overflow in {dtype}"
+    cause = f"non-finite numbers begin {where}; no weight there is NaN or infinite, so the numbers overflow in {dtype}"
     if dtype == "float32":
         return f"{cause}: some weights are far too large, as in a damaged or wrongly converted file"
     return f"{cause}: {FLOAT32}"

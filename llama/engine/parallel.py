@@ -85,8 +85,8 @@ class World:
         self.broken = " ".join(str(error).split())[:200] or type(error).__name__
         self.lost = isinstance(error, dist.DistError) or "gloo" in self.broken or "NCCL" in self.broken
         if self.lost:
-            return ParallelError(f"another rank ended or can't be reached ({self.broken}); start again")
-        return ParallelError(f"rank {self.rank.number} failed and the ranks are out of step: {self.broken}")
+            return ParallelError(f"another rank ended or can't be reached ({self.broken}); restart all ranks")
+        return ParallelError(f"rank {self.rank.number} failed ({self.broken}); restart all ranks")
 
     @property
     def leader(self) -> bool:
@@ -201,8 +201,8 @@ def join(rank: Rank, device: str | torch.device | None = None, store: Store | No
     except (RuntimeError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ParallelError(
-            f"rank {rank.number} of {size} did not connect to the others within {seconds:g} s ({reason}); are all of"
-            " them started, with the same MASTER_ADDR and MASTER_PORT, and can they reach each other?"
+            f"rank {rank.number} of {size} did not connect to the others within {seconds:g} s ({reason}); check"
+            " that all ranks are started with the same MASTER_ADDR and MASTER_PORT and can reach each other"
         ) from error
 
 
@@ -276,7 +276,9 @@ def all_succeed(world: World | None) -> Iterator[None]:
         if other["fingerprint"] != reports[0]["fingerprint"]:
             pairs = zip(other["fingerprint"], reports[0]["fingerprint"], strict=False)
             theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ParallelError(f"rank {rank} differs from rank 0 in its model or options: {theirs}, not {ours}")
+            raise ParallelError(
+                f"rank {rank} has {theirs}, but rank 0 has {ours}; start all ranks with the same model and options"
+            )
     world.loaded = True
 
 
@@ -483,7 +485,7 @@ class LeaderRunner(StageRunner):
         world = self.world
         with world.lock:
             if world.broken is not None:
-                raise ParallelError(f"the ranks are out of step ({world.broken}); start again")
+                raise ParallelError(f"a rank failed in an earlier call ({world.broken}); restart all ranks")
             model.rope.freqs_cis(positions[:0], end)  # extends the table, or raises before the others are involved
             order = {
                 "do": "run",
@@ -506,7 +508,9 @@ class LeaderRunner(StageRunner):
         """What the other ranks need to mirror a cache: its name, its shape, its copied rows, and the filled slots."""
         parent, first = cache.view_of if isinstance(cache, SharedCache) and cache.view_of else (cache, 0)
         if not isinstance(parent, SharedCache) or parent not in self.names:
-            raise UsageError("a cache that the ranks share must come from their model's new_cache, and not be a copy")
+            raise UsageError(
+                "a cache of a model in several processes must be made by model.new_cache(), not by copying"
+            )
         moves, parent.moves = parent.moves, []
         return {
             "name": self.names[parent],

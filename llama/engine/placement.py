@@ -68,7 +68,9 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
         return spread(config, picked)
     count = min(checks.integer("gpu_layers", gpu_layers, 0), config.n_layers)
     if len(picked) > 1:
-        raise UsageError(f"gpu_layers works with one device, but {len(picked)} were named; leave one of the two out")
+        raise UsageError(
+            f"gpu_layers works with one device, but {len(picked)} were named; name one, or leave gpu_layers out"
+        )
     cpu = torch.device("cpu")
     if count == 0:
         return spread(config, [cpu])

@@ -79,7 +79,9 @@ def with_model(function: Callable[..., Result]) -> Callable[..., Result]:
             return function(*args, **options)
         for name in OPTIONS:
             if name in options:
-                raise UsageError(f"{OPTIONS[name]} and --model: the checkpoint determines it; leave one of the two out")
+                raise UsageError(
+                    f"{OPTIONS[name]} is set by the checkpoint of --model; leave {OPTIONS[name]} or --model out"
+                )
         found = own(model)
         settings = {"head_dim": found.config.head_dim, "theta": found.config.rope_theta, "context": found.context}
         factor = (found.config.rope_scaling or {}).get("factor")

@@ -402,7 +402,7 @@ def explain(
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
     settings = {**(about or {}), "layer": layer, "token": token, **read, **sizes}
-    says = ["each step is compared with numpy's float64, which computes the block independently from its input on"]
+    says = ["each step is compared with an independent float64 computation of the block in numpy"]
     if layer:
         says.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
     if not _rotates(net, layer):
@@ -454,7 +454,9 @@ def text(explanation: Explanation) -> str:
     lines = [f"{report.topic}: {report.question}"]
     lines.append("  " + ", ".join(f"{key} {show(value)}" for key, value in report.settings.items()))
     lines += [f"  {line}" for line in report.says]
-    lines.append(f"  numbers are of this token and, if there are heads, of head 0; at most {SHOWN} per row")
+    lines.append(
+        f"  the numbers shown belong to this token and, in steps with heads, to head 0; at most {SHOWN} per row"
+    )
     for number, step in enumerate(explanation.steps, 1):
         lines += ["", f"{number:>2} {step.recipe.name}: {step.recipe.equation}"]
         for value in step.values:

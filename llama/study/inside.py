@@ -153,7 +153,7 @@ def transformer(model: Transformer | Llama) -> Transformer:
     """The model itself. Raises UsageError if processes share it: this process would see a part of each tensor."""
     model = model.model if isinstance(model, Llama) else model
     if model.runner.distributed:
-        raise UsageError("the inside of a model in several processes can't be read or changed; run it in one process")
+        raise UsageError("the tensors of a model in several processes can't be read or changed; run it in one process")
     return model
 
 

@@ -127,7 +127,9 @@ class Intervention:
 
     def __post_init__(self) -> None:
         if self.no_rope and (self.theta is not None or self.scaling is not None):
-            raise UsageError("--no-rope rotates nothing, so another theta or scaling of the rotation has no effect")
+            raise UsageError(
+                "--no-rope removes the rotation, so --rope-theta and --rope-scaling have no effect; leave them out"
+            )
 
     def __bool__(self) -> bool:
         return bool(self.descriptions())

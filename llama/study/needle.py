@@ -103,8 +103,8 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
         fact = tokenizer.encode(FACT.format(PLACES[i], number))
         if len(fact) > every // 2:
             raise UsageError(
-                f"a fact takes {len(fact)} tokens, and there is one in {every}; this needs a model that was trained for"
-                f" at least {2 * PER_LENGTH * len(fact)} tokens"
+                f"a fact has {len(fact)} tokens, at most {every // 2} fit; use a model that was trained for at least"
+                f" {2 * PER_LENGTH * len(fact)} tokens"
             )
         facts.append((PLACES[i], number, len(ids), len(ids) + len(fact)))
         ids += fact
@@ -112,7 +112,7 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
     rest = length - len(ids)
     if used + rest > len(own):
         raise UsageError(
-            f"the text has {len(own)} tokens, and {used + rest} are needed; use a longer --text, or lower --length"
+            f"the text has {len(own)} tokens, but {used + rest} are needed; use a longer --text, or lower --length"
         )
     ids += own[used : used + rest]
     return Haystack(torch.tensor(ids), torch.tensor(plain + [True] * rest), tuple(facts))

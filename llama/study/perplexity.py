@@ -257,8 +257,8 @@ def _windows(checkpoint: Checkpoint, raw: bytes, length: int, windows: int) -> T
     if len(ids) < windows * length + 1:
         fit = (len(ids) - 1) // length
         raise UsageError(
-            f"the text has {len(ids)} tokens, room for {fit} windows of {length}, and {windows} are needed; use a"
-            " longer text, or lower --windows or --length"
+            f"the text has {len(ids)} tokens, enough for {fit} windows of {length} tokens, but --windows is"
+            f" {windows}; use a longer text, or lower --windows or --length"
         )
     starts = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
     return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in starts])

@@ -54,7 +54,7 @@ class ControlVector:
         if found != ARCHITECTURE:
             raise CheckpointError(
                 f"{path} is not a control vector: general.architecture is {found!r:.40}, expected {ARCHITECTURE!r};"
-                " pass a model by --model, an adapter by --adapter"
+                " pass models with --model and adapters with --adapter"
             )
         directions = {}
         for name, info in part.header.tensors.items():

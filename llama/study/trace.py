@@ -445,8 +445,9 @@ def _grid(patching: Mapping[str, Any]) -> list[str]:
     layers, rows = patching["layers"], zip(*patching["restored"], strict=True)
     lines = [
         "",
-        "patching: the residual stream of the other text, before one layer at one token, in the run on this text",
-        f"share of the logit difference {show(other)} - {show(own)} that this restores: {LEGEND}",
+        "patching: each cell copies the residual stream of the other text, before one layer at one token, into"
+        " this run",
+        f"share of the logit difference {show(other)} - {show(own)} that the copy restores: {LEGEND}",
         f"token  layers {layers[0]} to {layers[-1]}",
     ]
     for t, (row, now, then) in enumerate(zip(rows, patching["target"], patching["source"], strict=True)):

@@ -192,7 +192,7 @@ def check(what: str, need: Need, found: Sequence[Room], remedies: Sequence[str],
             each = "" if ranks == 1 else f" in each of {ranks} processes"
             parts = (
                 f"{format_bytes(need.weights)} weights, {format_bytes(need.cache)} KV cache,"
-                f" {format_bytes(need.activations + need.runtime)} to compute"
+                f" {format_bytes(need.activations + need.runtime)} working memory"
             )
             raise MemoryLimitError(
                 f"{what} needs {format_bytes(needed)} of memory{each} ({parts}), but only {format_bytes(room.bytes)}"

@@ -52,7 +52,9 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """The tokenizer described by a GGUF file's metadata. `where` names the file in errors. Raises TokenizerError."""
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
-        raise TokenizerError(f"{where}: the file has no tokenizer (no key tokenizer.ggml.model)")
+        raise TokenizerError(
+            f"{where}: the file has no tokenizer (no key tokenizer.ggml.model); name one with --tokenizer PATH"
+        )
     if not isinstance(model, str) or model not in KINDS:
         raise TokenizerError(f"{where}: tokenizer model {model!r:.60} is not supported; supported: {', '.join(KINDS)}")
     with library_errors(where, "the vocabulary can't be built"):
@@ -175,7 +177,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         self.strips_leading_space = _flag(metadata, "add_space_prefix", True, where)
         scores = _numbers(metadata, "tokenizer.ggml.scores", where, self.n_vocab, "scores")
         if scores is None:
-            raise TokenizerError(f"{where}: {self.n_vocab} tokens but 0 scores; the vocabulary is damaged")
+            raise TokenizerError(f"{where}: {self.n_vocab} tokens but 0 scores; download the file again")
         unknown = next((token for id, token in enumerate(self.tokens) if self.types[id] == UNKNOWN), None)
         pieces = self._plain()
         # SentencePiece merges the neighbours whose union scores best; a merge list sorted by score does the same.
@@ -217,7 +219,9 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     value = metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         found = "nothing" if value is None else f"other values ({type(value).__name__})"
-        raise TokenizerError(f"{where}: {key} must be an array of strings, found {found}")
+        raise TokenizerError(
+            f"{where}: {key} must be an array of strings, found {found}; get another conversion of the model"
+        )
     return value
 
 
@@ -229,9 +233,9 @@ def _numbers(metadata: Mapping[str, Any], key: str, where: str, count: int, what
     array = np.asarray(value)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         found = "other values" if array.ndim else f"{value!r:.60}"
-        raise TokenizerError(f"{where}: {key} must be an array of numbers, found {found}; the vocabulary is damaged")
+        raise TokenizerError(f"{where}: {key} must be an array of numbers, found {found}; download the file again")
     if len(array) != count:
-        raise TokenizerError(f"{where}: {count} tokens but {len(array)} {what}; the vocabulary is damaged")
+        raise TokenizerError(f"{where}: {count} tokens but {len(array)} {what}; download the file again")
     if np.isnan(array).any():
         raise TokenizerError(f"{where}: {key} contains NaN; the vocabulary is damaged, download the file again")
     return array

@@ -93,11 +93,15 @@ def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
             )
         check_length(token, id, where)
         if ids.setdefault(token, id) != id:
-            raise TokenizerError(f"{where}: token {token!r} has two ids, {ids[token]} and {id}; the file is damaged")
+            raise TokenizerError(
+                f"{where}: token {token!r} has two ids, {ids[token]} and {id}; download the file again"
+            )
         if tokens.setdefault(id, token) != token:
-            raise TokenizerError(f"{where}: id {id} has two tokens, {tokens[id]!r} and {token!r}; the file is damaged")
+            raise TokenizerError(
+                f"{where}: id {id} has two tokens, {tokens[id]!r} and {token!r}; download the file again"
+            )
     if not ids:
-        raise TokenizerError(f"{where}: the vocabulary is empty")
+        raise TokenizerError(f"{where}: the vocabulary is empty; download the file again")
     return ids
 
 
@@ -118,7 +122,7 @@ def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: 
         return token
     raise TokenizerError(
         f"{where}: tokenizer_config.json names {token!r} as {key}, which is not in this vocabulary;"
-        f" the two files don't belong together"
+        f" the two files don't belong together, download both again"
     )
 
 
@@ -133,7 +137,8 @@ def merges_without(removed: Set[str], model: Mapping[str, Any], ids: Mapping[str
         union = left + right
         if left not in ids or right not in ids or union not in ids:
             raise TokenizerError(
-                f"{where}: merge {i}, {left!r} + {right!r}, is not made of the vocabulary's tokens; the file is damaged"
+                f"{where}: merge {i}, {left!r} + {right!r}, is not made of the vocabulary's tokens; download the file"
+                " again"
             )
         if removed.isdisjoint((left, right, union)):
             remaining.append(pair)
@@ -217,8 +222,9 @@ def check_prefix(settings: Mapping[str, Any], source: Mapping[str, Any], where: 
     adds = source != without_prefix(source)
     if adds != setting:
         raise TokenizerError(
-            f"{where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but the steps of this file"
-            f" {'add' if adds else 'do not add'} a space before a text; remove the setting if the file is right"
+            f"{where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but the normalizer"
+            f" and pre_tokenizer of this file {'add a' if adds else 'add no'} space before a text; remove the"
+            " setting, or correct the file"
         )
 
 
@@ -295,7 +301,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if not control <= ids.keys():
             absent = min(control - ids.keys())
             raise TokenizerError(
-                f"{where}: the post-processor adds {absent!r}, which is not in the vocabulary; the file is damaged"
+                f"{where}: the post-processor adds {absent!r}, which is not in the vocabulary; download the file again"
             )
 
         self.unknown: str | None = model.get("unk_token")

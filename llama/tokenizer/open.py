@@ -28,7 +28,7 @@ MISTAKES = [
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' in its repository"),
     (b"<!doctype", "a web page, probably an error page saved in place of the download; download it again"),
     (b"<html", "a web page, probably an error page saved in place of the download; download it again"),
-    (b"gguf", "a GGUF file, which contains weights and tokenizer; open it as the checkpoint"),
+    (b"gguf", "a GGUF file, which contains weights and tokenizer; pass it with --model"),
     (b"pk\x03\x04", "a zip archive (perhaps a torch .pth); name the tokenizer.model or tokenizer.json instead"),
     (b"\x1f\x8b", "a gzip archive; decompress it first"),
 ]

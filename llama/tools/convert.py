@@ -226,8 +226,8 @@ def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str) -> list[st
     if family is None:
         return []
     return [
-        f"wrote the chat template of {family}, which fits the vocabulary; the source does not state whether the model"
-        " was trained to chat: for a base model, leave it out with --chat-template none"
+        f"wrote the chat template of {family}, because its tokens are in the vocabulary; if this is a base model,"
+        " convert it again with --chat-template none"
     ]
 
 
@@ -380,7 +380,10 @@ def prove(
     written = open_checkpoint(path)
     check_tensors(written)
     if written.shapes.keys() != hashes.keys():
-        raise CheckpointError(f"the new files have other tensors: {sorted(written.shapes.keys() ^ hashes.keys())[:3]}")
+        raise CheckpointError(
+            "the tensors of the source and of the new files differ:"
+            f" {sorted(written.shapes.keys() ^ hashes.keys())[:3]}; this is a bug, please report it"
+        )
     check_config(config, written.config)
     total = hashlib.sha256()
     for done, name in enumerate(sorted(hashes)):
@@ -388,7 +391,7 @@ def prove(
         written.check_bytes(name)
         tensor, form = read(written, name)
         if tensor_hash(tensor) != hashes[name]:
-            raise CheckpointError(f"{name} differs after it was written; the disk is faulty, or this is a bug")
+            raise CheckpointError(f"{name} differs after it was written; check the disk, or report a bug")
         del tensor  # so that memory holds one weight
         total.update(f"{name} {form} {hashes[name]}\n".encode())
         written.release(name)
@@ -408,7 +411,7 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
             ours, theirs = (reach(each) for each in (source, written))
         same = ours == theirs or (isinstance(ours, float) and math.isclose(ours, theirs, rel_tol=1e-6))
         if not same and field.name != "rope_scaling":
-            raise ConfigError(f"its {field.name} {ours} would become {theirs}, which changes the model")
+            raise ConfigError(f"its {field.name} {ours} would become {theirs}; choose another format")
     trained = min(int(trained_length(source)), source.max_seq_len)
     for length in sorted({1, trained, trained + 1, reach(source)}):
         (ours, factor), (theirs, other) = (
@@ -418,9 +421,12 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
             for each in (source, written)
         )
         if not torch.allclose(ours, theirs, rtol=4e-6, atol=0):
-            raise ConfigError(f"its RoPE frequencies for {length} tokens would change")
+            raise ConfigError(f"its RoPE frequencies for {length} tokens would change; choose another format")
         if not math.isclose(factor, other, rel_tol=1e-6):
-            raise ConfigError(f"its RoPE attention factor {factor:g} for {length} tokens would become {other:g}")
+            raise ConfigError(
+                f"its RoPE attention factor {factor:g} for {length} tokens would become {other:g}; choose another"
+                " format"
+            )
 
 
 def tensor_hash(tensor: Tensor) -> str:

@@ -113,7 +113,9 @@ class Requests:
             if len(without) == len(messages):
                 raise
             if not self.no_system:
-                LOG.warning("clearllama: the chat template rejects system messages, so they are left out, as in HFLM")
+                LOG.warning(
+                    "clearllama: the chat template rejects system messages, so they are left out, as lm-eval does"
+                )
             self.no_system = True
             text = written(without, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:

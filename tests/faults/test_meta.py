@@ -185,7 +185,7 @@ def test_a_tensor_with_zero_strides_allocates_nothing(meta: Path, attempt: Try, 
 
 
 NOT_PLAIN: dict[str, tuple[Callable[[State], object], tuple[str, ...]]] = {
-    "in a dict": (lambda s: {"model": s}, ("model", "dict", "expected only the weights")),
+    "in a dict": (lambda s: {"model": s}, ("model", "dict", "file with only the weights")),
     "a list": (lambda s: list(s.values()), ("a list", "mapping of names")),
     "numbers": (lambda s: dict(enumerate(s.values())), ("key is 0", "expected names")),
     "none": (lambda s: {}, ("tok_embeddings.weight is missing",)),

@@ -65,7 +65,7 @@ def test_ranks_with_different_options_are_refused(tiny_gguf: Path, tmp_path: Pat
         folder.mkdir()
         ends = pair(folder, ("generate", *options), ("generate", *options, *more))
         assert ends[0][0] == 1
-        assert "rank 1 differs from rank 0 in its model or options" in ends[0][2][-1]
+        assert "start all ranks with the same model and options" in ends[0][2][-1]
         assert ends[1][1] == ends[0][1] == ""
 
 

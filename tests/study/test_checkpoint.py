@@ -108,7 +108,7 @@ def test_the_command_draws_the_checkpoint(name: str, scaled: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["scale", "-m", "tiny-kjv", "--head-dim", "64"], "--head-dim and --model: the checkpoint determines it"),
+        (["scale", "-m", "tiny-kjv", "--head-dim", "64"], "--head-dim is set by the checkpoint of --model"),
         (["wavelengths", "-m", "tiny-kjv", "--rope-theta", "5e5"], "--rope-theta and --model"),
         (["scale", "-m", "tiny-kjv", "--context", "512"], "--context and --model"),
         (["clock", "-m", "no-such-model"], "no-such-model"),

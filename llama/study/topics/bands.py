@@ -95,7 +95,9 @@ def _heads(model: str, text: Path | None, length: int | None) -> tuple[Tensor, i
     for name, (first, last) in PARTS.items():
         net = build(checkpoint, "cpu", "float32", max_seq_len=length)
         if net.rope.by_length:
-            raise UsageError(f"{model}: its frequencies depend on the length, and this topic stops pairs of a table")
+            raise UsageError(
+                f"the topic bands needs fixed frequencies, but those of {model} depend on the length; use another model"
+            )
         inv_freq, factor = net.rope.frequencies(length)  # (D/2,)
         if name == "none":
             plain = inv_freq
