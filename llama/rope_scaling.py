@@ -287,8 +287,6 @@ def inverse_frequencies(
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """The finite number above 0 under `key`, or the default if there is none."""
     value = default if scaling.get(key) is None else scaling[key]
-    if value is None:
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} is missing")
     return checks.positive(f"rope scaling {_short(scaling)}: {key!r}", value, 1e300, ConfigError)
 
 

@@ -572,7 +572,7 @@ def test_chat_format_of_a_vocabulary(tokenizer: Tokenizer, name: str | None) -> 
 
 
 def test_an_error_names_the_control_tokens_that_a_format_lacks() -> None:
-    with pytest.raises(TemplateError, match=r"codellama-70b needs .*<s>, .*<step>.*; llama3 fits"):
+    with pytest.raises(TemplateError, match=r"codellama-70b needs .*<s>, .*<step>.*; use llama3, which fits"):
         codellama70b(LLAMA3_BYTES, [user("x")])
     first = byte_level(*LLAMA3_NAMES[:8], "<|reserved_special_token_4|>", "<|eot_id|>")
     assert llama3(first, [user("x")])

@@ -99,7 +99,7 @@ def test_joined_layers_become_views_of_one_layer_with_the_same_outputs(
 
 def test_layers_of_different_kinds_are_not_joined() -> None:
     blocks = [quantized(noise(4, 64), scheme) for scheme in ("int8", "int4")]
-    with pytest.raises(UsageError, match="of one kind"):
+    with pytest.raises(UsageError, match="require the same quantization"):
         join([BlockLinear(block) for block in blocks])
-    with pytest.raises(UsageError, match="of one kind"):
+    with pytest.raises(UsageError, match="require the same quantization"):
         join([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])

@@ -677,7 +677,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "tiles of one row": (edit_tensor(f"{UP}.tiles", shape=[7 * 640]), SIZE + REMEDY),
     "tiles across": (edit_tensor(f"{UP}.tiles", shape=[640, 7]), SIZE + REMEDY),
     "tiles of signed bytes": (edit_tensor(f"{UP}.tiles", dtype="I8"), SIZE + REMEDY),
-    "a norm of bytes": (edit_tensor("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8; expected one of F32, BF16, F16"),
+    "a norm of bytes": (edit_tensor("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8, expected one of F32, BF16, F16"),
     "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\), but the configuration requires \(100, 64\) \(and 1 more"),
     "a tensor twice": (rename({f"{UP}.tiles": "model.layers.1.mlp.gate_proj.weight"}), r"gate_proj\.\w+ is in .* and in"),
     "an unknown name": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),

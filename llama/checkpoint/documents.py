@@ -92,13 +92,13 @@ def parse_json(raw: bytes, where: str, damaged: str = "; the file is damaged, do
         place = f"{line}column {error.colno}"
         raise CheckpointError(f"{where} is not valid JSON: {error.msg} ({place}){damaged}") from None
     except _Refused as error:
-        raise CheckpointError(f"{where}: {error}; correct it, or download it again") from None
+        raise CheckpointError(f"{where}: {error}{damaged}") from None
     except RecursionError:
         raise CheckpointError(f"{where} is nested too deeply{damaged}") from None
     except ValueError:  # the only cause left: Python refuses to parse an int of more than 4,300 digits
         raise CheckpointError(f"{where} contains a number of thousands of digits{damaged}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected an object {{...}}, got {_kind(value)}; download the file again")
+        raise CheckpointError(f"{where}: expected an object {{...}}, got {_kind(value)}{damaged}")
     return value
 
 

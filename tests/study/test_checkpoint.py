@@ -109,8 +109,8 @@ def test_the_command_draws_the_checkpoint(name: str, scaled: Path, capsys: pytes
     ("options", "message"),
     [
         (["scale", "-m", "tiny-kjv", "--head-dim", "64"], "--head-dim is set by the checkpoint of --model"),
-        (["wavelengths", "-m", "tiny-kjv", "--rope-theta", "5e5"], "--rope-theta and --model"),
-        (["scale", "-m", "tiny-kjv", "--context", "512"], "--context and --model"),
+        (["wavelengths", "-m", "tiny-kjv", "--rope-theta", "5e5"], "--rope-theta is set by the checkpoint of --model"),
+        (["scale", "-m", "tiny-kjv", "--context", "512"], "--context is set by the checkpoint of --model"),
         (["clock", "-m", "no-such-model"], "no-such-model"),
         (["order", "-m", "tiny-kjv"], "study order does not accept --model"),
     ],
