@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TypeGuard
 
 from .errors import LlamaError, UsageError
@@ -60,21 +59,6 @@ def choice(name: str, value: object, known: Collection[str], error: type[LlamaEr
     if not isinstance(value, str) or value not in known:
         raise error(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
     return value
-
-
-def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.85) -> list[str]:
-    """The known names that are most similar to a name. Neither case nor the separators - _ . and space count."""
-    import difflib
-
-    spelled = {re.sub(r"[-_. ]", "", one.lower()): one for one in known}
-    return [
-        spelled[one] for one in difflib.get_close_matches(re.sub(r"[-_. ]", "", name.lower()), spelled, most, cutoff)
-    ]
-
-
-def did_you_mean(names: Sequence[str]) -> str:
-    """'did you mean A, B or C? ', to stand before another sentence; '' for no names."""
-    return f"did you mean {' or '.join([', '.join(names[:-1])] * (len(names) > 1) + [names[-1]])}? " if names else ""
 
 
 def known_ids(ids: Iterable[int], size: int) -> None:

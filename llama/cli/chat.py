@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import checks
+from .. import spelling
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
 from . import answers, arguments, drafts, history, loading, ranks, sessions, streams, terminal, turns
 
@@ -287,7 +287,7 @@ class Chat:
         name, _, rest = line.partition(" ")
         name, rest = ALIASES.get(name, name), rest.strip()
         if name not in COMMANDS:
-            meant = checks.did_you_mean(checks.nearest(name, [*COMMANDS, *ALIASES], 1, 0.6))
+            meant = spelling.did_you_mean(spelling.nearest(name, [*COMMANDS, *ALIASES], 1, 0.6))
             raise UsageError(
                 f"unknown command {name}; {meant}/help lists the commands; type // to begin a message with a slash"
             )

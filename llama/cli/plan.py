@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import checks
+from .. import spelling
 from ..errors import CheckpointError, ConfigError, UsageError
 from . import arguments, loading, streams
 
@@ -135,8 +135,9 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
             found = resolve(path_or_name, fetch=False)
         except CheckpointError as error:
             plain = re.sub(r"-(instruct|chat|hf)\b", "", path.name, flags=re.IGNORECASE)
-            near = checks.nearest(path.name, official(), cutoff=0.8) or checks.nearest(plain, official(), cutoff=0.7)
-            why = f"{str(error).partition(';')[0]}; {checks.did_you_mean(near)}Known" if near else f"{error}; known"
+            near = spelling.nearest(path.name, official(), cutoff=0.8)
+            near = near or spelling.nearest(plain, official(), cutoff=0.7)
+            why = f"{str(error).partition(';')[0]}; {spelling.did_you_mean(near)}Known" if near else f"{error}; known"
             raise CheckpointError(f"{why} without files: {', '.join(official())}") from None
         checkpoint = open_checkpoint(found)
         return loading.model_name(path_or_name), checkpoint.config, checkpoint

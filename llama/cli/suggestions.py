@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Collection, Sequence
 
-from .. import checks
+from .. import spelling
 
 CUTOFF = 0.8  # similarity of difflib; below it, suggestions are mostly other options
 
@@ -101,5 +101,5 @@ def check(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
             long = re.fullmatch(r"-[A-Za-z][A-Za-z_-]+(=.*)?", word, re.DOTALL)
             if long and exact(word, known):
                 commands[first].error(f"{unrecognized([word], known)}")
-    elif first and (near := checks.nearest(first, commands, 1, CUTOFF)):
-        parser.error(f"unknown command {first!r:.80}; {checks.did_you_mean(near).rstrip()}")
+    elif first and (near := spelling.nearest(first, commands, 1, CUTOFF)):
+        parser.error(f"unknown command {first!r:.80}; {spelling.did_you_mean(near).rstrip()}")

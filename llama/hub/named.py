@@ -18,7 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import checks
+from .. import spelling
 from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder, make_folder
 from ..system.temporary import locked, own_temporary, sweep
@@ -189,7 +189,7 @@ def similar(name: str) -> str:
     with contextlib.suppress(OSError, ValueError), os.scandir(folder or ".") as entries:
         beside = (entry.name for entry in entries if entry.is_dir() or entry.name.endswith(".gguf"))
         known |= {one: os.path.join(folder, one) for one in itertools.islice(beside, MOST_BESIDE)}
-    return checks.did_you_mean([known[one] for one in checks.nearest(last, known)]).rstrip()
+    return spelling.did_you_mean([known[one] for one in spelling.nearest(last, known)]).rstrip()
 
 
 def _expected(name: str, path: str = "its path") -> str:

@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .. import spelling
 from ..chat import TEMPLATES, render
-from ..checks import did_you_mean, integer, nearest
+from ..checks import integer
 from ..errors import LlamaError, TemplateError, UsageError
 from ..text import Llama
 from .likelihood import log_likelihoods
@@ -328,7 +329,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
     for name in names:
         specs = [groups.get(path, str(path)) for path in files.get(name, ())] or manager.match_tasks([name])
         if not specs:
-            meant = did_you_mean(nearest(name, manager.all_tasks, cutoff=0.6))
+            meant = spelling.did_you_mean(spelling.nearest(name, manager.all_tasks, cutoff=0.6))
             why = f"--tasks {name}: lm-eval has no task with this name, and there is no such file"
             raise UsageError(f"{why}; {meant}".rstrip("; "))
         found += [one for spec in specs for one in load_task(manager, spec)]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from .. import checks
+from .. import checks, spelling
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..quant.schemes import Scheme, scheme_for
@@ -103,7 +103,7 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
         return count, GPU(name=name, source=f"as given; links as PCIe 4.0 x16; {ASSUMED}", **plain)
     known = {key.lower(): key for key in GPUS} | ALIASES
     if name not in known:
-        meant = checks.did_you_mean(checks.nearest(match[2], (*GPUS, *CUSTOM), cutoff=0.7))
+        meant = spelling.did_you_mean(spelling.nearest(match[2], (*GPUS, *CUSTOM), cutoff=0.7))
         raise UsageError(f"unknown GPU {match[2]!r}; {meant}known: {', '.join((*GPUS, *CUSTOM))}")
     gpu = GPUS[known[name]]
     changed: dict[str, Any] = given
