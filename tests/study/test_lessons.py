@@ -246,6 +246,6 @@ def test_the_readme_lists_every_lesson_and_its_minutes() -> None:
         assert f"\n*{minutes} minutes." in text
     for text in [readme, *(lesson.read_text() for lesson in LESSONS)]:
         for link in re.findall(r"\]\((?!http)(.*?)\)", text):
-            assert (STUDY / link).exists(), link
+            assert (STUDY / link.partition("#")[0]).exists(), link  # the site checks anchors
         for id, url in re.findall(r"arXiv:(\d{4}\.\d{5})\]\((.*?)\)", text):
             assert url == f"https://arxiv.org/abs/{id}"

@@ -247,9 +247,9 @@ def test_the_command_prints_draws_and_writes_rows(tmp_path: Path, capsys: pytest
     ("args", "message"),
     [
         (["ppl", "--methods", "spiral:4"], "kinds: linear, ntk, dynamic, yarn, llama3"),
-        (["ppl", "--length", "1000000"], "room for 0 windows of 1000000"),
+        (["ppl", "--length", "1000000"], "enough for 0 windows of 1000000"),
         (["ppl", "--text", "no-such-file"], "expected a text file in UTF-8: No such file"),
-        (["ppl", "--windows", "100"], "room for 62 windows of 1024, and 100 are needed"),
+        (["ppl", "--windows", "100"], "enough for 62 windows of 1024 tokens"),
         (["ppl", "--output", "no-such-folder/x.csv"], "there is no folder no-such-folder"),
         (["ppl", "--output", "."], "is a folder; expected a file name"),
         (["ppl", "--windows", "0"], "--windows at least 1"),

@@ -42,7 +42,7 @@ def test_a_text_beyond_the_context_is_traced_with_and_without_a_scaling(
     [
         (["--ablate-head", "x"], "LAYER.HEAD"),
         (["--layers", "3"], "FIRST:END"),
-        (["--no-rope", "--rope-theta", "5"], "--no-rope rotates nothing"),
+        (["--no-rope", "--rope-theta", "5"], "--no-rope removes the rotation"),
         (["--rope-theta", "1e301"], "below 1e300"),
         (["--html", "same", "--json", "same"], "both name same"),
     ],
