@@ -54,7 +54,7 @@ class CompiledRunner(KernelRunner):
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(model, cache_kind, check_memory)
-        self.hooked = HookWatch("the compiled step", logging.WARNING)
+        self.hooked = HookWatch("the compiled step", rounds=True)
         if model.rope.form == "complex":
             raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
         blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]

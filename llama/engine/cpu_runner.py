@@ -80,7 +80,7 @@ class KernelRunner(Runner):
         self.blocks = [FusedBlock.of(block, join) for block in model.layers]
         self.known, self.any_rows = runs(model), kernels.has_tiles()
         self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
-        self.hooked = HookWatch("the fused C++ kernels")
+        self.hooked = HookWatch("the fused C++ kernels", rounds=True)
         self.modules = [  # every module that the kernels stand for, and the dictionary that contains it
             *((model._modules, name, model._modules[name]) for name in ("layers", "norm")),
             *((parent._modules, *item) for parent in model.layers.modules() for item in parent._modules.items()),

@@ -36,7 +36,7 @@ class GraphRunner(Runner):
 
     def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(cache_kind, check_memory)
-        self.hooked = HookWatch("CUDA graphs")
+        self.hooked = HookWatch("CUDA graphs", rounds=False)
         self._steps: WeakKeyDictionary[KVCache, GraphStep] = WeakKeyDictionary()
         self._lock = RLock()
         self._last: torch.cuda.Event | None = None  # recorded at the end of the previous pass

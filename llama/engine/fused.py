@@ -9,7 +9,6 @@ a model with hooks) runs as the model is written.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ class FusedRunner(GraphRunner):
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(cache_kind, check_memory)
-        self.hooked = HookWatch("the fused kernels and CUDA graphs", logging.WARNING)
+        self.hooked = HookWatch("the fused kernels and CUDA graphs", rounds=True)
         check_model(model)
         config, like = model.config, model.norm.weight
         self.eps, self.heads = config.norm_eps, config.n_heads

@@ -23,11 +23,11 @@ class HookWatch:
     that a call takes less than a microsecond.
 
     instead  what does not run while there are hooks, for the line
-    level    of the line: WARNING if the user has asked for what does not run
+    rounds   whether logits then differ in rounding from those of a run without hooks; the line is then a warning
     """
 
-    def __init__(self, instead: str, level: int = logging.INFO):
-        self.instead, self.level = instead, level
+    def __init__(self, instead: str, rounds: bool):
+        self.instead, self.rounds = instead, rounds
         self._searched: int | None = None  # the number of the next hook when the model was searched last
         self._found = self._logged = False
 
@@ -39,9 +39,10 @@ class HookWatch:
         if self._found and not self._logged:
             self._logged = True
             LOG.log(
-                self.level,
-                "clearllama: the model has forward hooks, so it runs module by module, without %s",
+                logging.WARNING if self.rounds else logging.INFO,
+                "clearllama: the model has forward hooks, so it runs module by module, without %s%s",
                 self.instead,
+                "; its logits differ in rounding from those of a run without hooks" if self.rounds else "",
             )
         return self._found
 
