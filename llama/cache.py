@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .errors import ContextLengthError
+from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
 # The most slots that a cache adds at once, unless more are needed. Decoding reads the complete cache for each token, so
@@ -185,13 +185,15 @@ class KVCache:
         """Positions there is room for before the buffers grow."""
         return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, so right even if memory ran out midway
 
-    def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
-        """Make room for T new tokens and return their positions.
+    def place(self, tokens: int, positions: Tensor | None = None, batch: int | None = None) -> Tensor:
+        """Make room for T new tokens and return their positions. Raises UsageError if `batch` is not the cache's.
 
         They follow the cached tokens unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
         tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if they
         do not fit: a write past the end of a slice would silently change nothing.
         """
+        if batch not in (None, self.batch):
+            raise UsageError(f"the cache is for a batch of {self.batch}, not {batch}; use new_cache(batch={batch})")
         if positions is None:
             if min(self._filled) < self.length:
                 raise ValueError(f"rows of the cache differ in length ({self._filled}); pass the positions")

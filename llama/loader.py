@@ -41,6 +41,7 @@ from .model import Runner, Transformer
 from .quant.schemes import pick_scheme
 from .rope import FORMS
 from .rope_scaling import reach, with_rope
+from .spelling import unknown_option
 from .system import memory
 from .system.cores import default_threads
 from .tokenizer import Tokenizer
@@ -110,6 +111,14 @@ class LoadOptions:
             raise UsageError(f"{name} works in one process only; leave it out, or run the model in one process")
 
 
+def load_options(options: Mapping[str, Any], *others: str) -> LoadOptions:
+    """The options as LoadOptions. others: further arguments of the caller. Raises UsageError for an unknown name."""
+    fields = [field.name for field in dataclasses.fields(LoadOptions)]
+    if unknown := [name for name in options if name not in fields]:
+        raise UsageError(unknown_option(unknown[0], ["path_or_name", *fields, *others]))
+    return LoadOptions(**options)
+
+
 # 11 parameters: the public API, which has one for each choice of a user
 def load(
     path_or_name: str | os.PathLike[str] | None = None,
@@ -142,7 +151,10 @@ def load(
     """
     from .text import Llama
 
-    settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, fast=True, **options)
+    own = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile, "rope": rope}
+    settings = load_options(
+        {**own, "max_seq_len": max_seq_len, "fast": True, **options}, "adapters", "tokenizer", "quiet"
+    )
     checkpoint = open_model(path_or_name, adapters, tokenizer, quiet)
     vocabulary = checkpoint.tokenizer()
     count = tokens(vocabulary) if callable(tokens) else tokens
@@ -175,7 +187,8 @@ def load_model(
 
     Arguments as in `load` and `LoadOptions`.
     """
-    settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
+    own = {"device": device, "dtype": dtype, "quantize": quantize, "rope": rope, "max_seq_len": max_seq_len}
+    settings = load_options(own | options, "adapters")
     return build_model(open_model(path_or_name, adapters), settings)
 
 

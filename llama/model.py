@@ -143,7 +143,7 @@ class Transformer(nn.Module):
 
         positions  (T,) or (B, T) int64; None: after the cached tokens, or from 0 if there is no cache
         cache      stores the new keys and values and supplies the old ones
-        Raises UsageError for an unknown id, ContextLengthError for a position beyond the cache or max_seq_len.
+        Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError beyond the cache's room.
         """
         if type(tokens) is Tensor and tokens.numel() and not (tokens.is_meta or torch.compiler.is_compiling()):
             checks.known_ids((int(tokens.min()), int(tokens.max())), self.config.vocab_size)
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         T = tokens.shape[1]
         sees_all = T == 1 and positions is None  # one token after all others sees every key, so it needs no mask
         if cache is not None:
-            positions, end = cache.place(T, positions), cache.end  # (T,), or (B, T) as given
+            positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
             keys: Tensor | None = torch.arange(cache.width, device=tokens.device)  # (S,)
             sees_all = sees_all and not cache.fixed  # a fixed cache has slots that are not filled yet
         else:

@@ -166,6 +166,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 LARGEST_HEAD = 2**16  # entries; a larger number in a file means damage
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
+STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")  # they multiply the context by `factor`
+EXAMPLE = '{"rope_type": "yarn", "factor": 4.0}'
 
 
 def kind_of(scaling: Mapping[str, Any] | None) -> str:
@@ -204,7 +206,11 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 
 def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
     """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"rope_scaling must be a dict such as {EXAMPLE}, got {checks.shown(scaling)}")
     given = {key: value for key, value in scaling.items() if value is not None}
+    if "rope_type" not in given and "type" not in given:
+        raise ConfigError(f"rope_scaling has no rope_type; known: {', '.join(SCALINGS)}")
     if given.get("type", given.get("rope_type")) != given.get("rope_type", given.get("type")):
         raise ConfigError(f"rope scaling {_short(given)}: type and rope_type contradict each other; pass one of them")
     inner = given.pop("rope_theta", theta)
@@ -215,6 +221,10 @@ def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict
     if unknown:
         known = ", ".join(PARAMETERS[kind]) or "nothing"
         raise ConfigError(f"rope scaling {kind} does not accept {', '.join(unknown)!r:.80}; it accepts: {known}")
+    if kind in STRETCHING and "factor" not in given:
+        raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
+    if kind == "llama3":  # the constants of Meta's apply_scaling
+        given = given | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
     if kind == "yarn" and _number(given, "beta_fast", default=32) < _number(given, "beta_slow", default=1):
         raise ConfigError(f"rope scaling {_short(given)}: beta_fast must not be below beta_slow")
     return given, inner
@@ -238,8 +248,7 @@ def reach(config: ModelConfig) -> int:
 
 def stretched(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
     """`reach` of a model without a sliding window."""
-    stretching = ("linear", "ntk", "dynamic", "yarn", "llama3")
-    if scaling is None or kind_of(scaling) not in stretching or scaling.get("factor") is None:
+    if scaling is None or kind_of(scaling) not in STRETCHING or scaling.get("factor") is None:
         return max_seq_len
     if kind_of(scaling) == "llama3" and scaling.get("original_max_position_embeddings") is not None:
         return max_seq_len  # the official files: max_seq_len is the extended length, which is not factor * original

@@ -25,6 +25,7 @@ from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
+from .spelling import unknown_option
 from .tokenizer import Tokenizer, token_ids
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
@@ -32,7 +33,10 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 BATCH_SIZE = 16  # answers in progress at once
 
 GRAMMARS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # option -> kind (structured.KINDS)
-OTHER_OPTIONS = ("stop", "logprobs", "top_logprobs", "n", "draft", "draft_tokens")
+OTHER_OPTIONS = (
+    *("stop", "logprobs", "top_logprobs", "prompt_logprobs", "n", "batch_size", "draft", "draft_tokens", "session"),
+    *("parse_special", "tools", "continues", "progress"),
+)
 MOST_ANSWERS = 1024  # to one prompt
 MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 256, 1000  # stop strings, and characters of one
@@ -110,6 +114,7 @@ class Llama:
         """
         if isinstance(prompt, str):
             if n is None:
+                options.pop("batch_size", None)  # a limit, which one answer never exceeds
                 return _last(self.stream(prompt, parse_special=parse_special, **options))
             return self._complete([self.tokenizer.encode_prompt(prompt, parse_special)], n, options)[0]
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
@@ -121,6 +126,7 @@ class Llama:
         alone = any(options.get(name) is not None for name in ("draft", "draft_tokens", "session"))
         if alone and n is None:
             one_by_one = []
+            options.pop("batch_size", None)
             for number, one in enumerate(prompt):
                 with _named(number, len(prompt)):
                     one_by_one.append(_last(self.stream(one, parse_special=parse_special, **options)))
@@ -190,6 +196,7 @@ class Llama:
         functions that the assistant may call; its calls are part of the text (chat/tool_calls.py parses them).
         """
         if n is None:
+            options.pop("batch_size", None)
             return _last(self.stream_chat(messages, tools=tools, **options))
         prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
         return self._complete([prompt], n, {"continues": False, **options})[0]
@@ -373,12 +380,12 @@ class Llama:
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The sampling options, with a seed. Raises UsageError for an unknown option."""
-        known = {f.name for f in dataclasses.fields(SamplingParams)}
-        if unknown := sampling.keys() - known:
-            raise UsageError(
-                f"unknown option {sorted(unknown)[0]!r}; known:"
-                f" {', '.join(sorted({*known, *GRAMMARS, *OTHER_OPTIONS}))}"
-            )
+        fields = {f.name for f in dataclasses.fields(SamplingParams)}
+        if unknown := sorted(sampling.keys() - fields, key=str):
+            known = sorted({*fields, *GRAMMARS, *OTHER_OPTIONS})
+            if unknown[0] in known:
+                raise UsageError(f"the option {unknown[0]!r} does not apply to this call: leave it out")
+            raise UsageError(unknown_option(str(unknown[0]), known))
         params = SamplingParams(**{**self.sampling, **sampling})
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama.attention import reference, reference_weights, sdpa
 from llama.cache import KVCache
 from llama.config import ModelConfig
-from llama.errors import ConfigError, ContextLengthError
+from llama.errors import ConfigError, ContextLengthError, UsageError
 from llama.generate import prefill
 from llama.model import RMSNorm, Transformer
 from llama.weights import to_layout
@@ -207,6 +207,15 @@ def test_positions_outside_the_context_are_errors() -> None:
         model(tiny.random_tokens(1), torch.tensor([256]))
     with pytest.raises(ValueError, match="negative"):
         model(tiny.random_tokens(1), torch.tensor([-1]))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 5), (3, 1)])
+def test_a_batch_that_is_not_the_cache_s_is_refused_before_anything_is_written(rows: int, length: int) -> None:
+    model = tiny.model()
+    cache = model.new_cache(batch=rows)
+    with pytest.raises(UsageError, match=rf"a batch of {rows}, not 2; use new_cache\(batch=2\)"):
+        model(tiny.random_tokens(length, batch=2), cache=cache)
+    assert (cache.length, bool(cache.k.any())) == (0, False)
 
 
 def test_the_rope_table_is_not_cast_with_the_model() -> None:

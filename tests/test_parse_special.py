@@ -125,7 +125,7 @@ def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
     assert tiny_llm.generate(PROMPT, **options).stats.prompt_tokens > len(
         tiny_llm.tokenizer(PROMPT, parse_special=True)
     )
-    with pytest.raises(UsageError, match="unknown option 'parse_special'"):
+    with pytest.raises(UsageError, match="'parse_special' does not apply to this call"):
         tiny_llm.chat([{"role": "user", "content": "hello"}], parse_special=True)
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama.cli import main
+from llama.cli import build_parser, main
+from llama.cli.arguments import rope_scaling
 from llama.errors import UsageError
 from llama.loader import load, load_model
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
-from llama.rope_scaling import inverse_frequencies, reach, with_rope
+from llama.rope_scaling import STRETCHING, inverse_frequencies, reach, with_rope
 from llama.tools.evaluate import perplexity, token_logprobs
 
 from . import tiny
@@ -133,6 +134,10 @@ def test_a_scaling_that_replaces_another_starts_from_the_original_context() -> N
         ({"rope_type": "yarn", "factor": float("nan")}, None),
         ({"rope_type": "spiral"}, None),
         ({"rope_type": "longrope", "factor": 4.0}, None),
+        ({"rope_type": "yarn"}, None),  # would load with the context of the file
+        ({"factor": 4.0}, None),
+        ({}, None),
+        ("yarn", None),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fats": 16}, None),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}, None),
         ({"rope_type": "yarn", "type": "linear", "factor": 4.0}, None),
@@ -142,7 +147,7 @@ def test_a_scaling_that_replaces_another_starts_from_the_original_context() -> N
         (None, float("inf")),
     ],
 )
-def test_bad_scalings_are_usage_errors(scaling: dict[str, Any] | None, theta: float | None) -> None:
+def test_bad_scalings_are_usage_errors(scaling: Any, theta: float | None) -> None:
     with pytest.raises(UsageError):
         with_rope(tiny.CONFIG, scaling, theta)
 
@@ -215,6 +220,15 @@ def test_the_override_of_a_llama31_reports_its_original_context(
     assert "context 131072, trained 8192" in err
 
 
+def test_a_scaling_that_the_command_line_accepts_is_that_of_python() -> None:
+    parser = build_parser()
+    for kind in STRETCHING:
+        args = parser.parse_args(["generate", "x", "--rope-scaling", kind, "--rope-factor", "4"])
+        python = with_rope(tiny.CONFIG, {"rope_type": kind, "factor": 4.0})
+        assert with_rope(tiny.CONFIG, rope_scaling(args)) == python
+        assert reach(python) == 4 * tiny.CONFIG.max_seq_len
+
+
 def test_llama3_scaling_uses_the_constants_of_meta(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("generate", "-m", str(file), "--raw", "hello", "-n", "1", "--rope-scaling", "llama3", "--rope-factor", "8")
     code, _, err = run(capsys, *args)
@@ -227,7 +241,8 @@ def test_llama3_scaling_uses_the_constants_of_meta(file: Path, capsys: pytest.Ca
     ("options", "message"),
     [
         (["--rope-factor", "4"], "add --rope-scaling"),
-        (["--rope-scaling", "yarn"], "needs --rope-factor"),
+        (["--rope-scaling", "yarn"], "rope scaling yarn needs a factor"),
+        (["--rope-scaling", '{"factor": 4}'], "has no rope_type"),
         (["--rope-scaling", "spiral", "--rope-factor", "4"], "unknown rope scaling 'spiral'"),
         (["--rope-scaling", "yarn", "--rope-factor", "0"], "from 1 to 10000, got 0"),
         (["--rope-scaling", "yarn", "--rope-factor", "nan"], "from 1 to 10000, got nan"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import llama
 from llama import loader
 from llama.errors import UsageError
 from llama.text import Llama, Session, StopText
@@ -241,3 +242,23 @@ def test_stop_strings_are_limited_since_each_token_is_compared_with_them(tiny_ll
     for stop in (["x" * 1001], ["x"] * 257):
         with pytest.raises(UsageError, match="at most 256 stop strings of at most 1000 characters"):
             tiny_llm.generate("a", max_new_tokens=1, stop=stop)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("max_tokens", "max_new_tokens"), ("parse_specials", "parse_special")])
+def test_the_error_for_an_unknown_option_names_the_nearest_one(tiny_llm: Llama, name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"^unknown option '{name}'; did you mean {meant}\? Known: .*session"):
+        tiny_llm.generate("a", **{name: 1})
+    with pytest.raises(UsageError, match=r"^the option 'tools' does not apply to this call"):
+        tiny_llm.generate("a", tools=[])
+
+
+def test_one_prompt_accepts_the_limit_of_a_batch(tiny_llm: Llama) -> None:
+    one, many = tiny_llm.generate("abc", batch_size=4), tiny_llm.generate(["abc"], batch_size=4)
+    assert one.tokens == many[0].tokens
+
+
+@pytest.mark.parametrize(("name", "meant"), [("torch_dtype", "dtype"), ("max_seq_length", "max_seq_len")])
+def test_an_unknown_option_of_loading_is_a_usage_error(name: str, meant: str) -> None:
+    for function in (llama.load, llama.load_model):  # before the path is looked at
+        with pytest.raises(UsageError, match=rf"^unknown option '{name}'; did you mean {meant}\? Known: path_or_name,"):
+            function("nowhere", **{name: 1})

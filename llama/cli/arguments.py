@@ -379,11 +379,6 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
                 f"the RoPE factor was given twice, as {scaling['factor']!r:.40} and {factor:g}; give it once"
             )
         scaling["factor"] = factor
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("linear", "ntk", "dynamic", "yarn", "llama3") and scaling.get("factor") is None:
-        raise UsageError(f"--rope-scaling {kind} needs --rope-factor S: how many times longer the context becomes")
-    if kind == "llama3":  # the constants of Meta's apply_scaling
-        scaling = scaling | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
     return scaling
 
 
