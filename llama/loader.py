@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -58,6 +59,7 @@ from .weights import (
 if TYPE_CHECKING:
     from .text import Llama
 
+LOG = logging.getLogger(__name__)
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -137,16 +139,17 @@ def load(
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
-    path_or_name  a folder in Meta's or Hugging Face's format, a .gguf file, the name of a downloadable model
-                  (`clearllama pull`), or ORG/NAME[:QUANT] of the Hugging Face hub, which is downloaded on first use;
-                  None: the environment variable CLEARLLAMA_MODEL, else the default model
+    path_or_name  a folder in Meta's or Hugging Face's format, a folder that contains a single one, a .gguf file, the
+                  name of a downloadable model (`clearllama pull`), or ORG/NAME[:QUANT] of the Hugging Face hub, which
+                  is downloaded on first use; None: the environment variable CLEARLLAMA_MODEL, else the default model
     adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
                   (path, scale), or a list of them
     tokenizer     a file, or a folder with one, to use in place of the checkpoint's own tokenizer
-    tokens        as in `LoadOptions`, or a function that computes the number with the tokenizer
+    tokens        as in `LoadOptions`, or a function that gets the tokenizer and returns this number
     quiet         print nothing on stderr while a model is downloaded
     options       the other fields of `LoadOptions`, which describes all of them
 
+    Warnings, for example about the folder that was chosen, are logged; `warnings` of the result contains them too.
     Raises CheckpointError if the file can't be run, UsageError for a bad argument, MemoryLimitError if memory is short.
     """
     from .text import Llama
@@ -160,7 +163,7 @@ def load(
     count = tokens(vocabulary) if callable(tokens) else tokens
     model = build_model(checkpoint, dataclasses.replace(settings, tokens=count))
     chat_format = checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None
-    again = requantization_warning(checkpoint, pick_scheme(quantize)) if quantize else ()
+    warnings = _warn(checkpoint, quantize)
     return Llama(
         model,
         vocabulary,
@@ -168,7 +171,7 @@ def load(
         chat_format=chat_format,
         sampling=checkpoint.sampling,
         adapters=checkpoint.adapters,
-        warnings=[*checkpoint.warnings, *again],
+        warnings=warnings,
     )
 
 
@@ -183,13 +186,25 @@ def load_model(
     adapters: Adapters = (),
     **options: Any,
 ) -> Transformer:
-    """Load the model alone, with plain nn.Linear weights; no tokenizer is needed.
+    """Load the model alone; no tokenizer is needed. Linear layers are nn.Linear, unless quantize is given.
 
     Arguments as in `load` and `LoadOptions`.
     """
     own = {"device": device, "dtype": dtype, "quantize": quantize, "rope": rope, "max_seq_len": max_seq_len}
     settings = load_options(own | options, "adapters")
-    return build_model(open_model(path_or_name, adapters), settings)
+    checkpoint = open_model(path_or_name, adapters)
+    model = build_model(checkpoint, settings)
+    _warn(checkpoint, quantize)
+    return model
+
+
+def _warn(checkpoint: Checkpoint, quantize: str | None) -> list[str]:
+    """Log what a user should know about a checkpoint that was loaded, and return it."""
+    again = requantization_warning(checkpoint, pick_scheme(quantize)) if quantize else ()
+    warnings = [*checkpoint.warnings, *again]
+    for warning in warnings:
+        LOG.warning("clearllama: warning: %s", warning)
+    return warnings
 
 
 def open_model(

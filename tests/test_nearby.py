@@ -55,6 +55,14 @@ def test_the_parent_folder_of_one_model(clearllama: Run, root: Path, tmp_path: P
     assert result.stdout == direct.stdout
 
 
+def test_python_warns_of_the_folder_it_chose(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(root / "llama-3", tmp_path / "download" / "Llama3.2-1B")
+    expected = f"{tmp_path / 'download'} is not a model, but contains one; using {tmp_path / 'download/Llama3.2-1B'}"
+    assert expected in llama.load(tmp_path / "download").warnings
+    llama.load_model(tmp_path / "download")
+    assert [record.getMessage() for record in caplog.records].count(f"clearllama: warning: {expected}") == 2
+
+
 def test_original_below_a_folder_of_the_hub(root: Path) -> None:
     hub = root / "hub"
     shutil.copytree(root / "llama-3", hub / "original")

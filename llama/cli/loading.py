@@ -44,7 +44,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
             quiet=args.quiet,
             **arguments.model_options(args),
         )
-    _show_loaded(args, llm.model, llm.adapters, llm.warnings, time.perf_counter() - started)
+    _show_loaded(args, llm.model, llm.adapters, (), time.perf_counter() - started)
     if args.tokenizer is not None:
         kind, count = llm.tokenizer.kind, llm.tokenizer.n_vocab
         streams.info(args, f"tokenizer override: {args.tokenizer}, {kind}, {count:,} tokens")
