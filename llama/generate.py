@@ -147,7 +147,7 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     if len(prompt) >= context:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, but the context of {context} must hold prompt and answer;"
-            f" shorten the prompt or raise --max-seq-len"
+            f" shorten the prompt or raise max_seq_len (--max-seq-len)"
         )
     checks.known_ids(prompt, model.config.vocab_size)
     checks.known_ids(params.logit_bias, model.config.vocab_size)
@@ -198,5 +198,5 @@ def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Dia
     """`check_finite` for the value of `sampling.extreme`: NaN or infinity would choose an arbitrary token."""
     if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
         found = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
-        cause = "the weights hold NaN or infinity, or overflow in this dtype: try --dtype float32"
+        cause = "the weights hold NaN or infinity, or overflow in this dtype: try dtype='float32' (--dtype float32)"
         raise NumericalError(f"the logits of {name} are {found}; {cause if diagnose is None else diagnose(text)}")

@@ -109,7 +109,7 @@ class LoadOptions:
         if self.quantize is not None:
             pick_scheme(self.quantize)
         if self.world is not None and (self.compile or self.gpu_layers is not None):
-            name = "--compile" if self.compile else "gpu_layers"
+            name = "compile (--compile)" if self.compile else "gpu_layers (--gpu-layers)"
             raise UsageError(f"{name} works in one process only; leave it out, or run the model in one process")
 
 
@@ -278,7 +278,8 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     placement = pick_placement(sizes, device, options.gpu_layers)
     if options.compile and not placement.single:
         raise UsageError(
-            "compiled code runs on one device; leave out --compile, or leave out --gpu-layers and name one --device"
+            "compiled code runs on one device; leave out compile (--compile), or leave out gpu_layers (--gpu-layers)"
+            " and name one device (--device)"
         )
     dtype = pick_dtype(options.dtype, placement.output)
     scheme = None if options.quantize is None else pick_scheme(options.quantize)
@@ -313,7 +314,8 @@ def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
     if kinds and options.quantize is None and options.dtype in (None, "auto"):
         raise UsageError(
             f"{checkpoint.path} is quantized ({', '.join(sorted(kinds))}), and quantizing again would lose most of the"
-            f" adapter; use the unquantized model, or --dtype bfloat16 to dequantize the weights it changes"
+            f" adapter; use the unquantized model, or dtype='bfloat16' (--dtype bfloat16) to dequantize"
+            " the weights it changes"
         )
 
 

@@ -237,5 +237,7 @@ def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) ->
     """Move to a device and cast to a dtype. Raises CheckpointError for a value that float16 would make infinite."""
     cast = tensor.to(device=device, dtype=dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{name} holds values beyond float16's limit, 65504; use --dtype bfloat16 or float32")
+        raise CheckpointError(
+            f"{name} holds values beyond float16's limit, 65504; use dtype='bfloat16' or 'float32' (--dtype)"
+        )
     return cast

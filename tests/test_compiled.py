@@ -219,6 +219,6 @@ def test_a_kept_step_is_loaded_from_the_file_that_was_checked(tmp_path: Path, mo
 def test_a_package_that_does_not_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "build", lambda model, block, path, *rest: path.write_bytes(b"junk"))
-    with pytest.raises(UsageError, match=r"the compiled step can't be loaded here: .*leave --compile out"):
+    with pytest.raises(UsageError, match=r"the compiled step can't be loaded here: .*leave compile \(--compile\) out"):
         tiny.compiled(model())
     assert list((tmp_path / "compiled").iterdir()) == []

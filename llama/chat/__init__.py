@@ -73,9 +73,10 @@ def encode_chat(
             )
         return CHAT_FORMATS[format](tokenizer, messages)
     if template is None:
+        fits = chat_format_of(tokenizer) or "llama3"
         raise TemplateError(
-            "this model has no chat template, so it is probably a base model: use --raw or llm.generate(text);"
-            f" if it was trained for chat, name its format: --chat-format {chat_format_of(tokenizer) or 'llama3'}"
+            "this model has no chat template, so it is probably a base model: use llm.generate(text) (--raw);"
+            f" if it was trained for chat, name its format: llm.chat_format = {fits!r} (--chat-format {fits})"
         )
     return encode_template(
         tokenizer,

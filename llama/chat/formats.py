@@ -119,7 +119,7 @@ def _controls(tokenizer: Tokenizer, format: str, *names: str) -> list[int]:
         raise TemplateError(
             f"the chat format {format} needs tokens that this vocabulary does not have ({', '.join(missing)}), so the"
             " model was probably not trained on that format;"
-            f" {'use --raw' if fits is None else f'use {fits}, which fits the vocabulary'}"
+            f" {'use llm.generate (--raw)' if fits is None else f'use {fits}, which fits the vocabulary'}"
         )
     return [tokenizer.control[name] for name in names]
 

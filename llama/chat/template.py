@@ -116,7 +116,7 @@ def _rendered(
         raise
     except (ValueError, RecursionError, LookupError, TypeError):
         reason = "it left the sandbox"  # sandbox.py always sends valid answers
-    raise TemplateError(f"the model's chat template failed: {reason}; --raw works without it")
+    raise TemplateError(f"the model's chat template failed: {reason}; llm.generate (--raw) works without it")
 
 
 def _checked(piece: Any, controls: Mapping[str, int]) -> sandbox.Piece:
@@ -240,8 +240,8 @@ def _start() -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise TemplateError(
-            f"chat templates run in a child process, which could not be started ({error.strerror or error}); --raw"
-            " does not need it"
+            f"chat templates run in a child process, which could not be started ({error.strerror or error});"
+            " llm.generate (--raw) needs none"
         ) from None
 
 

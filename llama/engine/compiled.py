@@ -61,8 +61,8 @@ class CompiledRunner(KernelRunner):
         for name, module in blocks[0].named_modules():
             if not list(module.children()) and not isinstance(module, TRACEABLE):
                 raise UsageError(
-                    f"--compile requires the C++ kernels, which are not available here ({name} is a"
-                    f" {type(module).__name__}); install a C++ compiler, or leave --compile out"
+                    f"compile (--compile) requires the C++ kernels, which are not available here ({name} is a"
+                    f" {type(module).__name__}); install a C++ compiler, or leave compile (--compile) out"
                 )
         shells = {fused.block: shell(fused) for fused in self.blocks}
         self.weights: dict[nn.Module, list[Tensor]] = {
@@ -194,7 +194,9 @@ def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool 
         command = kernels.compiler()
         if model.norm.weight.device.type == "cpu" and (command is None or shutil.which(command.split()[0]) is None):
             cause = "none was found (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
-            raise UsageError(f"--compile requires a C++ compiler, but {cause}; install one, or leave --compile out")
+            raise UsageError(
+                f"compile (--compile) requires a C++ compiler, but {cause}; install one, or leave compile out"
+            )
         name_of_step = "the decoding step of batches" if rows else "the decoding step"
         LOG.info("clearllama: compiling %s; later runs reuse it", name_of_step)
         build(model, block, path, cache_kind, rows)
@@ -208,11 +210,13 @@ def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool 
     except OSError as error:
         raise UsageError(
             f"the compiled step can't be stored in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
-            " writable folder, or leave --compile out"
+            " writable folder, or leave compile (--compile) out"
         ) from error
     except RuntimeError as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"the compiled step can't be loaded here: {first[0]}; leave --compile out") from error
+        raise UsageError(
+            f"the compiled step can't be loaded here: {first[0]}; leave compile (--compile) out"
+        ) from error
 
     def step(arguments: list[Tensor]) -> Tensor:
         (y,) = package.boxed_run(arguments)
@@ -255,7 +259,7 @@ def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, row
             torch._inductor.aoti_compile_and_package(trace, package_path=str(path))
     except Exception as error:  # Inductor wraps the compiler's errors in types of its own
         first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"the model can't be compiled here: {first[0]}; leave --compile out") from error
+        raise UsageError(f"the model can't be compiled here: {first[0]}; leave compile (--compile) out") from error
     finally:
         logging.getLogger("torch").setLevel(level)
 

@@ -58,7 +58,7 @@ class FusedRunner(GraphRunner):
         for layer in (model.output, *(part for block in self.blocks for part in block[:4])):
             if not kernels.supports(packed(layer)):
                 raise UsageError(
-                    f"the fused kernels can't multiply by this {type(layer).__name__}; leave --compile out"
+                    f"the fused kernels can't multiply by this {type(layer).__name__}; leave compile (--compile) out"
                 )
         self.h = like.new_empty(config.dim)  # (C,): the hidden state of one token
         self.q = like.new_empty(config.n_heads, config.head_dim)
@@ -174,7 +174,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def check_model(model: Transformer) -> None:
     """Raise UsageError if the fused kernels do not support a model or Triton is missing."""
     if not kernels.ready():
-        raise UsageError("compiling for CUDA requires Triton (pip install triton); leave --compile out")
+        raise UsageError("compiling for CUDA requires Triton (pip install triton); leave compile (--compile) out")
     if model.rope.form != "real":
         raise UsageError(
             f"the fused kernels run the real form of RoPE and not {model.rope.form}; load it with rope='real'"
@@ -195,7 +195,7 @@ def packed(layer: nn.Module) -> Weight:
     if isinstance(layer, BlockLinear):
         return layer.packed
     if not isinstance(layer, nn.Linear):
-        raise UsageError(f"the fused kernels can't multiply by a {type(layer).__name__}; leave --compile out")
+        raise UsageError(f"the fused kernels can't multiply by a {type(layer).__name__}; leave compile (--compile) out")
     return Weight(layer.weight, None, None, layer.bias, layer.out_features, layer.in_features, 16, layer.in_features)
 
 
@@ -225,7 +225,7 @@ def join(layers: Sequence[nn.Module]) -> nn.Module:
     if any(kind != kinds[0] for kind in kinds):
         raise UsageError(
             "the fused kernels require the same quantization for wq, wk and wv, and for w_gate and w_up;"
-            " leave --compile out"
+            " leave compile (--compile) out"
         )
     one: Any = copy.copy(layers[0])
     one._parameters, one._buffers = dict(one._parameters), dict(one._buffers)

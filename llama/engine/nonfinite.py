@@ -19,7 +19,7 @@ from ..model import Transformer
 from .linears import BlockEmbedding, TileEmbedding, TileLinear
 
 CHUNK = 256  # tokens per pass
-FLOAT32 = "try --dtype float32"
+FLOAT32 = "try dtype='float32' (--dtype float32)"
 # Layers whose input is not finite although every layer before returned finite numbers -> (part, operation in between).
 BEFORE = {
     "attention.attend": ("attention", "in the rotation of queries and keys"),

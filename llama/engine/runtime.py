@@ -58,10 +58,16 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
         return name
     if name is not None and name != "auto":
         if name not in DTYPES:
-            quantize = f"; to quantize the weights, use --quantize {name}" if name in ("int8", "int4") else ""
+            quantize = (
+                f"; to quantize the weights, use quantize={name!r} (--quantize {name})"
+                if name in ("int8", "int4")
+                else ""
+            )
             raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}{quantize}")
         if DTYPES[name] == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise UsageError(f"{device} can't compute in bfloat16; use --dtype float16, or leave --dtype out")
+            raise UsageError(
+                f"{device} can't compute in bfloat16; use dtype='float16' (--dtype float16), or leave dtype out"
+            )
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

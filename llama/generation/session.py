@@ -177,7 +177,8 @@ class Session:
         count = _length(source, file)
         if count > model.max_seq_len:
             raise ContextLengthError(
-                f"{source} has {count} tokens, but the context of the model is {model.max_seq_len}; raise --max-seq-len"
+                f"{source} has {count} tokens, but the context of the model is {model.max_seq_len};"
+                f" raise max_seq_len (--max-seq-len)"
             )
         cache = model.new_cache()
         names = [name for name, _, _ in _buffers(cache)]

@@ -92,7 +92,7 @@ def check_scales(*scales: Tensor) -> None:
     if not all(bool(torch.isfinite(scale).all()) for scale in scales):
         raise CheckpointError(
             "a weight is not finite, or too large for 16-bit scales, and can't be quantized; download the file again"
-            " (clearllama verify --tensors checks every weight), or load it without --quantize"
+            " (clearllama verify --tensors checks every weight), or load it without quantize (--quantize)"
         )
 
 
@@ -107,7 +107,7 @@ def check_overflow(blocks: Blocks) -> None:
         if LARGEST_SCALE < largest < torch.inf:
             raise CheckpointError(
                 f"a scale of {largest:g} is beyond float16's limit, {LARGEST_SCALE:g}; load the model with"
-                f" --dtype float32, which dequantizes the weights"
+                f" dtype='float32' (--dtype float32), which dequantizes the weights"
             )
 
 
@@ -124,5 +124,5 @@ def check_range(scale: float, offset: float, is_zero: Callable[[], bool]) -> Non
     if scale < SMALLEST_SCALE and offset < SMALLEST_OFFSET and not is_zero():
         raise CheckpointError(
             "all entries of a weight are too small for 16-bit scales, so quantizing it would destroy it; use"
-            " --quantize int8-row, whose scales have 32 bits, or load it without --quantize"
+            " quantize='int8-row' (--quantize int8-row), whose scales have 32 bits, or load it without quantize"
         )

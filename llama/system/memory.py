@@ -206,8 +206,8 @@ def check_cache(size: int, tokens: int, found: Sequence[Room]) -> None:
         if size > room.bytes:
             raise MemoryLimitError(
                 f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory, but only"
-                f" {format_bytes(room.bytes)} {room.message}; shorten the text, lower --max-seq-len, store keys and"
-                f" values in 8 bits (--kv-cache int8), {NO_CHECK}"
+                f" {format_bytes(room.bytes)} {room.message}; shorten the text, lower max_seq_len (--max-seq-len),"
+                f" store keys and values in 8 bits (--kv-cache int8), {NO_CHECK}"
             )
 
 
@@ -226,7 +226,7 @@ def remedies(need: Need, dtype: torch.dtype, quantize: str | None, kv_cache: str
         if dtype == torch.float32:
             found.append("use half the bytes (--dtype bfloat16)")
     if need.cache > need.weights / 8:
-        found.append("use a shorter prompt or a lower --max-new-tokens or --max-seq-len")
+        found.append("use a shorter prompt or a lower max_new_tokens (--max-new-tokens) or max_seq_len (--max-seq-len)")
         if kv_cache != "int8":
             found.append("store keys and values in 8 bits (--kv-cache int8)")
     return found or ["use a smaller model"]

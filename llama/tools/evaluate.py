@@ -35,7 +35,7 @@ def token_logprobs(
     if model.max_seq_len < T - 1:
         raise ContextLengthError(
             f"the text has {T} tokens, but the context of the model is {model.max_seq_len}; use shorter windows, or"
-            " extend the context (--rope-scaling)"
+            " extend the context with rope_scaling (--rope-scaling)"
         )
     cache = model.new_cache(T - 1, batch=B)
     found = []

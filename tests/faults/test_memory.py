@@ -144,7 +144,7 @@ def test_a_gpu_without_bfloat16_uses_float16(monkeypatch: pytest.MonkeyPatch) ->
         if emulated:
             assert runtime.pick_dtype("bfloat16", cuda) == torch.bfloat16
         else:
-            with pytest.raises(UsageError, match=r"cuda:0 can't compute in bfloat16; use --dtype float16"):
+            with pytest.raises(UsageError, match=r"cuda:0 can't compute in bfloat16; use dtype='float16'"):
                 runtime.pick_dtype("bfloat16", cuda)
 
 
@@ -252,7 +252,7 @@ def test_without_a_compiler_compile_is_refused(
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     done = attempt("generate", *RUN, "-m", gguf, "--compile")
-    done.refused("none was found (c++, g++, clang++)", "leave --compile out", code=2)
+    done.refused("none was found (c++, g++, clang++)", "leave compile out", code=2)
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     attempt("generate", *RUN, "-m", gguf, "--compile").refused("/nonexistent/c++ (CXX)", code=2)
     assert attempt("generate", *RUN, "-m", gguf).survived()

@@ -122,7 +122,7 @@ def test_an_overflow_of_float16_is_distinguished_from_damage(where: str) -> None
     assert list(generate(net, PROMPT, SamplingParams(max_new_tokens=2)))  # does not overflow in float32
     message = failure(net.half())
     assert f"in layer 1 (of 0 to 1), {where}; no weight there is NaN or infinite" in message
-    assert "the numbers overflow in float16: try --dtype float32" in message
+    assert "the numbers overflow in float16: try dtype='float32' (--dtype float32)" in message
 
 
 @pytest.mark.parametrize("sublayer", ["attention", "feed_forward"])
