@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .text import Completion as Completion
     from .text import Llama as Llama
     from .tokenizer import Tokenizer as Tokenizer
+    from .tools.quantize import quantize as quantize
 
 # name -> the module that defines it. Importing torch takes a second, and `clearllama --help` should not.
 _HOME = {
@@ -52,6 +53,7 @@ _HOME = {
     "Llama": "text",
     "Session": "generation.session",
     "Tokenizer": "tokenizer",
+    "quantize": "tools.quantize",
 }
 __all__ = ["__version__", *_HOME]
 

@@ -137,6 +137,8 @@ class KVCache:
         commit()                     length is 5. A forward pass that failed before this leaves length unchanged
         trim(4)                      drops the last token
 
+    length is the number of cached tokens, max_len the largest number, batch the number of rows, B.
+
     `rows` gives access to rows of a batch that are filled to different lengths (generation/batch.py).
     """
 

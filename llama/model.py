@@ -112,7 +112,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The complete decoder.
+    """The complete decoder: `config`, `tok_embeddings`, `layers` (a TransformerBlock each), `norm` and `output`.
 
     rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in that layout (rope.to_half_layout)
     attention    "sdpa" or "reference"

@@ -52,9 +52,17 @@ class PromptQueue(Protocol):
 class Llama:
     """A model and its tokenizer, created by `llama.load`.
 
-    Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy), top_k=0, top_p=1.0,
-    min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, processors=[],
-    seed=None; `SamplingParams` describes them. Further options:
+    model          the `Transformer`; its linear layers may be quantized
+    tokenizer      the `Tokenizer`
+    chat_template  the Jinja source of the chat template, or None
+    chat_format    a built-in chat format that is used in place of the template, such as "llama3", or None; may be set
+    sampling       sampling options that the checkpoint's generation_config.json asks for; they replace the defaults
+    adapters       descriptions of the merged LoRA adapters
+    warnings       what a user should know about the checkpoint, one line each
+
+    Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy, unless `sampling`
+    contains another value), top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, logit_bias={}, processors=[], seed=None; `SamplingParams` describes them. Further options:
 
     stop            a string, or a list of strings, that end the text
     logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
@@ -63,6 +71,7 @@ class Llama:
     draft           "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
                     the text well; draft_tokens: the maximum number of drafted tokens per pass
                     (generation/speculative.py)
+    session         a `Session`, which keeps the KV cache for the next call
 
     Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
     a time; a second stream raises UsageError.
@@ -198,8 +207,7 @@ class Llama:
         if n is None:
             options.pop("batch_size", None)
             return _last(self.stream_chat(messages, tools=tools, **options))
-        prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
-        return self._complete([prompt], n, {"continues": False, **options})[0]
+        return self._complete([self.encode_chat(messages, tools)], n, {"continues": False, **options})[0]
 
     def stream_chat(
         self,
@@ -209,8 +217,13 @@ class Llama:
         **options: Any,
     ) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
-        prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
-        return self.stream_ids(prompt, continues=False, **options)
+        return self.stream_ids(self.encode_chat(messages, tools), continues=False, **options)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a conversation as `chat` feeds them, ending with the start of the assistant's turn."""
+        return encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
 
     def stream_ids(
         self,
@@ -219,12 +232,13 @@ class Llama:
         session: Session | None = None,
         draft: str | Llama | Transformer | Draft | None = None,
         draft_tokens: int | None = None,
+        continues: bool = True,
         progress: Progress | None = None,
         **options: Any,
     ) -> Generator[Piece]:
         """Stream the pieces of text that follow the ids of a prompt; `stream` and `stream_chat` use it.
 
-        session    keeps the KV cache for the next call; a speculative.Draft as `draft` also keeps its own
+        session    as in the class; a speculative.Draft as `draft` also keeps its own cache
         continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
                    text, as in a chat, without the space that SentencePiece adds before every text
         progress   called while the prompt is computed: progress(number of tokens done, number of tokens to compute)
@@ -234,7 +248,7 @@ class Llama:
         if not isinstance(session, Session | None):
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
-        (prepared,) = self.prepare(prompt, options)
+        (prepared,) = self.prepare(prompt, {"continues": continues, **options})
         if guesses is not None and prepared.request.constraint is not None:
             raise UsageError("a draft can't be combined with a schema, regex or grammar: leave draft out")
         return self._stream(prepared, session, guesses, progress)

@@ -118,6 +118,7 @@ S cached tokens, H query heads, KV key/value heads, D head_dim, C model dim, V v
 # section -> (prefix of the names, objects)
 SECTIONS: dict[str, tuple[str, list[Any]]] = {
     "Load a model": ("llama.", [llama.load, llama.load_model, llama.load_tokenizer, loader.LoadOptions]),
+    "Quantize and save": ("llama.", [llama.quantize]),
     "Generate text": (
         "llama.",
         [llama.Llama, text.Completion, text.Piece, text.Stats, llama.SamplingParams, llama.Session],

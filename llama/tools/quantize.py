@@ -16,6 +16,7 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.quantized import LAYOUT, Packed, entries_of, write
 from ..errors import CheckpointError, ConfigError
+from ..hub import resolve
 from ..quant.blocks import BlockFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
 from ..weights import check_tensors, read_quantized, requantization_warning
@@ -41,30 +42,34 @@ def quantize(
     shards: int = 0,
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> Proof:
-    """Write the model at `source` to the folder `target`, its linear layers quantized by a scheme of quant.schemes.
+    """Write a model to the folder `target`, its linear layers quantized, as `clearllama quantize` does.
 
-    The source may have any format. Weights that are stored quantized as in the scheme are copied; those quantized in
-    another way are dequantized and quantized again, with a warning. All other weights stay as they are.
+    The source is a path or a name, as for `llama.load`, in any format. Weights that are stored quantized as in the
+    scheme are copied; those quantized in another way are dequantized and quantized again, with a warning. All other
+    weights stay as they are.
 
+    scheme     one of `clearllama quantize --list`
     adapters   LoRA adapters to merge first, as for `llama.load`
     shards     number of weight files; 0: as few as needed
     tokenizer  a file or folder with the tokenizer to write in place of the source's own
     force      replace an existing folder
+    progress   called as progress(what, done, total), in weights
 
-    Raises what convert.convert raises, UsageError for an unknown scheme, CheckpointError for a weight that can't be
-    quantized.
+    Returns the `path` of the folder, the number of `tensors` that were read back and compared, and `warnings`.
+    Raises UsageError for an unknown scheme, or if the target exists and force is False, CheckpointError for a weight
+    that can't be quantized, ConfigError for a model that such a folder can't hold.
     """
-    chosen = pick_scheme(scheme)
+    chosen, report = pick_scheme(scheme), progress or (lambda what, done, total: None)
     checks.integer("shards", shards, 0)
-    source, target = Path(source), Path(target)
+    source, target = resolve(source), Path(target)
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     hashes: dict[str, str] = {}
 
     def record(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-        return recorded(read, hashes, len(checkpoint.shapes), progress)
+        return recorded(read, hashes, len(checkpoint.shapes), report)
 
     formats = {name: format_for(checkpoint, name, chosen) for name in checkpoint.shapes}
     packed = {
@@ -83,7 +88,7 @@ def quantize(
 
     def write_folder(path: Path) -> Proof:
         warnings.extend([*write(path, model, packed, scheme, shards), *tokenizer_warnings(checkpoint, model, "hf")])
-        return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, progress), warnings)
+        return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, report), warnings)
 
     check_target(source, target, True, force)
     needed = sum(entry.nbytes for entry in entries_of(model, packed)[0].values())
