@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -262,3 +263,10 @@ def test_an_unknown_option_of_loading_is_a_usage_error(name: str, meant: str) ->
     for function in (llama.load, llama.load_model):  # before the path is looked at
         with pytest.raises(UsageError, match=rf"^unknown option '{name}'; did you mean {meant}\? Known: path_or_name,"):
             function("nowhere", **{name: 1})
+
+
+def test_float16_on_a_cpu_is_loaded_with_a_warning(tiny_gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for dtype in ("bfloat16", "float32", "float16"):
+        assert not caplog.records, dtype
+        llama.load(tiny_gguf, device="cpu", dtype=dtype)
+    assert ["float16 is slow on a CPU" in record.getMessage() for record in caplog.records] == [True]
