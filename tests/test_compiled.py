@@ -170,6 +170,7 @@ def test_compile_must_be_a_boolean(tiny_gguf: Path) -> None:
 
 @pytest.mark.row("J07")
 @needs_kernels
+@pytest.mark.slow
 def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> None:
     eager, fast = model(**PACKED), tiny.compiled(model(**PACKED))
     tokens = torch.tensor([ids_of(6), ids_of(6, 1)])  # (B, T)
