@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tokenizer.write import tokenizer_config, tokenizer_json
 from llama.tools.convert import convert
+from llama.tools.quantize import quantize
 
 from .conftest import Run
 from .scripts import make_tiny
@@ -140,7 +143,7 @@ DIALOG = [{"role": "system", "content": "Be brief."}, {"role": "user", "content"
 
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny.make(tmp_path_factory.mktemp("meta") / "model", "llama-3.2-1b")
+    return make_tiny.make(tmp_path_factory.mktemp("meta") / "Llama-3.2-1B-Instruct", "llama-3.2-1b")
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
@@ -149,7 +152,7 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
 
     proof = convert(meta, tmp_path / "new", to)
     [warning] = proof.warnings
-    assert warning.startswith("wrote the chat template of llama3, because its tokens are in the vocabulary")
+    assert warning.startswith("wrote the chat template llama3, because Llama-3.2-1B-Instruct is named as a chat model")
     assert open_checkpoint(proof.path).chat_template == TEMPLATES["llama3"]
     before, after = (llama.load(path, device="cpu", dtype="float32") for path in (meta, proof.path))
     expected = encode_chat(before.tokenizer, None, DIALOG, format=before.chat_format)
@@ -165,6 +168,21 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
         assert field.contents() == TEMPLATES["llama3"]
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Llama-3.2-1B-Instruct", "Llama-3.2-1B-Instruct/original"])
+def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Path, name: str) -> None:
+    source = shutil.copytree(meta, tmp_path / name)
+    expected = TEMPLATES["llama3"] if "Instruct" in name else None
+    for write in (quantize, partial(convert, to="hf")):
+        proof = write(source, tmp_path / "auto", force=True)
+        [warning] = proof.warnings
+        assert warning.startswith("wrote the chat template llama3, " if expected else "wrote no chat template, ")
+        assert open_checkpoint(proof.path).chat_template == expected
+        for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"])):
+            proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)
+            assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], chosen)
+    assert convert(tmp_path / "chosen", tmp_path / "meta", "meta", chat_template="none").warnings == []
+
+
 def test_the_template_can_be_chosen(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
@@ -172,7 +190,7 @@ def test_the_template_can_be_chosen(clearllama: Run, meta: Path, tmp_path: Path)
         target = tmp_path / "chosen"
         result = clearllama("convert", str(meta), str(target), "--to", "hf", "--force", "--chat-template", choice)
         assert result.returncode == 0, result.stderr
-        assert (b"wrote the chat template" in result.stderr) == (choice == "llama3")
+        assert b"chat template" not in result.stderr
         assert open_checkpoint(target).chat_template == expected
     proof = convert(target, tmp_path / "again", "hf")  # the source's own template stays
     assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], own.read_text())
@@ -195,5 +213,5 @@ def test_templates_that_do_not_fit_are_errors(clearllama: Run, meta: Path, tmp_p
         assert (result.returncode, result.stderr.count(b"\n")) == (code, 1), result.stderr
         assert message in result.stderr
         assert not (tmp_path / "x").exists()
-    with pytest.raises(UsageError, match="Meta's format can't store a chat template"):
+    with pytest.raises(UsageError, match=r"^chat_template must be auto or none, because Meta's format can't store"):
         convert(meta, tmp_path / "x", "meta", chat_template="llama3")

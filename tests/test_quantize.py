@@ -193,7 +193,7 @@ def test_everything_else_is_kept(sources: dict[str, Path], tmp_path: Path, sourc
     assert new.chat_template == old.chat_template
     assert new.sampling == old.sampling
     assert new.warnings == []
-    assert any("no chat template" in warning for warning in proof.warnings) == source.startswith("meta")
+    assert any("wrote no chat template" in warning for warning in proof.warnings) == source.startswith("meta")
     ours, theirs = new.tokenizer(), old.tokenizer()
     text = "Hello\n\n 12345 über 😀 <|im_end|> <|eot_id|>  x"
     assert ours.encode(text, bos=True) == theirs.encode(text, bos=True)

@@ -291,7 +291,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME|FILE",
         help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template; for Meta's format, the built-in template that fits the vocabulary)",
+        " source's template; for a folder in Meta's format, the one that fits the vocabulary if its name contains"
+        " instruct or chat, otherwise none)",
     )
 
 

@@ -39,6 +39,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--shards", type=int, default=0, metavar="N", help="number of weight files (default: files of at most 5 GB)"
     )
     arguments.add_tokenizer_option(parser)
+    arguments.add_chat_template(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     before = sum(open_checkpoint(source).parts.values())
     with convert.progress_bar(args.quiet) as progress:
         options = {"adapters": args.adapter, "tokenizer": args.tokenizer, "shards": args.shards, "force": args.force}
+        options["chat_template"] = arguments.chat_template(args)
         proof = quantize(source, args.target, args.scheme, **options, progress=progress)
     after = sum(open_checkpoint(proof.path).parts.values())
     for warning in proof.warnings:

@@ -43,6 +43,7 @@ from ..weights import check_tensors, to_layout
 
 T = TypeVar("T")
 PREFIX = ".convert"  # of the temporary folder next to a target
+CHAT_NAME = re.compile("instruct|chat", re.IGNORECASE)  # in the name of a folder with a model trained to chat
 # Names of the files that conversions write into a folder
 OWN = re.compile(
     r"(params|config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
@@ -119,8 +120,8 @@ def convert(
     adapters       LoRA adapters to merge, as for `llama.load`
     modelfile      for GGUF: also write TARGET.Modelfile, with which `ollama create` imports the file
     tokenizer      a file or folder with the tokenizer to write in place of the source's own
-    chat_template  "auto": the source's, or that of the vocabulary's family if the source's format can't store one;
-                   "none"; a name of chat.TEMPLATES; or Jinja source
+    chat_template  "auto": the source's, or for Meta's format, which has none, that of the vocabulary's family if the
+                   folder's name contains "instruct" or "chat"; "none"; a name of chat.TEMPLATES; or Jinja source
     force          replace an existing target
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model, CheckpointError if the
@@ -133,7 +134,8 @@ def convert(
     load_writer, is_folder = WRITERS[to]
     if to == "meta" and chat_template not in ("auto", "none"):
         raise UsageError(
-            "Meta's format can't store a chat template: leave --chat-template out, or choose --to hf or gguf"
+            "chat_template must be auto or none, because Meta's format can't store a chat template; the formats hf and"
+            " gguf can"
         )
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
@@ -159,7 +161,7 @@ def convert(
         extra = {"packed": packed, "file_type": MIXES[quantize].file_type} if quantize else {}
         warnings = [*checkpoint.warnings]
         warnings += load_writer()(path, dataclasses.replace(model, read=record(model.read)), shards, **extra)
-        warnings += [*tokenizer_warnings(checkpoint, model, to), *quantized_twice(checkpoint, types)]
+        warnings += [*tokenizer_warnings(checkpoint, model, to, chat_template), *quantized_twice(checkpoint, types)]
         return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, progress), warnings)
 
     check_target(source, target, is_folder, force)
@@ -212,23 +214,19 @@ def quantized_twice(checkpoint: Checkpoint, types: Mapping[str, str]) -> list[st
     return [f"the source is already quantized ({', '.join(kinds)}); quantizing the original would lose less accuracy"]
 
 
-def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str) -> list[str]:
-    """What a new checkpoint lacks of the source's tokenizer and chat template."""
+def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str, chat_template: str) -> list[str]:
+    """Why a new checkpoint has no tokenizer, and which chat template "auto" chose for a source that can't store one."""
     if model.tokenizer is None:
         return [f"why there is no tokenizer: {model.no_tokenizer}"]
-    if checkpoint.format != "Meta" or to == "meta":
+    family = checkpoint.chat_format(model.tokenizer) if checkpoint.chat_template is None else None
+    if family is None or to == "meta" or chat_template != "auto":
         return []
-    if model.chat_template is None:
-        chat_format = checkpoint.chat_format(model.tokenizer)
-        remedy = f"; to chat with them, add --chat-format {chat_format}" if chat_format else ""
-        return [f"Meta's checkpoints have no chat template, so the new files have none{remedy}"]
-    family = next((name for name, source in TEMPLATES.items() if source == model.chat_template), None)
-    if family is None:
-        return []
-    return [
-        f"wrote the chat template of {family}, because its tokens are in the vocabulary; if this is a base model,"
-        " convert it again with --chat-template none"
-    ]
+    name = named(checkpoint)
+    if model.chat_template is not None:
+        return [f"wrote the chat template {family}, because {name} is named as a chat model; none leaves it out"
+                " (--chat-template)"]  # fmt: skip
+    return [f"wrote no chat template, because {name} is not named as a chat model; if it is one, choose {family}"
+            " (--chat-template)"]  # fmt: skip
 
 
 def write_target(target: Path, is_folder: bool, force: bool, needed: int, write: Callable[[Path], T]) -> T:
@@ -282,7 +280,7 @@ def plan_dtypes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, 
     return dtypes
 
 
-def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str = "source") -> Model:
+def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str) -> Model:
     """The model of a checkpoint as the writers need it, each weight in its dtype of `dtypes`."""
     config = checkpoint.config
 
@@ -323,18 +321,25 @@ def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
     )
 
 
+def named(checkpoint: Checkpoint) -> str:
+    """The name of a checkpoint's folder or file; for a folder "original" of a download, that of the folder above."""
+    path = checkpoint.path.resolve()
+    return path.parent.name if path.name == "original" else path.name
+
+
 def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: str) -> str | None:
-    """The chat template to write: the source's ("source"), or see `convert`.
+    """The chat template to write, as `convert` describes it.
 
     Raises TemplateError if it does not fit the vocabulary.
     """
     own = checkpoint.chat_template
-    if choice == "source" or (choice == "auto" and own is not None):
+    if choice == "auto" and own is not None:
         return own
     if choice == "none" or tokenizer is None:
         return None
     if choice == "auto":
-        return TEMPLATES.get(checkpoint.chat_format(tokenizer) or "")
+        chats = CHAT_NAME.search(named(checkpoint)) is not None
+        return TEMPLATES.get(checkpoint.chat_format(tokenizer) or "") if chats else None
     if choice in TEMPLATES:
         CHAT_FORMATS[choice](tokenizer, [{"role": "user", "content": ""}])  # raises if the vocabulary lacks its tokens
         return TEMPLATES[choice]

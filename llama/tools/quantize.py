@@ -41,6 +41,7 @@ def quantize(
     adapters: Adapters = (),
     shards: int = 0,
     tokenizer: str | os.PathLike[str] | None = None,
+    chat_template: str = "auto",
     force: bool = False,
     progress: Progress | None = None,
 ) -> Proof:
@@ -50,12 +51,13 @@ def quantize(
     scheme are copied; those quantized in another way are dequantized and quantized again, with a warning. All other
     weights stay as they are.
 
-    scheme     one of `clearllama quantize --list`
-    adapters   LoRA adapters to merge first, as for `llama.load`
-    shards     number of weight files; 0: as few as needed
-    tokenizer  a file or folder with the tokenizer to write in place of the source's own
-    force      replace an existing folder
-    progress   called as progress(what, done, total), in weights
+    scheme         one of `clearllama quantize --list`
+    adapters       LoRA adapters to merge first, as for `llama.load`
+    shards         number of weight files; 0: as few as needed
+    tokenizer      a file or folder with the tokenizer to write in place of the source's own
+    chat_template  as for convert.convert
+    force          replace an existing folder
+    progress       called as progress(what, done, total), in weights
 
     Returns the `path` of the folder, the number of `tensors` that were read back and compared, and `warnings`.
     Raises UsageError for an unknown scheme, or if the target exists and force is False, CheckpointError for a weight
@@ -77,7 +79,7 @@ def quantize(
         for name, format in formats.items()
         if format is not None
     }
-    plain = describe(checkpoint, _dtypes(checkpoint, packed))
+    plain = describe(checkpoint, _dtypes(checkpoint, packed), chat_template)
     model = dataclasses.replace(plain, read=record(plain.read))
     warnings = [*checkpoint.warnings, *requantization_warning(checkpoint, chosen)]
 
@@ -87,7 +89,8 @@ def quantize(
         return tensor, f"{written.shapes[name]} {written.stored(name)}"
 
     def write_folder(path: Path) -> Proof:
-        warnings.extend([*write(path, model, packed, scheme, shards), *tokenizer_warnings(checkpoint, model, "hf")])
+        warnings.extend(write(path, model, packed, scheme, shards))
+        warnings.extend(tokenizer_warnings(checkpoint, model, "hf", chat_template))
         return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, report), warnings)
 
     check_target(source, target, True, force)
