@@ -77,6 +77,23 @@ def test_original_below_a_folder_of_the_hub(root: Path) -> None:
     assert (open_checkpoint(hub).format, list(open_checkpoint(hub).warnings)) == ("Hugging Face", [])
 
 
+def test_a_folder_with_two_formats_states_which_is_read(root: Path) -> None:
+    both = root / "llama-3"
+    shutil.copy(root / "hf" / "config.json", both)
+    found = open_checkpoint(both)
+    assert found.format == "Meta"
+    assert found.warnings[0].startswith(f"{both} has files of two formats: reading params.json and the .pth files; ")
+    shutil.copy(root / "hf" / "model.safetensors", both)
+    found = open_checkpoint(both)
+    assert found.format == "Hugging Face"
+    assert found.warnings[0].startswith(f"{both} has files of two formats: reading config.json and its weights; ")
+    assert [w for w in open_checkpoint(root / "hf").warnings if "two formats" in w] == []
+    settings = json.loads((both / "config.json").read_text())
+    (both / "config.json").write_text(json.dumps(settings | {"hidden_size": 8}))
+    with pytest.raises(CheckpointError, match=r"files of two models: params\.json has dim \d+, .* has hidden_size 8; "):
+        open_checkpoint(both)
+
+
 def test_a_folder_of_the_hubs_cache(root: Path) -> None:
     snapshot = root / "models--org--name" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)

@@ -19,7 +19,7 @@ from .documents import read_json, size_of
 from .nearby import MOST_FOLDERS, folders_in
 
 # (whether a path has this format, its reader); a new format adds one line. A folder may have two formats, like Meta's
-# repositories on the hub; the first match is used.
+# repositories on the hub; the first match is used, and `beside` reports it.
 FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
     (quantized.recognizes, quantized.QuantizedCheckpoint),
     (prequantized.recognizes, prequantized.PrequantizedCheckpoint),
@@ -30,6 +30,8 @@ FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
 
 
 WEIGHTS = (".safetensors", ".bin")  # of Hugging Face's format
+# Sizes in params.json that config.json states too
+SAME = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 
 
 def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -75,7 +77,7 @@ def _open(path: Path) -> Checkpoint:
         readers = [reader for recognizes, reader in FORMATS if recognizes(path)]
         below = find_below(path) if stat.S_ISDIR(mode) and (not readers or _lacks_weights(path)) else []
         if readers and readers[-1] is not huggingface.HuggingFaceCheckpoint and _lacks_weights(path):
-            return readers[-1](path)  # a GGUF file or Meta's files beside a config.json
+            return noted(readers[-1](path))  # a GGUF file or Meta's files beside a config.json
         if len(below) == 1:
             checkpoint = _open(below[0])
             checkpoint.warnings = [f"{path} is not a model, but contains one; using {below[0]}", *checkpoint.warnings]
@@ -83,7 +85,7 @@ def _open(path: Path) -> Checkpoint:
         if below:
             raise CheckpointError(f"{path} is not a model, but contains several: {_named(below)}; name one of them")
         if readers:
-            return readers[0](path)
+            return noted(readers[0](path))
         if stat.S_ISDIR(mode):
             names = sorted(file.name for file in path.iterdir())
         else:
@@ -96,6 +98,30 @@ def _open(path: Path) -> Checkpoint:
     except ValueError as error:  # a NUL byte in the path
         raise CheckpointError(f"{str(path)!r} is not a path: {error}") from None
     raise CheckpointError(_explain_folder(path, names) if stat.S_ISDIR(mode) else _explain_file(path, start))
+
+
+def noted(checkpoint: Checkpoint) -> Checkpoint:
+    """Add a warning if the folder has a model in Meta's format and a config.json: only one of them is read.
+
+    Raises CheckpointError if the two state different sizes.
+    """
+    path = checkpoint.path
+    if not (huggingface.recognizes(path) and meta.recognizes(path) and any(path.glob("consolidated.*.pth"))):
+        return checkpoint
+    params, settings = read_json(path / meta.PARAMS), read_json(path / huggingface.CONFIG)
+    for ours, theirs in SAME.items():
+        one, other = params.get(ours), settings.get(theirs)
+        if one is not None and other is not None and one != other:
+            raise CheckpointError(
+                f"{path} has files of two models: {meta.PARAMS} has {ours} {one}, but {huggingface.CONFIG} has"
+                f" {theirs} {other}; move the files of one model to another folder"
+            )
+    if checkpoint.format == "Meta":
+        choice = f"reading {meta.PARAMS} and the .pth files; {huggingface.CONFIG} has no weights here"
+    else:
+        choice = f"reading {huggingface.CONFIG} and its weights; {meta.PARAMS} and the .pth files are not used"
+    checkpoint.warnings.insert(0, f"{path} has files of two formats: {choice}")
+    return checkpoint
 
 
 def find_below(folder: Path) -> list[Path]:

@@ -64,7 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         "--kv-cache",
         default="model",
         choices=["model", "int8"],
-        help="model stores keys and values in the model's dtype, int8 in 8 bits, which takes about half the memory"
+        help="how keys and values are stored: model is the model's dtype, int8 takes about half the memory"
         " (default: model)",
     )
     group.add_argument(

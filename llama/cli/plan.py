@@ -67,7 +67,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--kv-cache",
         default="model",
         choices=["model", "int8"],
-        help="model stores keys and values in --dtype, int8 in 8 bits, about half the memory (default: model)",
+        help="how keys and values are stored: model is --dtype, int8 takes about half the memory (default: model)",
     )
     parser.add_argument(
         "--tensor-parallel",
