@@ -49,6 +49,8 @@ from .tokenizer import Tokenizer
 from .weights import (
     Storage,
     check_tensors,
+    dequantization_warning,
+    joins_equal,
     memory_footprint,
     read_float,
     read_weight,
@@ -161,9 +163,10 @@ def load(
     checkpoint = open_model(path_or_name, adapters, tokenizer, quiet)
     vocabulary = checkpoint.tokenizer()
     count = tokens(vocabulary) if callable(tokens) else tokens
-    model = build_model(checkpoint, dataclasses.replace(settings, tokens=count))
+    plan = resolve_options(checkpoint, dataclasses.replace(settings, tokens=count))
+    model = build_plan(plan)
     chat_format = checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None
-    warnings = _warn(checkpoint, quantize)
+    warnings = _warn(checkpoint, plan)
     return Llama(
         model,
         vocabulary,
@@ -193,14 +196,16 @@ def load_model(
     own = {"device": device, "dtype": dtype, "quantize": quantize, "rope": rope, "max_seq_len": max_seq_len}
     settings = load_options(own | options, "adapters")
     checkpoint = open_model(path_or_name, adapters)
-    model = build_model(checkpoint, settings)
-    _warn(checkpoint, quantize)
+    plan = resolve_options(checkpoint, settings)
+    model = build_plan(plan)
+    _warn(checkpoint, plan)
     return model
 
 
-def _warn(checkpoint: Checkpoint, quantize: str | None) -> list[str]:
+def _warn(checkpoint: Checkpoint, plan: Plan) -> list[str]:
     """Log what a user should know about a checkpoint that was loaded, and return it."""
-    again = requantization_warning(checkpoint, pick_scheme(quantize)) if quantize else ()
+    scheme = plan.options.quantize
+    again = requantization_warning(checkpoint, pick_scheme(scheme)) if scheme else plan.dequantized
     warnings = [*checkpoint.warnings, *again]
     for warning in warnings:
         LOG.warning("clearllama: warning: %s", warning)
@@ -235,8 +240,12 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Transformer:
     A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Raises
     CheckpointError if a tensor is missing, unexpected or of another shape.
     """
-    plan = resolve_options(checkpoint, options)
-    if options.check_memory:
+    return build_plan(resolve_options(checkpoint, options))
+
+
+def build_plan(plan: Plan) -> Transformer:
+    """`build_model` with options that are resolved."""
+    if plan.options.check_memory:
         check_memory(plan)
     model = fill(plan)
     return attach_runner(model, plan)
@@ -260,6 +269,7 @@ class Plan:
     storage: Storage
     rope: str
     max_seq_len: int
+    dequantized: list[str]  # a warning, if a GPU dequantizes weights that could stay packed
 
     @property
     def shares_embedding(self) -> bool:
@@ -290,12 +300,13 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
             check_quantized(options.quantize, device)
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
-    keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
+    packed = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
+    keep = packed and not (options.compile and placement.output.type == "cuda" and not joins_equal(checkpoint))
     storage = Storage(dtype, scheme, keep, FORMS[rope].layout)
     if world is not None:
         world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")
         sharded = ShardedCheckpoint(checkpoint, world.rank)
-        if scheme is not None or (keep and placement.output.type == "cpu"):
+        if scheme is not None or (keep and placement.output.type in ("cpu", "cuda")):
             sharded.check_groups(None if scheme is None else scheme.group)
         checkpoint = sharded
     context = reach(sizes) if options.max_seq_len is None else options.max_seq_len
@@ -304,7 +315,8 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
             f"a context of {context} tokens exceeds the model's sliding window of {sizes.sliding_window}; windows are"
             f" not implemented, so use at most {sizes.sliding_window} (--max-seq-len), or run it in vLLM"
         )
-    return Plan(options, config, sizes, checkpoint, placement, storage, rope, context)
+    dequantized = dequantization_warning(checkpoint, placement.device_of, storage) if packed else []
+    return Plan(options, config, sizes, checkpoint, placement, storage, rope, context, dequantized)
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint
 from .checkpoint.base import FLOATS
 from .config import ModelConfig
-from .engine.linears import SkipInit, computes_quantized
+from .engine.linears import SkipInit, kept_format
 from .engine.quantized_weight import QuantizedWeight
 from .errors import CheckpointError
 from .model import Transformer
@@ -33,7 +33,7 @@ class Storage:
 
     dtype        of float weights
     scheme       quantizes the linear layers; None: no quantization
-    keep_blocks  use a file's quantized blocks unchanged, on a CPU with the C++ kernels
+    keep_blocks  use a file's quantized blocks unchanged where the device has a kernel for them
     layout       order of the rows of wq and wk
     """
 
@@ -59,9 +59,10 @@ def quantized_format(
     if storage.scheme is not None and layer != "tok_embeddings":
         wanted = scheme_for(layer, storage.scheme).format
         return wanted, in_file is not None and in_file.as_format(wanted) is not None
-    if in_file is not None and storage.keep_blocks and device.type == "cpu" and computes_quantized(device):
-        return in_file.format, True
-    return None, False
+    if in_file is None or not storage.keep_blocks or (layer == "tok_embeddings" and device.type != "cpu"):
+        return None, False
+    kept = kept_format(in_file, device)
+    return kept, kept is not None
 
 
 def memory_footprint(
@@ -84,6 +85,8 @@ def memory_footprint(
         reordered = storage.layout != checkpoint.layout and name.endswith(ROTATED)
         if format is not None:
             size = -(-shape[0] // TILE) * tile_bytes(shape[1], format)
+            if not on_cpu and in_file and has_wide_scales(checkpoint, name):
+                size += 2 * (1 + format.offset) * shape[0] * -(-shape[1] // (format.group or shape[1]))
             unchanged = in_file and not copies and checkpoint.tiles(name) is not None
         else:
             size = math.prod(shape) * storage.dtype.itemsize
@@ -91,6 +94,47 @@ def memory_footprint(
         weights += size
         mapped += size if unchanged and on_cpu and not reordered else 0
     return weights, mapped
+
+
+def has_wide_scales(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a GPU stores a file's scales in float32: the product of two levels of scales has too many digits."""
+    blocks = checkpoint.blocks(name, slice(0, 1))
+    return blocks is not None and blocks.factors is not None
+
+
+def joins_equal(checkpoint: Checkpoint) -> bool:
+    """Whether the weights that engine/fused.py joins are stored alike: wq, wk and wv; w_gate and w_up."""
+    joined = [("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w_gate", "feed_forward.w_up")]
+    return all(
+        len({checkpoint.stored(f"layers.{i}.{name}.weight") for name in names}) == 1
+        for i in range(checkpoint.config.n_layers)
+        for names in joined
+    )
+
+
+def dequantization_warning(
+    checkpoint: Checkpoint, device_of: Callable[[str], torch.device], storage: Storage
+) -> list[str]:
+    """A warning if linear layers that a file stores quantized are dequantized on a GPU; otherwise an empty list."""
+    kinds, formats = set(), {}
+    for name, shape in checkpoint.shapes.items():
+        device, kind = device_of(name), checkpoint.stored(name)
+        key = device, kind, shape, checkpoint.changed(name), name == "tok_embeddings.weight"
+        if device.type == "cpu" or len(shape) != 2 or kind in FLOATS.values():
+            continue
+        if key not in formats:
+            dequantized = quantized_format(checkpoint, name, device, storage)[0] is None
+            untied = name == "tok_embeddings.weight" and not checkpoint.config.tie_embeddings
+            formats[key] = dequantized and not untied and checkpoint.blocks(name, slice(0, 1)) is not None
+        if formats[key]:
+            kinds.add(kind)
+    if not kinds:
+        return []
+    return [
+        f"on the GPU, weights stored as {', '.join(sorted(kinds))} are dequantized to"
+        f" {str(storage.dtype).removeprefix('torch.')}, because the kernels do not support them; --quantize int8 or"
+        " int4 quantizes them again"
+    ]
 
 
 def read_weight(checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage) -> Tensor | QuantizedWeight:

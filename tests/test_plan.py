@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from llama.cache import KVCache
+from llama.checkpoint import open_checkpoint
 from llama.cli import main
 from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
@@ -571,19 +572,23 @@ def planned(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> di
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
-def test_a_quantized_gguf_is_planned_by_its_stored_bytes(
+def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compared with the bytes that the gguf package counts; other tensors become bfloat16."""
+    """Compared with the buffers of the layers; other tensors become bfloat16."""
     config = replace(tiny.WIDE, tie_embeddings=tied)
     path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=type)
-    expected = sum(
-        2 * tensor.n_elements if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else tensor.n_bytes
-        for tensor in gguf.GGUFReader(path).tensors
-    )
+    checkpoint, expected = open_checkpoint(path), 0
+    for name, shape in checkpoint.shapes.items():
+        blocks = checkpoint.blocks(name, slice(None)) if len(shape) == 2 else None
+        if blocks is None or (name == "tok_embeddings.weight" and not tied):
+            expected += 2 * math.prod(shape)
+        else:
+            expected += sum(buffer.nbytes for buffer in BlockLinear(blocks).buffers())
     facts = planned(capsys, path)
     assert facts["memory"]["weights"] == expected
     assert facts["stored"] == [type]
+    assert facts["dequantized"] == []
     assert facts["quantize"] == "as stored"
     found = {other["quantize"]: other["weights"] for other in facts["alternatives"]}
     assert list(found) == ["as stored", None, "int8", "int4"]

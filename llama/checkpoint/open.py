@@ -120,7 +120,7 @@ def noted(checkpoint: Checkpoint) -> Checkpoint:
         choice = f"reading {meta.PARAMS} and the .pth files; {huggingface.CONFIG} has no weights here"
     else:
         choice = f"reading {huggingface.CONFIG} and its weights; {meta.PARAMS} and the .pth files are not used"
-    checkpoint.warnings.insert(0, f"{path} has files of two formats: {choice}")
+    checkpoint.warnings = [f"{path} has files of two formats: {choice}", *checkpoint.warnings]
     return checkpoint
 
 

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     name, config, checkpoint = architecture(args.model)
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     dtype = args.dtype or "bfloat16"
-    stored = None if checkpoint is None else plan.stored_in(checkpoint, plan.DTYPE_BYTES[dtype])
+    stored = None if checkpoint is None else plan.stored_in(checkpoint, plan.DTYPE_BYTES[dtype], gpu.name == "cpu")
     weights = stored if scheme is None and args.dtype is None else scheme
     request = plan.Run(config, args.batch, context, dtype, weights, args.kv_cache)
     result = plan.plan(request, count, gpu, args.tensor_parallel, args.pipeline_parallel)
@@ -190,6 +190,7 @@ def describe(result: Plan, name: str, quantize: str | None, stored: Stored | Non
         "quantize": AS_STORED if as_stored else quantize,
         "stored": None if stored is None else list(stored.types),
         "stored_bits": None if stored is None else plan.weight_bytes(config, run.size, stored) * 8 / config.n_params,
+        "dequantized": list(stored.dequantized) if stored else [],
         "kv_cache": run.kv_cache,
         "batch": run.batch,
         "context": run.context,
@@ -304,10 +305,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         text.append(
             f"stored      {types}: {facts['stored_bits']:.1f} bits per weight, including those in {facts['dtype']}"
         )
-        if facts["quantize"] == AS_STORED:
-            text.append(
-                f"note        clearllama runs such blocks on a CPU; on a GPU it uses {facts['dtype']} (--dtype)"
-            )
+        if facts["quantize"] == AS_STORED and facts["dequantized"]:
+            text.append(f"note        a GPU dequantizes {', '.join(facts['dequantized'])} to {facts['dtype']}")
     if facts["context"] > facts["max_seq_len"]:
         text.append(f"note        the model was trained for {facts['max_seq_len']:,} tokens")
     text += ["", "memory of the fullest GPU, GB"]

@@ -251,6 +251,26 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     return embedding
 
 
+def kept_format(blocks: Blocks, device: torch.device) -> BlockFormat | None:
+    """The format in which a device computes with a file's quantized weight; None if it is dequantized there.
+
+    blocks  one row of the weight is enough
+    """
+    if device.type == "cpu":
+        return blocks.format if kernels.ready() else None
+    return gpu_format(blocks) if device.type == "cuda" and triton_kernels.ready() else None
+
+
+def gpu_format(blocks: Blocks) -> BlockFormat | None:
+    """The format of a BlockLinear that one Triton kernel multiplies by one row; None if the kernel can't.
+
+    Other formats would be dequantized for every token, which takes longer than reading a dequantized weight.
+    """
+    format = blocks.simple.format
+    groups = format.group >= 32 and format.group == triton_kernels.power_of_2(format.group)
+    return format if groups or (format.bits == 8 and not format.group) else None
+
+
 def computes_quantized(device: torch.device) -> bool:
     """Whether a device has layers for quantized weights."""
     return device.type != "cpu" or kernels.ready()

@@ -119,13 +119,17 @@ class Stored:
     output: float
     embedding: float
     types: tuple[str, ...]  # Q4_1, Q8_0, ..., the largest share first
+    dequantized: tuple[str, ...] = ()  # those that a GPU has no kernel for
 
 
-def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
+def stored_in(checkpoint: Checkpoint, size: int, on_cpu: bool = False) -> Stored | None:
     """The bits per weight of a checkpoint with quantized matrices; None if none is quantized. Reads one row of each.
 
-    size  bytes of each weight in the run, for matrices that are not quantized, or that are dequantized on reading
+    size    bytes of each weight in the run, for matrices that are not quantized, or that are dequantized on reading
+    on_cpu  a CPU computes with a file's blocks; a GPU with those in engine.linears.gpu_format, embeddings excepted
     """
+    from ..engine.linears import gpu_format
+
     matrices = {name: shape[0] * shape[1] for name, shape in checkpoint.shapes.items() if len(shape) == 2}
     kept = [name for name in matrices if checkpoint.blocks(name, slice(0, 1)) is not None]
     entries: dict[str, int] = {}
@@ -133,18 +137,33 @@ def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
         kind = checkpoint.stored(name)
         entries[kind] = entries.get(kind, 0) + matrices[name]
 
+    tied = checkpoint.config.tie_embeddings
+    dequantized: set[str] = set()
+
+    def bits_of(name: str) -> float:
+        blocks = checkpoint.blocks(name, slice(0, 1)) if name in kept else None
+        if blocks is None or (name == "tok_embeddings.weight" and not tied and not on_cpu):
+            return 8 * size
+        if on_cpu:
+            return checkpoint.bits(name)
+        format = gpu_format(blocks)
+        if format is None:
+            dequantized.add(checkpoint.stored(name))
+            return 8 * size
+        scale_bits = 16 if blocks.factors is None else 32
+        return format.bits + scale_bits * (1 + format.offset) / (format.group or checkpoint.shapes[name][1])
+
     def bits(names: list[str]) -> float:
-        total = sum(matrices[name] * (checkpoint.bits(name) if name in kept else 8 * size) for name in names)
-        return total / sum(matrices[name] for name in names)
+        return sum(matrices[name] * bits_of(name) for name in names) / sum(matrices[name] for name in names)
 
     if not entries:
         return None
-    tied = checkpoint.config.tie_embeddings
     return Stored(
         bits([name for name in matrices if name.startswith("layers.")]),
         bits(["tok_embeddings.weight" if tied else "output.weight"]),
         bits(["tok_embeddings.weight"]),
         tuple(sorted(entries, key=lambda kind: -entries[kind])),
+        tuple(sorted(dequantized)),
     )
 
 

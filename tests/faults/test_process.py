@@ -157,7 +157,7 @@ def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Pat
 # ------------------------------------------------------------------------------------------------------ the signals
 # Functions at whose beginning a signal is sent, once or twice, so that the moment is known.
 MOMENTS = {
-    "load": "from llama import loader as m; name = 'build_model'",
+    "load": "from llama import loader as m; name = 'build_plan'",
     "prefill": "from llama import generate as m; name = 'prefill'",
     "decode": "from llama.cli import streams as m; name = 'write'",
 }
@@ -416,11 +416,11 @@ def test_repositories_without_huggingface_hub_are_refused(attempt: Try, model: P
 def test_quiet_also_silences_the_log_of_the_library(attempt: Try, model: Path) -> None:
     """The log line of a compilation is written without compiling."""
     log = (
-        "import logging; from llama import loader\nreal = loader.build_model\n"
-        "def build_model(*args, **options):\n"
+        "import logging; from llama import loader\nreal = loader.build_plan\n"
+        "def build_plan(*args, **options):\n"
         "    logging.getLogger('llama.engine.compiled').info('clearllama: compiling the decoding step')\n"
         "    return real(*args, **options)\n"
-        "loader.build_model = build_model"
+        "loader.build_plan = build_plan"
     )
     assert "clearllama: compiling the decoding step\n" in attempt(*GENERATE, "-m", model, before=log).error
     assert attempt(*GENERATE, "-q", "-m", model, before=log).error == ""
