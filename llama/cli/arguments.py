@@ -291,8 +291,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME|FILE",
         help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template; for a folder in Meta's format, the one that fits the vocabulary if its name contains"
-        " instruct or chat, otherwise none)",
+        " source's template; a folder in Meta's format has none, so it gets the built-in one that fits its vocabulary"
+        " if the folder's name contains instruct or chat)",
     )
 
 

@@ -69,7 +69,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     group.add_argument(
         "--system-instruction",
         metavar="TEXT",
-        help="system message; without --apply-chat-template, text before each prompt",
+        help="the system message; without --apply-chat-template, a text that is put before each prompt",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="write the complete results of lm-eval as JSON")

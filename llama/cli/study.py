@@ -61,8 +61,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
         help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " the kind dynamic-whole is dynamic, computed anew for each range of positions with the frequencies of its"
-        " last position",
+        " dynamic-whole differs from dynamic in that a text that has grown is computed again from its first token,"
+        " with the frequencies of its new length",
     )
     group.add_argument(
         "--output",
