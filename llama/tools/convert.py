@@ -223,10 +223,10 @@ def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str, chat_templ
         return []
     name = named(checkpoint)
     if model.chat_template is not None:
-        return [f"wrote the chat template {family}, because {name} is named as a chat model; none leaves it out"
-                " (--chat-template)"]  # fmt: skip
-    return [f"wrote no chat template, because {name} is not named as a chat model; if it is one, choose {family}"
-            " (--chat-template)"]  # fmt: skip
+        warning = f"wrote the chat template {family}, because {name} is named as a chat model; none leaves it out"
+    else:
+        warning = f"wrote no chat template, because {name} is not named as a chat model; if it is one, choose {family}"
+    return [f"{warning} (--chat-template)"]
 
 
 def write_target(target: Path, is_folder: bool, force: bool, needed: int, write: Callable[[Path], T]) -> T:
