@@ -379,6 +379,8 @@ CUDA_LINES = {
     "engine/cuda_graphs.capture": "here, with replacements for torch.cuda's graph and stream",
     "engine/fused.has_flash": "here",
     "engine/linears.BlockLinear.forward": "here",
+    "engine/linears.kept_format": "test_gpu_blocks.py",
+    "loader.resolve_options": "test_gpu_blocks.py, the functions that decide it",
     "engine/runtime.no_cudnn_attention": "here",
     "engine/triton_kernels.launch": "here; the kernels in test_triton_kernels.py and test_triton_compile.py",
     "generate.prefill_chunks": "here",
