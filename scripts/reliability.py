@@ -229,6 +229,9 @@ def main() -> int:
     found = tally(cases)
     args.output.write_text(page(found, caught, this_run(args.quick)))
     failed = sum(mine.failed for mine in found.values()) + list(caught.values()).count("**no**")
+    if missing := [row for row in ROWS if row not in found]:
+        print(f"no case ran for the rows {', '.join(missing)}; install the extras: pip install -e '.[test,serve]'")
+        failed += len(missing)
     print(f"{args.output}: {len(cases)} cases, {failed} failed")
     return 1 if failed else 0
 
