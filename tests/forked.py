@@ -49,6 +49,7 @@ class Forked:
 
     def __init__(self) -> None:
         self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.child = 0  # the one that runs
 
     def run(
         self, args: tuple[str, ...], stdin: bytes | Path | None, seconds: int = 0, memory: int = 0, **more: Any
@@ -72,7 +73,10 @@ class Forked:
         kill: tuple[int, float, int] | None = None,
         drop_root: bool = False,
     ) -> int:
-        """Start a child and return its process id."""
+        """Start a child and return its process id. A child that a failed test has left is killed first."""
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
+            self.finish()
         self.args, self.work = args, tempfile.TemporaryDirectory()
         self.files = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
         if isinstance(stdin, Path):
@@ -96,12 +100,14 @@ class Forked:
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
         self.server.stdin.flush()
-        return self._answer()[0]
+        (self.child,) = self._answer()
+        return self.child
 
     def finish(self) -> Done:
         """Wait for the child and return its result."""
         with self.work:
             code, steps = self._answer()
+            self.child = 0
             return Done(self.args, code, self.files[1].read_bytes(), self.files[2].read_bytes(), steps=steps)
 
     def _answer(self) -> list[int]:
@@ -109,6 +115,8 @@ class Forked:
         return [int(word) for word in self.server.stdout.readline().split()]
 
     def close(self) -> None:
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
         self.server.communicate()  # the server exits at the end of its stdin
 
 

@@ -152,7 +152,7 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
 
     proof = convert(meta, tmp_path / "new", to)
     [warning] = proof.warnings
-    assert warning.startswith("wrote the chat template llama3, because Llama-3.2-1B-Instruct is named as a chat model")
+    assert warning.startswith("wrote the chat template of llama3, because the name Llama-3.2-1B-Instruct contains")
     assert open_checkpoint(proof.path).chat_template == TEMPLATES["llama3"]
     before, after = (llama.load(path, device="cpu", dtype="float32") for path in (meta, proof.path))
     expected = encode_chat(before.tokenizer, None, DIALOG, format=before.chat_format)

@@ -223,10 +223,14 @@ def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str, chat_templ
         return []
     name = named(checkpoint)
     if model.chat_template is not None:
-        warning = f"wrote the chat template {family}, because {name} is named as a chat model; none leaves it out"
-    else:
-        warning = f"wrote no chat template, because {name} is not named as a chat model; if it is one, choose {family}"
-    return [f"{warning} (--chat-template)"]
+        return [
+            f"wrote the chat template of {family}, because the name {name} contains instruct or chat;"
+            " chat_template='none' (--chat-template none) leaves it out"
+        ]
+    return [
+        f"wrote no chat template, because the name {name} does not contain instruct or chat; for a chat model, use"
+        f" chat_template={family!r} (--chat-template {family})"
+    ]
 
 
 def write_target(target: Path, is_folder: bool, force: bool, needed: int, write: Callable[[Path], T]) -> T:
