@@ -175,7 +175,7 @@ def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Pat
     for write in (quantize, partial(convert, to="hf")):
         proof = write(source, tmp_path / "auto", force=True)
         [warning] = proof.warnings
-        assert warning.startswith("wrote the chat template llama3, " if expected else "wrote no chat template, ")
+        assert warning.startswith("wrote the chat template of llama3, " if expected else "wrote no chat template, ")
         assert open_checkpoint(proof.path).chat_template == expected
         for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"])):
             proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)

@@ -1042,9 +1042,8 @@ def test_10000_requests_leak_nothing(
                 descriptors.add(opened)
                 threads.add(running)
     grown = slope(points)
-    print(
-        f"{dict(statuses)}: {grown:+.1f} bytes per request over the last 7,000, from {points[0][1]:,}; {descriptors}; {threads}"
-    )
+    print(f"{dict(statuses)}: {grown:+.1f} bytes per request over the last 7,000, from {points[0][1]:,}")
+    print(f"descriptors {descriptors}, threads {threads}")
     assert statuses.keys() == {0, 200, 400, 429}
     assert len(descriptors) == 1
     workers = min(32, (os.cpu_count() or 1) + 4)  # asyncio.to_thread starts its threads when they are first needed
