@@ -293,7 +293,7 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
         )
     dtype = pick_dtype(options.dtype, placement.output)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
-        LOG.warning("clearllama: warning: float16 is slow on a CPU, and expands weights of 4 and 8 bits; use bfloat16")
+        LOG.warning("clearllama: warning: float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
     scheme = None if options.quantize is None else pick_scheme(options.quantize)
     if options.quantize is not None:
         for device in {placement.output, *placement.layers}:

@@ -47,8 +47,7 @@ def encode_template(
     for i, message in enumerate(messages):
         if "continues" in message:
             raise UsageError(
-                f"message {i}: the key continues needs the chat format llama3; a chat template can't leave a message"
-                " open"
+                f"message {i}: the key continues needs the chat format llama3; a chat template always ends the message"
             )
     controls = {text: id for text, id in tokenizer.control.items() if text}
     values = _values(tokenizer, messages, tools, add_generation_prompt)
@@ -241,7 +240,7 @@ def _start() -> subprocess.Popen[bytes]:
     except OSError as error:
         raise TemplateError(
             f"chat templates run in a child process, which could not be started ({error.strerror or error});"
-            " llm.generate (--raw) needs none"
+            " llm.generate (--raw) works without a child process"
         ) from None
 
 

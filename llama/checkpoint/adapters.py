@@ -154,20 +154,20 @@ class AdaptedCheckpoint(Checkpoint):
                 raise CheckpointError(
                     f"{where} has A {tuple(low.down.shape)} and B {tuple(low.up.shape)} for {self.file_name(name)},"
                     f" whose shape is {self.shapes.get(name)}; the adapter was trained on another model; pass that"
-                    f" model by --model"
+                    f" model with --model"
                 )
         for name, tensor in adapter.replaced.items():
             if tuple(tensor.shape) != self.shapes.get(name):
                 resized = " (its vocabulary was resized)" if name in (EMBEDDING, OUTPUT) else ""
                 raise CheckpointError(
                     f"{where} replaces {self.file_name(name)} of shape {self.shapes.get(name)} with one of"
-                    f" shape {tuple(tensor.shape)}{resized}; the adapter was trained on another model: merge it into"
-                    " that one with peft (merge_and_unload) and load the result"
+                    f" shape {tuple(tensor.shape)}{resized}; the adapter was trained on another model; merge the"
+                    " adapter into that model with peft (merge_and_unload) and load the result"
                 )
             others = [one for one, _ in self._adapters if one is not adapter and name in {*one.low_rank, *one.replaced}]
             if others:
                 raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)}, which {others[0].path} also changes; use one of them"
+                    f"{where} replaces {self.file_name(name)}, which {others[0].path} also changes; pass only one of these adapters"
                 )
         if adapter.replaced and scale != 1:
             raise UsageError(

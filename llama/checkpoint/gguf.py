@@ -246,9 +246,9 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     version = reader.scalar(4, "the version")
     if version not in VERSIONS:
         if version.to_bytes(4, "big") in (v.to_bytes(4, "little") for v in VERSIONS):
-            raise CheckpointError(f"{where} is a big-endian GGUF file; get a little-endian one")
+            raise CheckpointError(f"{where} is a big-endian GGUF file; get a little-endian file")
         raise CheckpointError(
-            f"{where} has GGUF version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}; get another version"
+            f"{where} has GGUF version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}; get a file of such a version"
         )
     n_tensors, n_metadata = reader.scalar(10, "the tensor count"), reader.scalar(10, "the metadata count")
     # A tensor's entry takes at least 32 bytes and a metadata entry 13.
@@ -266,20 +266,23 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     for i in range(n_metadata):
         key = reader.string(f"metadata key {i}")
         if not key or len(key) > LONGEST_NAME or not key.isprintable():
-            raise reader.fail(f"metadata key {i} is not a name: {key[:40]!r}")
+            raise reader.fail(f"metadata key {i} is not a valid name: {key[:40]!r}")
         if key in metadata:
             raise reader.fail(f"metadata key {key} occurs twice")
         metadata[key] = reader.value(key)
 
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
-        raise CheckpointError(f"{where}: general.alignment must be a power of two from 8 to 2^20, got {alignment!r}")
+        raise CheckpointError(
+            f"{where}: general.alignment must be a power of two from 8 to 2^20, got {alignment!r}; the file is damaged,"
+            " download it again"
+        )
 
     entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for i in range(n_tensors):
         name = reader.string(f"the name of tensor {i}")
         if not name or len(name) > LONGEST_NAME or not name.isprintable():
-            raise reader.fail(f"the name of tensor {i} is not a name: {name[:40]!r}")
+            raise reader.fail(f"the name of tensor {i} is not valid: {name[:40]!r}")
         if name in entries:
             raise reader.fail(f"tensor {name} occurs twice")
         n_dims = reader.scalar(4, f"the rank of {name}")
@@ -310,8 +313,8 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
         nbytes = elements // per_block * block_bytes
         if offset != expected:
             raise CheckpointError(
-                f"{where}: tensor {name} begins at {offset} of the data, expected {expected}, where the tensor before"
-                f" it ends; the file is damaged, download it again"
+                f"{where}: tensor {name} begins at byte {offset} of the data, expected byte {expected}, where the"
+                f" previous tensor ends; the file is damaged, download it again"
             )
         if start + offset + nbytes > reader.size:
             raise CheckpointError(
@@ -578,7 +581,7 @@ def _config(
         )
     for key, plain in PLAIN_VALUES.items():
         if (value := _single(metadata, prefix + key, plain)) != plain:
-            raise ConfigError(f"{prefix}{key} is {value!r:.40}, but {plain!r} in a LLaMA")
+            raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {plain!r} as in every LLaMA")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:

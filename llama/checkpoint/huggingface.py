@@ -199,8 +199,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             if name in self._sources:
                 other = self._sources[name][0].path.name
                 raise CheckpointError(
-                    f"{self.path}: {source} is in {other} and in {file.path.name}; one belongs to another model,"
-                    " remove it"
+                    f"{self.path}: {source} is in {other} and in {file.path.name}; one of these files belongs"
+                    " to another model, remove that file"
                 )
             self._check_stored(file, source)
             self._sources[name] = (file, source)
@@ -369,7 +369,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         file = self.path / "chat_template.jinja"
         if file.is_file():
             if (size := file.stat().st_size) > LARGEST:
-                raise CheckpointError(f"{file} has {size} bytes; expected a chat template of a few thousand")
+                raise CheckpointError(
+                    f"{file} has {size:,} bytes, expected at most {LARGEST:,}; it is not a chat template, download the file"
+                    " again"
+                )
             try:
                 return file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:

@@ -272,7 +272,7 @@ class MetaCheckpoint(Checkpoint):
         twin = {".adaptor.A.weight": ".adaptor.B.weight", ".adaptor.B.weight": ".adaptor.A.weight"}.get(suffix)
         if weight is None or weight.dtype != torch.int8:
             raise CheckpointError(
-                f"{self.files[0]}: {name} belongs to a quantized weight, but {base}.weight is not quantized"
+                f"{self.files[0]}: {name} belongs to a quantized weight, but {base}.weight is not quantized; {MIXED}"
             )
         if twin is not None and base + twin not in shard:
             raise CheckpointError(

@@ -24,7 +24,10 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any]
     """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
     arguments = params.get("quantization_args")
     if not isinstance(arguments, Mapping) or arguments.get("scheme") != SCHEME:
-        raise CheckpointError(f"{where}: {name} is int8, but quantization_args.scheme in params.json is not {SCHEME}")
+        raise CheckpointError(
+            f"{where}: {name} is int8, but quantization_args.scheme in params.json is not {SCHEME}; params.json belongs"
+            " to another model, download it again"
+        )
     quants, scales = shard[f"{name}.weight"].float(), shard[f"{name}.scales"].float()
     out, width = quants.shape
     if out == 0 or scales.numel() % out or width % (scales.numel() // out or 1):
@@ -56,7 +59,10 @@ def _combine(
     lora = params.get("lora_args")
     scale = lora.get("scale") if isinstance(lora, Mapping) else None
     if not is_number(scale):
-        raise CheckpointError(f"{where}: {name} has a low-rank part, but params.json has no lora_args.scale")
+        raise CheckpointError(
+            f"{where}: {name} has a low-rank part, but params.json has no lora_args.scale; params.json belongs to"
+            " another model, download it again"
+        )
     return weight + scale * (up.float() @ down.float())
 
 

@@ -154,7 +154,9 @@ class GPTQ(Method):
         _choice(fields, "is_marlin_format", (False,), GPU_LAYOUT)
         _choice(fields, "pack_dtype", ("int32",), GPU_LAYOUT)
         if rotation := fields.get("rotation"):
-            raise ConfigError(f"{fields.where}: rotation is {describe(rotation)}; only models without it can be read")
+            raise ConfigError(
+                f"{fields.where}: rotation is {describe(rotation)}, expected none; get the weights in BF16"
+            )
         self.mixed = bool(fields.get("dynamic"))  # layers may have different bits and groups
 
     def matrix(self, parts: Parts, layer: str) -> tuple[Matrix, str]:
@@ -168,7 +170,7 @@ class GPTQ(Method):
             columns = (parts["g_idx"].shape or (0,))[0]
             bits, why = qweight.shape[0] * 32 // max(columns, 1), "the columns of g_idx"
         if bits not in (2, 3, 4, 8) or columns * bits != qweight.shape[0] * 32:
-            raise qweight.wrong(f"rows that are whole words for {why}")
+            raise qweight.wrong(f"rows of 2, 3, 4 or 8 bits a weight, in words of 32 bits, for {why}")
         rows, groups = qweight.shape[1], scales.shape[0]
         group = -(-columns // groups) if self.mixed else self.group if self.group > 0 else columns
         groups = -(-columns // group)

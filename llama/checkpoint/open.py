@@ -47,7 +47,7 @@ def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None =
             given = read_tokenizer(Path(tokenizer))
         except CheckpointError as error:
             raise TokenizerError(
-                f"{tokenizer} has no usable tokenizer: expected a tokenizer.model, a tokenizer.json, a GGUF file, or a"
+                f"no usable tokenizer at {tokenizer}: expected a tokenizer.model, a tokenizer.json, a GGUF file, or a"
                 f" folder with one of them ({error})"
             ) from None
         meta.check_vocabulary(given, checkpoint.config, str(tokenizer))
@@ -73,7 +73,9 @@ def _open(path: Path) -> Checkpoint:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-            raise CheckpointError(f"{path} is neither a regular file nor a folder")
+            raise CheckpointError(
+                f"{path} is neither a regular file nor a folder; expected a model folder or a .gguf file"
+            )
         readers = [reader for recognizes, reader in FORMATS if recognizes(path)]
         below = find_below(path) if stat.S_ISDIR(mode) and (not readers or _lacks_weights(path)) else []
         if readers and readers[-1] is not huggingface.HuggingFaceCheckpoint and _lacks_weights(path):

@@ -361,7 +361,7 @@ def _replaced(
         if name is None or name not in names or (name not in expected and name not in (EMBEDDING, OUTPUT)):
             raise CheckpointError(
                 f"adapter {folder} contains the tensor {key!r:.80}, which its configuration and its base do not have;"
-                f" it belongs to another model"
+                f" the adapter belongs to another model, pass that model with --model"
             )
         if name in expected or not _is_equal(tensor, base, name):
             replaced[name] = tensor

@@ -153,7 +153,7 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         if kind in parts:
             raise CheckpointError(
                 f"{self.path}: {source} is in {parts[kind].file.path.name} and in {file.path.name}; one belongs to"
-                f" another model"
+                f" another model, download the folder again"
             )
         parts[kind] = Part(file, source)
         return True
@@ -170,7 +170,7 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
             if name in self._sources:
                 raise CheckpointError(
                     f"{self.path}: {layer} has both {self._sources[name][1]} and {first.source}; one belongs to another"
-                    f" model"
+                    f" model, download the folder again"
                 )
             self._sources[name] = first.file, first.source
             self._matrices[name], label = self._method.matrix(parts, layer)

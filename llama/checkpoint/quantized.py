@@ -151,7 +151,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 def _parse_format(text: str | None, where: str) -> tuple[BlockFormat, tuple[int, int]]:
     """Format and shape of a packed weight. Raises CheckpointError unless the kernels support the format."""
     if text is None:
-        raise CheckpointError(f"{where} is missing, and with it shape and bits; {AGAIN}")
+        raise CheckpointError(f"{where} is missing, so the shape and the bits are unknown; {AGAIN}")
     try:
         fields = Fields(parse_json(text.encode(), where, ""), where)
         format = BlockFormat(fields.integer("bits"), fields.integer("group"), fields.boolean("offset"))

@@ -71,7 +71,9 @@ def read_header(path: Path) -> Header:
     try:
         "".join((*document, *metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where}: a name contains half a character (a surrogate); {REMEDY}") from None
+        raise CheckpointError(
+            f"{where}: a name is not valid Unicode (it contains a lone surrogate); {REMEDY}"
+        ) from None
     tensors = {name: _entry(name, values, where) for name, values in document.items()}
     _check_cover(tensors, path, size - 8 - length)
     return Header(tensors, metadata, 8 + length)
@@ -97,8 +99,8 @@ def _entry(name: str, values: Any, where: str) -> Entry:
     expected = math.prod(shape) * SIZES[dtype]
     if end - begin != expected:
         raise CheckpointError(
-            f"{where}: {name!r:.80} is {dtype} of shape {tuple(shape)!s:.80}, which takes {_count(expected)} bytes,"
-            f" and has {_count(end - begin)}; {REMEDY}"
+            f"{where}: {name!r:.80} is {dtype} of shape {tuple(shape)!s:.80}, expected"
+            f" {_count(expected)} bytes, found {_count(end - begin)}; {REMEDY}"
         )
     return Entry(dtype, tuple(shape), begin, end)
 

@@ -190,7 +190,7 @@ class _Machine:
             owner = next((value for value in reversed(self.stack) if isinstance(value, str)), "an entry")
             raise CheckpointError(
                 f"{self.path}: {owner:.80} is {OTHER_TENSORS[name]}; expected a dense tensor with its values"
-                " in the file"
+                " in the file; convert it with to_dense(), dequantize() or to('cpu'), and save it again"
             )
         if name not in KNOWN:
             raise CheckpointError(

@@ -154,7 +154,9 @@ def _read_legacy(file: BinaryIO, path: Path, size: int) -> Tensors:
     file.seek(pickles.tell())
     for key in keys:
         if int.from_bytes(file.read(8), "little") != storages[key].numel:
-            raise CheckpointError(f"{path}: the length of the storage {key!r:.80} differs from its tensors'; {REMEDY}")
+            raise CheckpointError(
+                f"{path}: the storage {key!r:.80} has another length than its tensors require; {REMEDY}"
+            )
         loaded[key] = torch.empty(storages[key].nbytes, dtype=torch.uint8)
         file.readinto(loaded[key].numpy())  # type: ignore[attr-defined]
     return Tensors((name, _tensor(one, lambda key, dtype: loaded[key].view(dtype))) for name, one in tensors.items())

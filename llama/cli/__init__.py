@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest:
             command = suggestions.commands_of(parser)[args.command]
             message = suggestions.unrecognized(rest, suggestions.options_of(command))
-            hint = "; a prompt of several words needs quotes, a prompt that starts with - needs -- before it"
+            hint = "; a prompt of several words needs quotes; a prompt that starts with - needs -- before it"
             command.error(message or f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
     except SystemExit as left:  # --help, --version and usage errors; their text may still be in the buffer
         try:

@@ -57,7 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     group.add_argument(
         "--compile",
         action="store_true",
-        help="compile the decoding step; this takes about 20 s the first time, later runs load the cached code",
+        help="compile the decoding step; this takes about 20 s the first time; later runs load the cached code",
     )
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context length in tokens (default: the model's)")
     group.add_argument(

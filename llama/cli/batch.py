@@ -348,7 +348,8 @@ class Output:
         for key, value in {"id": item.id, **item.input}.items():
             if key not in answer or answer[key] != value:
                 raise self._mismatch(
-                    f"line {number} has the {key} {answer.get(key)!r:.60}, and line {number} of {source} {value!r:.60}"
+                    f"line {number} has the {key} {answer.get(key)!r:.60}, but line {number} of {source} has"
+                    f" {value!r:.60}"
                 )
         return "error" in answer
 
@@ -533,7 +534,9 @@ def encode_item(llm: Llama | Chat, item: Item, system: str | None, raw: bool) ->
 
     if raw and "prompt" in item.input:
         if item.system is not None:
-            raise UsageError("a system message needs a chat model, but this model has no chat template")
+            raise UsageError(
+                "a system message needs a chat model, but this model has no chat template; leave the system message out"
+            )
         return llm.tokenizer.encode_prompt(item.input["prompt"])
     messages = item.input.get("messages")
     if messages is None:

@@ -53,9 +53,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure speed and memory, or the quality loss of quantization",
-        description="Prefill random prompts and decode greedily. Reports the speed of every run, the best and the"
-        " median, the bytes read per token, and their share of this machine's memory bandwidth. Speed depends on the"
-        " load of the machine: to compare two engines, run one right after the other.",
+        description="Prefill random prompts and decode greedily. Report the speed of every run, the best and the"
+        " median, the bytes read per token, and how much of this machine's memory bandwidth the run used. Speed depends"
+        " on the load of the machine: to compare two engines, run one right after the other.",
         usage="%(prog)s [options]",
         allow_abbrev=False,
         conflict_handler="resolve",  # some model options are redefined below to accept lists
@@ -70,7 +70,11 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--quantize", metavar="LIST", help="none, int8, int4 or another scheme (default: none)")
     group.add_argument(
-        "--compile", nargs="?", const="on", metavar="off|on|both", help="with or without --compile (default: off)"
+        "--compile",
+        nargs="?",
+        const="on",
+        metavar="off|on|both",
+        help="measure the uncompiled decoding step, the compiled one, or both (default: off)",
     )
     group.add_argument("--batch", metavar="LIST", help="number of sequences (default: 1)")
     group.add_argument("--prompt-tokens", metavar="LIST", help="tokens per prompt (default: 512)")

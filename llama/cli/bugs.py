@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="EXERCISE",
-        help="ask for the prediction and the repair, of EXERCISE or of all exercises",
+        help="ask you to predict and to repair the bug of EXERCISE, or of all exercises",
     )
     group.add_argument("--seed", type=int, metavar="N", help="with --quiz: shuffle the exercises (default: in order)")
     parse = parser.parse_known_args

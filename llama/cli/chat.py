@@ -31,7 +31,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "chat",
         help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
-        ' a pipe, each line, or each block between """ and """, is one message; empty lines separate the answers.',
+        ' a pipe, each line, or each block between """ and """, is one message; the answers are written with an empty line between them.',
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
@@ -342,7 +342,7 @@ class Chat:
         for at in reversed(range(len(self.messages))):
             if self.messages[at]["role"] == "user":
                 return at
-        raise UsageError("there is no question yet")
+        raise UsageError("there is no question yet; type a message first")
 
     def trim(self) -> None:
         """Remove tokens that do not belong to the messages from the cache, so that they are not saved."""

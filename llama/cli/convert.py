@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         streams.write_json({"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256})
     else:
-        streams.write(f"{proof.path}\n{proof.tensors} weights read back equal, sha256 of all of them: {proof.sha256}\n")
+        streams.write(
+            f"{proof.path}\n{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}\n"
+        )
     return 0
 
 

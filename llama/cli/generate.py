@@ -78,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     shown = options["progress"] = answers.PromptBar(args)
     session = options["session"] = sessions.load_session(args, llm)
     if session is not None and session.messages:
-        streams.info(args, "this prompt is not part of the session's conversation; clearllama chat continues it")
+        streams.info(
+            args,
+            "this prompt is not part of the session's conversation; to continue the conversation, use clearllama chat",
+        )
         session.messages = []
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format

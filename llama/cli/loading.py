@@ -108,7 +108,7 @@ def _show_loaded(
         streams.info(
             args,
             f"RoPE override: {values}, theta {config.rope_theta:g}; context {model.max_seq_len}, trained"
-            f" {int(trained_length(config))}",
+            f" context {int(trained_length(config))}",
         )
     if args.max_seq_len and args.max_seq_len > reach(config):
         streams.info(

@@ -23,19 +23,19 @@ GPU_OPTIONS = {
     "memory": ("SIZE", "memory of a GPU, such as 80GB or 24GiB"),
     "bandwidth": ("RATE", "memory bandwidth, such as 3350GB/s"),
     "flops": ("RATE", "dense 16-bit throughput, such as 989TFLOP/s"),
-    "link": ("RATE", "bandwidth to another GPU of the host, each way, such as 450GB/s"),
-    "network": ("RATE", "bandwidth to another host, per GPU and each way, such as 50GB/s"),
+    "link": ("RATE", "bandwidth to another GPU of the host, in each direction, such as 450GB/s"),
+    "network": ("RATE", "bandwidth to another host, per GPU and in each direction, such as 50GB/s"),
 }
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "plan",
-        help="compute which GPUs a model needs, and the limits of its speed on them",
+        help="compute which GPUs a model needs, and how fast the model can be on them",
         description="Compute the memory needed on each GPU, what fits, the traffic between the GPUs, and upper bounds"
         " on the speed of decoding and prefill. The sources are the model's shapes and the data sheets of the GPUs; no"
         " weights are needed."
-        " Exit code 1 if the run does not fit.",
+        " Exit code 1 if the GPUs have too little memory.",
         usage="%(prog)s -m PATH_OR_NAME --gpus NxGPU [options]",
         allow_abbrev=False,
     )
@@ -56,7 +56,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="dtype of weights, keys and values (default: bfloat16, and quantized weights as they are stored)",
+        help="dtype of weights, keys and values (default: bfloat16; quantized weights keep their stored format)",
     )
     parser.add_argument(
         "--quantize",
@@ -82,7 +82,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="number of stages of consecutive layers (default: automatic)",
     )
     group = parser.add_argument_group(
-        "GPU", "overrides of the data sheet; custom and cpu need the memory, and for speeds the bandwidth and the flops"
+        "GPU",
+        "overrides of the data sheet. The kinds custom and cpu have no data sheet: they require --gpu-memory, and the"
+        " speeds also require --gpu-bandwidth and --gpu-flops",
     )
     for name, (metavar, text) in GPU_OPTIONS.items():
         group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)

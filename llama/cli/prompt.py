@@ -16,7 +16,7 @@ def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") ->
     parser.add_argument(
         "text", nargs="?", metavar="PROMPT", help=f"the {what}; without PROMPT, or if it is '-', standard input is read"
     )
-    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the same as PROMPT")
+    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the prompt, as an option instead of an argument")
     parser.add_argument(
         "--file",
         "-f",
@@ -36,7 +36,8 @@ def read_prompt(args: argparse.Namespace) -> str:
     if given is None and not files:
         if sys.stdin is not None and sys.stdin.isatty():
             raise UsageError(
-                f'no prompt: clearllama {args.command} "your text", or pipe it in; for a conversation, clearllama chat'
+                f'no prompt: run clearllama {args.command} "your text", or pipe the text in; for a conversation, run'
+                " clearllama chat"
             )
         return streams.read_stdin()
     if [given, *files].count("-") > 1:

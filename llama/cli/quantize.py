@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
             | {"bytes_before": before, "bytes_after": after}
         )
     else:
-        streams.write(f"{proof.path}\n{proof.tensors} tensors read back equal, sha256 of all of them: {proof.sha256}\n")
+        streams.write(
+            f"{proof.path}\n{proof.tensors} tensors were read back and are equal; sha256 of all tensors: {proof.sha256}\n"
+        )
     return 0
 
 

@@ -175,8 +175,8 @@ def read_stdin_bytes() -> bytes:
         size += len(piece)
         if size > LARGEST_INPUT:
             raise UsageError(
-                f"standard input has more than {LARGEST_INPUT // 2**20} MiB or is endless; no context is that long,"
-                " and many prompts can be read from a file (--prompts FILE)"
+                f"standard input has more than {LARGEST_INPUT // 2**20} MiB or is endless, which is too long for"
+                " any context; shorten it, or put many prompts into a file (--prompts FILE)"
             )
     return b"".join(pieces)
 

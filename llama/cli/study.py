@@ -61,8 +61,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
         help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " dynamic-whole differs from dynamic in that a text that has grown is computed again from its first token,"
-        " with the frequencies of its new length",
+        " with dynamic, only new tokens get the frequencies of the new length; with dynamic-whole, all tokens are"
+        " computed again with them",
     )
     group.add_argument(
         "--output",

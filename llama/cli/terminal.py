@@ -64,7 +64,9 @@ class Pipe:
         if not line:
             raise EOFError
         if self._size > LONGEST_TURN:
-            raise UsageError(f"a turn on standard input has more than {LONGEST_TURN // 2**20} MiB or is endless")
+            raise UsageError(
+                f"a message on standard input has more than {LONGEST_TURN // 2**20} MiB or is endless; shorten it"
+            )
         return streams.decode(line, "a line of standard input").rstrip("\r\n")
 
     def ask(self, question: str) -> bool:

@@ -34,6 +34,7 @@ from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
 
 FORMAT = "1"  # version of the file format
+AGAIN = "save the session again"
 MARK = "clearllama_session"  # the metadata entry with the version
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
@@ -183,20 +184,20 @@ class Session:
         cache = model.new_cache()
         names = [name for name, _, _ in _buffers(cache)]
         if set(names) != set(file.keys()) - {"tokens"}:
-            raise CheckpointError(f"{source} is damaged: its tensors are not those of a session of this model")
+            raise CheckpointError(f"{source} is damaged: its tensors are not those of a session of this model; {AGAIN}")
         digest = hashlib.sha256(about["text"].encode())
         ids = _read(source, file, "tokens", (count,), torch.int64, digest)
         if int(ids.min()) < 0 or int(ids.max()) >= model.config.vocab_size:
             raise CheckpointError(
-                f"{source} is damaged: ids must lie between 0 and {model.config.vocab_size - 1}, got"
-                f" {int(ids.min())} to {int(ids.max())}"
+                f"{source} is damaged: token ids must lie between 0 and {model.config.vocab_size - 1}, got"
+                f" {int(ids.min())} to {int(ids.max())}; {AGAIN}"
             )
         cache.place(count)
         for name, layer, i in _buffers(cache):
             buffer = layer.buffers[i][:, :, :count]  # (1, KV, count, ..)
             buffer.copy_(_read(source, file, name, tuple(buffer.shape), buffer.dtype, digest))
         if digest.hexdigest() != about["sha256"]:
-            raise CheckpointError(f"{source} is damaged: its checksum does not match; save the session again")
+            raise CheckpointError(f"{source} is damaged: its checksum does not match; {AGAIN}")
         cache.commit()
         session = cls(cache, ids.tolist(), messages=_messages(source, about["messages"]))
         session._bind(model)
@@ -355,19 +356,21 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         raise CheckpointError(f"{path}: {error.strerror or error}; expected a session file") from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is not a session file, or is damaged ({' '.join(str(error).split())[:160]})"
+            f"{path} is not a session file, or is damaged ({' '.join(str(error).split())[:160]}); {AGAIN}"
         ) from None
     if MARK not in metadata:
-        raise CheckpointError(f"{path} is a safetensors file, but not a session file")
+        raise CheckpointError(
+            f"{path} is a safetensors file, but not a session file; pass a file of --save-session or Session.save"
+        )
     if metadata[MARK] != FORMAT:
         raise CheckpointError(
             f"{path} is a session in format {metadata[MARK]!r:.20}, but this version reads {FORMAT!r}; save the"
             " session again"
         )
     text = metadata.get("about", "")
-    about = parse_json(text.encode(), f"{path} (metadata)", "; the file is damaged")
+    about = parse_json(text.encode(), f"{path} (metadata)", f"; the file is damaged, {AGAIN}")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
-        raise CheckpointError(f"{path} is damaged: its metadata lacks the settings or the messages")
+        raise CheckpointError(f"{path} is damaged: its metadata lacks the settings or the messages; {AGAIN}")
     return file, {**about, "text": text, "sha256": metadata.get("sha256")}
 
 
@@ -396,7 +399,7 @@ def _shown(value: Any) -> str:
 def _length(path: Path, file: Any) -> int:
     shape = file.get_slice("tokens").get_shape() if "tokens" in file.keys() else []  # noqa: SIM118
     if len(shape) != 1 or shape[0] < 1:
-        raise CheckpointError(f"{path} is damaged: it has no ids")
+        raise CheckpointError(f"{path} is damaged: it has no token ids; {AGAIN}")
     return int(shape[0])
 
 
@@ -406,7 +409,7 @@ def _read(path: Path, file: Any, name: str, shape: tuple[int, ...], dtype: torch
     if (tuple(found.get_shape()), found.get_dtype()) != (shape, DTYPES[dtype]):
         raise CheckpointError(
             f"{path} is damaged: {name} is {found.get_dtype()} {tuple(found.get_shape())}, expected"
-            f" {DTYPES[dtype]} {shape}"
+            f" {DTYPES[dtype]} {shape}; {AGAIN}"
         )
     tensor: Tensor = file.get_tensor(name)
     digest.update(raw_bytes(tensor).data)
@@ -419,4 +422,4 @@ def _messages(path: Path, messages: list[Any]) -> list[dict[str, Any]]:
     try:
         return [dict(message) for message in check_messages(messages)]
     except UsageError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{path} is damaged: {error}; {AGAIN}") from None

@@ -146,7 +146,8 @@ class Vocabulary:
 
         if not tokenizer.stop_ids:
             raise UsageError(
-                "structured output needs an end-of-text token, but this vocabulary has none; leave the grammar out"
+                "structured output needs an end-of-text token, but this vocabulary has none; leave out the"
+                " schema, regex or grammar"
             )
         self.n_vocab, self.control, self.stop_ids = tokenizer.n_vocab, dict(tokenizer.control), tokenizer.stop_ids
         self.strips = tokenizer.strips_leading_space

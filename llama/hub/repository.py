@@ -331,7 +331,10 @@ def _choose_remote(
             "config.json with safetensors or .bin, params.json with .pth, or .gguf")  # fmt: skip
         raise CheckpointError(f"{id} has no model that can be run: expected {expected}{hint}")
     if missing := [name for name in chosen if name not in here]:
-        raise CheckpointError(f"{id} is incomplete on the hub itself: {', '.join(missing[:4])} is missing")
+        raise CheckpointError(
+            f"{id} is incomplete on the hub itself: {', '.join(missing[:4])} is missing; choose"
+            " another repository or revision"
+        )
     return prefix, chosen
 
 

@@ -153,7 +153,8 @@ def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
     """Return the ids. Raises ContextLengthError if there are too many."""
     if len(ids) >= (context := llm.model.max_seq_len):
         raise ContextLengthError(
-            f"the prompt has {len(ids)} tokens, but the context of {context} must hold prompt and answer"
+            f"the prompt has {len(ids)} tokens, but the context of {context} must hold prompt and answer; shorten"
+            " the prompt"
         )
     return ids
 
@@ -166,7 +167,9 @@ def _check_characters(count: int, llm: Llama) -> None:
     """Reject text that can't fit into the context. Encoding it first would take seconds for megabytes."""
     context = llm.model.max_seq_len
     if count > LONGEST_TOKEN * context:
-        raise ContextLengthError(f"the prompt has {count:,} characters, but the context is {context} tokens")
+        raise ContextLengthError(
+            f"the prompt has {count:,} characters, but the context has only {context} tokens; shorten the prompt"
+        )
 
 
 def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
@@ -184,7 +187,9 @@ def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
             last = llm.model.config.vocab_size - 1
             ids.append([checks.integer("a token id of prompt", id, 0, last) for id in _fitting(one, llm)])
         else:
-            raise UsageError(f"prompt must be a text, a list of token ids, or a list of those; got {shown(one)}")
+            raise UsageError(
+                f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got {shown(one)}"
+            )
     return ids
 
 

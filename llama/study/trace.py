@@ -243,7 +243,9 @@ def trace(
         if not bool(torch.isfinite(logits if untouched is None else untouched).all()):
             raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
         if not bool(torch.isfinite(logits).all()):
-            raise NumericalError("under this intervention the logits are not finite; without it they are")
+            raise NumericalError(
+                "the logits are not finite under this intervention, but they are finite without it; choose another one"
+            )
     return Trace(
         tokens[0],
         logits,

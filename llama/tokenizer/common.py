@@ -203,7 +203,7 @@ def read_file(path: Path) -> bytes:
         if stat.S_ISDIR(status.st_mode):
             raise TokenizerError(f"{path} is a folder; name the tokenizer.model or tokenizer.json in it")
         if not stat.S_ISREG(status.st_mode):
-            raise TokenizerError(f"{path} is not a regular file")
+            raise TokenizerError(f"{path} is not a regular file; expected a tokenizer.model or tokenizer.json")
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -56,7 +56,10 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
             f"{where}: the file has no tokenizer (no key tokenizer.ggml.model); name one with --tokenizer PATH"
         )
     if not isinstance(model, str) or model not in KINDS:
-        raise TokenizerError(f"{where}: tokenizer model {model!r:.60} is not supported; supported: {', '.join(KINDS)}")
+        raise TokenizerError(
+            f"{where}: tokenizer model {model!r:.60} is not supported; supported:"
+            f" {', '.join(KINDS)}; use the model's Hugging Face folder, or name another tokenizer with --tokenizer"
+        )
     with library_errors(where, "the vocabulary can't be built"):
         return KINDS[model](metadata, where)
 
@@ -76,7 +79,8 @@ class GGUFTokenizer(Tokenizer):
         self.types: list[int] = [NORMAL] * self.n_vocab if types is None else types.tolist()
         if invalid := set(self.types) - set(range(BYTE + 1)):
             raise TokenizerError(
-                f"{where}: tokenizer.ggml.token_type has the type {min(invalid)}, expected 0 to {BYTE}"
+                f"{where}: tokenizer.ggml.token_type has the type {min(invalid)}, expected 0 to {BYTE}; download"
+                " the file again"
             )
         for id, token in enumerate(self.tokens):
             check_length(token, id, where)
@@ -104,7 +108,10 @@ class GGUFTokenizer(Tokenizer):
         if id is None:
             return None
         if not (is_integer(id) and 0 <= id < self.n_vocab):
-            raise TokenizerError(f"{self._where}: {key} is {id!r}, outside the vocabulary of {self.n_vocab} tokens")
+            raise TokenizerError(
+                f"{self._where}: {key} is {id!r}, outside the vocabulary of {self.n_vocab} tokens;"
+                " download the file again"
+            )
         return int(id)
 
     def _match_user_defined(self) -> None:
@@ -143,7 +150,10 @@ class ByteLevelTokenizer(GGUFTokenizer):
         self.merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
         for left, right in self.merges:
             if left not in plain or right not in plain or left + right not in plain:
-                raise TokenizerError(f"{where}: merge {left!r} + {right!r} is not made of tokens of the vocabulary")
+                raise TokenizerError(
+                    f"{where}: merge {left!r} + {right!r} is not made of tokens of the vocabulary;"
+                    " download the file again"
+                )
         self._backend = Backend(models.BPE(vocab=plain, merges=self.merges, ignore_merges=rule.ignore_merges))
         self._backend.normalizer = rule.normalizer()
         self._backend.pre_tokenizer = rule.words()
@@ -249,5 +259,7 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool, where: str) -> 
 def _pair(merge: str, line: int, where: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right) or " " in right:
-        raise TokenizerError(f"{where}: merge {line} is {merge!r}, expected two tokens separated by one space")
+        raise TokenizerError(
+            f"{where}: merge {line} is {merge!r}, expected two tokens separated by one space; download the file again"
+        )
     return left, right

@@ -82,14 +82,18 @@ def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
     elif isinstance(listed, list):  # Unigram: pieces with scores; the index is the id
         entries = [(piece, id) for id, (piece, _) in enumerate(listed)]
     else:
-        raise TokenizerError(f"{where}: the model's vocab must be an object or a list, found {type(listed).__name__}")
+        raise TokenizerError(
+            f"{where}: the model's vocab must be an object or a list, found {type(listed).__name__};"
+            " download the file again"
+        )
     entries += [(added["content"], added["id"]) for added in source.get("added_tokens") or []]
     ids: dict[str, int] = {}
     tokens: dict[int, str] = {}
     for token, id in entries:
         if not (isinstance(token, str) and is_integer(id) and id >= 0):
             raise TokenizerError(
-                f"{where}: token {token!r} has the id {id!r}, expected a string and an integer of at least 0"
+                f"{where}: token {token!r} has the id {id!r}, expected a string and an integer of at least 0;"
+                " download the file again"
             )
         check_length(token, id, where)
         if ids.setdefault(token, id) != id:
@@ -132,7 +136,7 @@ def merges_without(removed: Set[str], model: Mapping[str, Any], ids: Mapping[str
     for i, merge in enumerate(model["merges"]):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(token, str) for token in pair):
-            raise TokenizerError(f"{where}: merge {i} is {merge!r}, expected two tokens")
+            raise TokenizerError(f"{where}: merge {i} is {merge!r}, expected two tokens; download the file again")
         left, right = pair
         union = left + right
         if left not in ids or right not in ids or union not in ids:
@@ -344,7 +348,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 )
             return bool(before)
         if boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError) and bos is None:
-            raise TokenizerError(f"{self._where}: tokenizer_config.json sets add_bos_token but names no bos_token")
+            raise TokenizerError(
+                f"{self._where}: tokenizer_config.json sets add_bos_token but names no bos_token;"
+                " add the bos_token, or set add_bos_token to false"
+            )
         return bool(setting)
 
     def _load(self, source: Mapping[str, Any]) -> Backend:

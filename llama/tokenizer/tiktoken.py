@@ -89,7 +89,9 @@ def parse(data: bytes, where: str) -> list[bytes]:
             f" texts can't be encoded; the file is damaged or truncated, download it again"
         )
     if len(rank_of) == LLAMA4_TOKENS:
-        raise TokenizerError(f"{where}: these {LLAMA4_TOKENS:,} tokens are Llama 4's, which is not supported")
+        raise TokenizerError(
+            f"{where}: this is the tokenizer of Llama 4 ({LLAMA4_TOKENS:,} tokens), a model that is not supported"
+        )
     return list(rank_of)
 
 

@@ -104,7 +104,10 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
     known = {key.lower(): key for key in GPUS} | ALIASES
     if name not in known:
         meant = spelling.did_you_mean(spelling.nearest(match[2], (*GPUS, *CUSTOM), cutoff=0.7))
-        raise UsageError(f"unknown GPU {match[2]!r}; {meant}known: {', '.join((*GPUS, *CUSTOM))}")
+        raise UsageError(
+            f"unknown GPU {match[2]!r}, expected a GPU such as H100 or 16xH100;"
+            f" {meant}known: {', '.join((*GPUS, *CUSTOM))}"
+        )
     gpu = GPUS[known[name]]
     changed: dict[str, Any] = given
     return count, replace(gpu, source=f"{gpu.source}; {', '.join(given)} as given", **changed) if given else gpu
@@ -355,9 +358,10 @@ def pick_split(config: ModelConfig, count: int, gpu: GPU, tensor: int | None, pi
         near = sorted(sorted(numbers, key=lambda n: abs(n - count))[:4])
         possible = f"none for {count}; numbers that can be split: {', '.join(map(str, near))}"
     raise UsageError(
-        f"{count} GPUs can't be split{' as ' + given if given else ''}: tensor must divide {config.n_heads} heads and a"
-        f" width of {config.hidden_dim}, and fit {config.n_kv_heads} key/value heads, and the stages must not outnumber"
-        f" {config.n_layers} layers; tensor x pipeline that work: {possible}"
+        f"{count} GPUs can't be split{' as ' + given if given else ''}: --tensor-parallel must divide"
+        f" {config.n_heads} heads and a width of {config.hidden_dim}, and divide {config.n_kv_heads} key/value heads or"
+        f" be a multiple of them; --pipeline-parallel must be at most {config.n_layers} (layers); values of"
+        f" --tensor-parallel x --pipeline-parallel that work: {possible}"
     )
 
 

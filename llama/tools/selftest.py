@@ -109,7 +109,7 @@ def check_quantized() -> str:
     weight, error = torch.randn(64, 128, generator=draw), 0.0  # (N, K)
     ready, form = kernels.ready(), kernels.pick_form()
     if not ready and form is not None and kernels.built(form) is not None:
-        raise Wrong("the C++ kernels are built and can't be loaded")
+        raise Wrong("the C++ kernels were built but can't be loaded")
     if not computes_quantized(torch.device("cpu")):
         raise NotRun("quantized layers on a CPU require the C++ kernels")
     for name in ("int8", "int4"):

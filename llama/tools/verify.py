@@ -129,7 +129,7 @@ def find_files(path: Path) -> list[Path]:
     if not path.exists():
         raise CheckpointError(f"there is no file or folder {str(path)!r}")
     if not path.is_file():
-        raise CheckpointError(f"{path} is neither a regular file nor a folder")
+        raise CheckpointError(f"{path} is neither a regular file nor a folder; expected a model folder or a .gguf file")
     if path.suffix in (*TORCH, ".safetensors", ".json", ".model", ".chk"):
         raise UsageError(f"{path} is one file of a checkpoint that is a folder; name the folder: {path.parent}")
     return [path.with_name(name) for name in _with_all_parts(path.name) if path.with_name(name).is_file()]
