@@ -312,7 +312,7 @@ def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: 
     target = tmp_path / "q"
     assert main(["quantize", str(sources["gguf, tied"]), str(target), "--scheme", "int8", "--shards", "2"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"{target}\n20 tensors read back equal, sha256 of all of them: ")
+    assert out.startswith(f"{target}\n20 tensors were read back and are equal; sha256 of all tensors: ")
     assert "MB of weights (" in err
     more = ["--scheme", "int8", "--json", "-q"]
     assert main(["quantize", str(sources["gguf, tied"]), str(tmp_path / "again"), *more]) == 0

@@ -250,9 +250,9 @@ def about(metadata: dict[str, str], **changes: Any) -> None:
     [
         (lambda t, m: m.update(clearllama_session="2"), "format '2', but this version reads '1'"),
         (lambda t, m: m.pop("clearllama_session"), "not a session file"),
-        (lambda t, m: t.pop("tokens"), "has no ids"),
-        (lambda t, m: t.update(tokens=t["tokens"].view(2, 20)), "has no ids"),
-        (lambda t, m: t.update(tokens=t["tokens"][:0]), "has no ids"),
+        (lambda t, m: t.pop("tokens"), "has no token ids"),
+        (lambda t, m: t.update(tokens=t["tokens"].view(2, 20)), "has no token ids"),
+        (lambda t, m: t.update(tokens=t["tokens"][:0]), "has no token ids"),
         (lambda t, m: t.update(tokens=t["tokens"].float()), "tokens is F32"),
         (lambda t, m: t.update(tokens=t["tokens"] + 320), "between 0 and 319"),
         (lambda t, m: t.update(tokens=t["tokens"] - 320), "between 0 and 319"),

@@ -167,7 +167,8 @@ class AdaptedCheckpoint(Checkpoint):
             others = [one for one, _ in self._adapters if one is not adapter and name in {*one.low_rank, *one.replaced}]
             if others:
                 raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)}, which {others[0].path} also changes; pass only one of these adapters"
+                    f"{where} replaces {self.file_name(name)}, which {others[0].path} also changes; pass only"
+                    " one of these adapters"
                 )
         if adapter.replaced and scale != 1:
             raise UsageError(

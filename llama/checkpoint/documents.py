@@ -76,7 +76,8 @@ def parse_json(raw: bytes, where: str, damaged: str = "; the file is damaged, do
         raise CheckpointError(f"{where} is empty; download it again")
     if raw.startswith(b"version https://git-lfs"):
         raise CheckpointError(
-            f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull' in the repository it was copied from"
+            f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull' in the repository it was copied"
+            " from"
         )
     try:
         text = raw.decode()

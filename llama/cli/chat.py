@@ -31,7 +31,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "chat",
         help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
-        ' a pipe, each line, or each block between """ and """, is one message; the answers are written with an empty line between them.',
+        ' a pipe, each line, or each block between """ and """, is one message; the answers are written with'
+        " an empty line between them.",
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )

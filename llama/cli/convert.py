@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         streams.write_json({"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256})
     else:
         streams.write(
-            f"{proof.path}\n{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}\n"
+            f"{proof.path}\n{proof.tensors} weights were read back and are equal; sha256 of all weights:"
+            f" {proof.sha256}\n"
         )
     return 0
 

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         streams.write(
-            f"{proof.path}\n{proof.tensors} tensors were read back and are equal; sha256 of all tensors: {proof.sha256}\n"
+            f"{proof.path}\n{proof.tensors} tensors were read back and are equal; sha256 of all tensors:"
+            f" {proof.sha256}\n"
         )
     return 0
 

@@ -188,7 +188,8 @@ def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
             ids.append([checks.integer("a token id of prompt", id, 0, last) for id in _fitting(one, llm)])
         else:
             raise UsageError(
-                f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got {shown(one)}"
+                f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got"
+                f" {shown(one)}"
             )
     return ids
 

@@ -244,7 +244,7 @@ def test_a_dumb_terminal_gets_no_progress_bars_and_no_terminal_gets_colours(
     assert child.exitstatus == 0
     assert ("weight/s" in child.before) == bars
     assert "\x1b[3" not in child.before
-    assert "weights read back equal" in child.before
+    assert "weights were read back and are equal" in child.before
 
 
 # ------------------------------------------------------------------------------------------------------------- JSON
