@@ -220,7 +220,9 @@ class KVCache:
     def trim(self, length: int) -> None:
         """Drop everything from position `length` on."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
+            raise ValueError(
+                f"the cache holds {self.length} tokens and can't be trimmed to {length}; expected 0 to {self.length}"
+            )
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
@@ -230,7 +232,10 @@ class KVCache:
         Raises ContextLengthError if that is beyond max_len, MemoryLimitError if the memory is not free.
         """
         if end > self.max_len:
-            raise ContextLengthError(f"the KV cache has room for {self.max_len} tokens, but {end} are needed")
+            raise ContextLengthError(
+                f"the KV cache has room for {self.max_len} tokens, but {end} are needed; pass fewer tokens, or create"
+                " the cache with a larger max_len"
+            )
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
             devices = [layer.buffers[0].device for layer in self.layers]
@@ -289,7 +294,9 @@ class KVCache:
         for filled, row in zip(self._filled, rows, strict=True):
             for position in row:
                 if position > filled:
-                    raise ValueError(f"position {position} leaves a gap: this row is filled up to {filled}")
+                    raise ValueError(
+                        f"position {position} leaves a gap: the next free position of this row is {filled}"
+                    )
                 filled = max(filled, position + 1)
             self._placed.append(filled)
         return max(self.length, *self._placed)

@@ -153,7 +153,10 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     checks.known_ids(params.logit_bias, model.config.vocab_size)
     room = min(params.max_new_tokens, context - len(prompt))
     if room and cache is not None and cache.length >= len(prompt):
-        raise UsageError(f"the cache holds {cache.length} tokens, so none of the {len(prompt)} prompt tokens is new")
+        raise UsageError(
+            f"the prompt must have more tokens than the cache, which holds its beginning; got {len(prompt)} tokens, and"
+            f" {cache.length} in the cache: trim the cache, or use a new one"
+        )
     return room
 
 

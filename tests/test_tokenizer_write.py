@@ -477,7 +477,7 @@ def test_what_metas_llama3_file_can_not_express_is_an_error(tiktoken_512: Tokeni
         ({"token_type": [*types[:400], 3, *types[401:]], "merges": merges[:100]}, "other than plain ones"),
         ({"bos_token_id": 513}, "begin-of-text id that is not the first"),
         ({"add_bos_token": False}, "does not begin every text"),
-        ({"merges": merges[:-1]}, r"the 2\d\d merges of this vocabulary are not the 2\d\d that follow"),
+        ({"merges": merges[:-1]}, r"here 2\d\d; the 2\d\d merges of this vocabulary"),
         ({"merges": merges[::-1]}, "that follow from the order"),
         ({"tokens": [*tokens[:65], "中", *tokens[66:]], "merges": []}, "outside the byte alphabet"),
         ({"tokens": [*tokens[:65], "zzzz", *tokens[66:]], "merges": []}, "has no token for some bytes"),
@@ -496,7 +496,7 @@ def test_what_a_sentencepiece_model_can_not_express_is_an_error(tmp_path: Path) 
     cases: list[tuple[dict[str, Any], str]] = [
         ({"token_type": [1, *types[1:]]}, "exactly one token for unknown"),
         ({"token_type": [*types[:9], 1, *types[10:]]}, "no token for some bytes"),
-        ({"token_type": [5 if id == longest else type for id, type in enumerate(types)]}, "unused token"),
+        ({"token_type": [5 if id == longest else type for id, type in enumerate(types)]}, "as unused"),
         ({"eot_token_id": 300}, "ends an answer, which Meta's"),
     ]
     for changes, message in cases:

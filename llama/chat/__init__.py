@@ -69,7 +69,7 @@ def encode_chat(
         if not add_generation_prompt:
             raise UsageError(
                 f"the chat format {format} always ends with the start of the assistant's turn;"
-                f" add_generation_prompt=False needs a template"
+                " leave add_generation_prompt=False out, which only chat templates support"
             )
         return CHAT_FORMATS[format](tokenizer, messages)
     if template is None:

@@ -183,7 +183,8 @@ def pieces(template: jinja2.Template, values: dict[str, Any], controls: Controls
     mark = next((c for c in NONCHARACTERS if c not in used), None)
     if mark is None:
         raise Unmarkable(
-            "the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text; remove one"
+            "the messages contain every noncharacter from U+FDD0 to U+FDEF; one of them is needed to mark the text of"
+            " the messages, so remove it from them"
         )
     stand_in = stand_ins(controls, used)
 

@@ -47,7 +47,8 @@ def encode_template(
     for i, message in enumerate(messages):
         if "continues" in message:
             raise UsageError(
-                f"message {i}: the key continues needs the chat format llama3; a chat template always ends the message"
+                f"message {i}: a chat template always ends the message, so the key 'continues' is not supported; leave"
+                " it out, or use the chat format llama3"
             )
     controls = {text: id for text, id in tokenizer.control.items() if text}
     values = _values(tokenizer, messages, tools, add_generation_prompt)

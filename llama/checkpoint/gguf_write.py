@@ -98,7 +98,10 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
                 f" and so on, got {', '.join(map(str, config.no_rope_layers)):.60}; convert it to hf"
             )
         if has_tables or config.mlp_bias or config.attention_bias:
-            raise ConfigError("GGUF's smollm3 has no RoPE divisors, no mlp_bias and no bias of wo; convert it to hf")
+            raise ConfigError(
+                "GGUF's architecture smollm3, for models with layers without RoPE, can't express RoPE divisors,"
+                " mlp_bias or a bias of wo; convert it to hf"
+            )
         return "smollm3"
     usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
     return "qwen2" if config.qkv_bias and usual else "llama"
@@ -213,7 +216,7 @@ def add(writer: Any, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         if not 2**-126 <= abs(value) < 2**128 and value != 0:
-            raise ConfigError(f"GGUF stores {key} as float32, which can't hold {value:g}")
+            raise ConfigError(f"GGUF stores {key} as float32, which can't hold {value:g}; convert it to hf")
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)

@@ -178,8 +178,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             for name, id in self._named(key):
                 if id not in ids[key] or id >= tokenizer.n_vocab:
                     self.warnings.append(
-                        f"{name}: {key} {describe(id)} is not an id of the vocabulary of {tokenizer.n_vocab} and is"
-                        f" ignored"
+                        f"{name}: {key} {describe(id)} is ignored, because the ids of the vocabulary are 0 to"
+                        f" {tokenizer.n_vocab - 1}"
                     )
         return tokenizer
 
@@ -370,8 +370,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         if file.is_file():
             if (size := file.stat().st_size) > LARGEST:
                 raise CheckpointError(
-                    f"{file} has {size:,} bytes, expected at most {LARGEST:,}; it is not a chat template, download the file"
-                    " again"
+                    f"{file} has {size:,} bytes, expected at most {LARGEST:,}; it is not a chat template, download the"
+                    " file again"
                 )
             try:
                 return file.read_text(encoding="utf-8")

@@ -114,7 +114,7 @@ def _show_loaded(
         streams.info(
             args,
             f"warning: --max-seq-len {args.max_seq_len} exceeds the context of {config.max_seq_len} that the model was"
-            " trained for",
+            " trained for; --rope-scaling extends it",
         )
 
 

@@ -240,11 +240,14 @@ def _same_tokenizer(known: Tokenizer | str | None, other: Tokenizer) -> bool:
 def check_model(model: Transformer) -> None:
     """Raise UsageError if sessions are not supported: RoPE depends on the length, or processes share the model."""
     if model.runner.distributed:
-        raise UsageError("a model in several processes has no sessions: each process has only some of the keys")
+        raise UsageError(
+            "sessions are not supported if several processes share the model, since each has only a part of the KV"
+            " cache; use one process, or no session"
+        )
     if model.rope.by_length:
         raise UsageError(
             "a session can't be saved or loaded if the RoPE frequencies depend on the length (dynamic, longrope):"
-            " in a longer text even the first token is rotated differently"
+            " in a longer text even the first token is rotated differently; use no session, or another --rope-scaling"
         )
 
 

@@ -286,7 +286,10 @@ def make_draft(draft: str | Transformer | Draft | None, most: int | None = None)
     """A draft, given its name in DRAFTS or its model; None and a Draft are returned unchanged. Raises UsageError."""
     if draft is None or isinstance(draft, Draft):
         if most is not None:
-            raise UsageError("draft_tokens needs a draft that is given by its name or its model")
+            raise UsageError(
+                "draft_tokens (--draft-tokens) needs a draft given by its name or as a model; name one, such as"
+                " 'ngram', or leave draft_tokens out"
+            )
         return draft
     if not isinstance(draft, Transformer) and draft not in DRAFTS:
         raise UsageError(f"unknown draft {draft!r}; expected {', '.join(map(repr, DRAFTS))} or a loaded model")

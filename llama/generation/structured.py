@@ -332,7 +332,10 @@ def _invalid(what: str, message: str) -> str:
 def _failed(message: str) -> str:
     """Why no token can be allowed, given llguidance's message."""
     if message.startswith(DEAD_END):
-        return "no token can continue the answer: the grammar requires text that the tokens of this model can't spell"
+        return (
+            "no token can continue the answer: the grammar requires text that the tokens of this model can't spell;"
+            " remove that text from the grammar"
+        )
     return f"the grammar is too complex at this point of the answer: {_reason(message)}; simplify it"
 
 

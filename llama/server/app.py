@@ -199,7 +199,9 @@ class Answers:
                     if (delta := self.choices[index].delta(piece)) is not None:
                         yield delta
         except TimeoutError:
-            raise HTTPException(504, f"the answer took more than {self.server.limits.seconds:g} s") from None
+            raise HTTPException(
+                504, f"the answer took more than {self.server.limits.seconds:g} s; lower max_tokens"
+            ) from None
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens, and add the counts to the server's totals."""

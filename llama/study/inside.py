@@ -233,7 +233,7 @@ class Activations(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.calls and not self.calls[name]:
-            raise KeyError(f"{name}: the model did not run while its tensors were recorded")
+            raise KeyError(f"{name}: nothing was recorded, since the model did not run; run it in the with block")
         return self.calls[name][-1]
 
     def __iter__(self) -> Iterator[str]:

@@ -344,7 +344,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if before and list(before) != [bos]:
                 raise TokenizerError(
                     f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the"
-                    f" bos_token {bos}; set add_bos_token in tokenizer_config.json to what the model was trained with"
+                    f" bos_token {bos}; set add_bos_token in tokenizer_config.json to true if the model was trained"
+                    " with a bos_token before every text, or else to false"
                 )
             return bool(before)
         if boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError) and bos is None:
@@ -366,7 +367,10 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         if not self._unreachable.isdisjoint(ids):
-            raise TokenizerError(f"{self._where}: the text would become a control token, so it is not encoded")
+            raise TokenizerError(
+                f"{self._where}: this vocabulary turns a part of the text into a control token, which is not allowed;"
+                " remove that part"
+            )
         if self._missing:
             plain = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
             check_no_byte_lost(plain, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)

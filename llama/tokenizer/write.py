@@ -245,8 +245,8 @@ def _tiktoken_lines(found: Vocabulary) -> bytes:
     derived = merges_of_ranks(tokens)
     if list(found.merges) != derived and not _only_reordered(found.merges, derived):
         raise TokenizerError(
-            f"the {len(found.merges):,} merges of this vocabulary are not the {len(derived):,} that follow from the"
-            f" order of its tokens, the only ones that Meta's tokenizer.model of Llama 3 can express"
+            "Meta's tokenizer.model of Llama 3 can express only the merges that follow from the order of the tokens,"
+            f" here {len(derived):,}; the {len(found.merges):,} merges of this vocabulary are others"
         )
     _check_stops(found.stops, {name: n + i for i, name in enumerate(control_strings())}, n + 1)
     return b"".join(base64.b64encode(byte_level_bytes(token)) + b" %d\n" % rank for rank, token in enumerate(tokens))
@@ -265,7 +265,7 @@ def _sentencepiece_model(found: Vocabulary) -> bytes:
         ("does not have exactly one token for unknown characters", found.types.count(UNKNOWN) == 1),
         ("has no token for some bytes", {byte_piece(token) for token in found.of_type(BYTE)} == set(range(256))),
         ("has a token without text", all(found.tokens)),
-        (f"has the unused token {reachable[:1]}, which text could become", not reachable),
+        (f"marks the token {reachable[:1]} as unused although a text can contain it", not reachable),
         ("does not begin every text with its begin-of-text id", found.add_bos == (found.bos is not None)),
     ]
     _check_rules(rules, "a SentencePiece model")

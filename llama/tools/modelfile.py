@@ -34,7 +34,8 @@ def modelfile(gguf: Path, model: Model) -> str:
     quoted = [text for text in (gguf.name, *stops) if '"' in text]
     if odd := [*quoted, *(text for text in (template, gguf.name, *stops) if '"""' in text or not _is_plain(text))]:
         raise UsageError(
-            f"--modelfile: a Modelfile can't hold the text {odd[0]!r:.60}; leave --modelfile out, or use other names"
+            f"--modelfile: a Modelfile can't hold the text {odd[0]!r:.60}; leave --modelfile out, or, if this is the"
+            " name of the new file, choose another name"
         )
     lines = [f'FROM "./{gguf.name}"', f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in stops)]
     context = min(model.config.max_seq_len, LARGEST_CONTEXT)
