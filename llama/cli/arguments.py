@@ -228,8 +228,8 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="ngram|MODEL",
-        help="ngram: propose the continuation seen earlier in the text, for answers that repeat the prompt; MODEL: a"
-        " smaller model with the same vocabulary, given as in --model",
+        help="ngram: propose the tokens that followed the last few tokens earlier in the text, for answers that repeat"
+        " the prompt; MODEL: a smaller model with the same vocabulary, given as in --model",
     )
     group.add_argument("--draft-tokens", type=int, metavar="N", help="maximum number of tokens per draft (default: 10)")
 
@@ -291,8 +291,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME|FILE",
         help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template; a folder in Meta's format has none, so it gets the built-in one that fits its vocabulary"
-        " if the folder's name contains instruct or chat)",
+        " source's template; Meta's format has none: if the name of the source folder contains instruct or chat, the"
+        " built-in template that fits the vocabulary is written)",
     )
 
 

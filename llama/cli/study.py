@@ -61,8 +61,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
         help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " with dynamic, only new tokens get the frequencies of the new length; with dynamic-whole, all tokens are"
-        " computed again with them",
+        " when the text grows, dynamic applies the frequencies of the new length to the new tokens only, dynamic-whole"
+        " to all tokens, which are computed again",
     )
     group.add_argument(
         "--output",
