@@ -408,7 +408,7 @@ def explain(
     if not _rotates(net, layer):
         says.append("this block has no RoPE: all frequencies ω_i are 0, so q' = q and k' = k")
     if net.rope.layout == "half":
-        says.append("q and k are shown in Meta's layout; the form half has entry 2i + r of a head at r D/2 + i")
+        says.append("q and k are shown in Meta's layout; --rope half stores entry 2i + r of a head at index i + r D/2")
     if config.rope_scaling is not None:
         says.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
     checks = [step.check for step in steps]

@@ -219,7 +219,7 @@ def test_the_tolerance_for_float32_is_its_rounding_error() -> None:
 
 
 def test_scale_reports_which_checks_have_no_pair() -> None:
-    for D, checks, words in ((6, 14, "the 3 checks of the pairs between do not apply"), (128, 17, "")):
+    for D, checks, words in ((6, 14, "the 3 checks of such pairs do not apply"), (128, 17, "")):
         report = scale.report(head_dim=D)
         assert len(report.checks) == checks
         assert ("not apply" in " ".join(report.says)) == bool(words)
@@ -228,8 +228,8 @@ def test_scale_reports_which_checks_have_no_pair() -> None:
         report = scale.report(head_dim=D)
         between = sum("which needs" in check.what or "radians of pair" in check.what for check in report.checks)
         assert {
-            0: "the 3 checks of the pairs between do not apply",
-            2: "1 of the 3 checks of the pairs between does not apply",
+            0: "the 3 checks of such pairs do not apply",
+            2: "1 of the 3 checks of such pairs does not apply",
             3: "",
         }[between] in " ".join(report.says)
         assert ("apply" in " ".join(report.says)) == (between < 3)

@@ -77,7 +77,11 @@ def report(
             "Facts such as 'The magic number of Lima is 29305.' stand in a text at equal distances. When the model has"
             " read as many trained lengths as the column says, it is asked for each fact so far. Later columns have"
             " more facts, so compare methods within a column"
-            + (", and lengths by the facts of the first trained length." if len(shared) > 1 else ".")
+            + (
+                ". To compare lengths, use the second table, which has the same facts in all columns."
+                if len(shared) > 1
+                else "."
+            )
             + " A guessed digit is right in 1 of 10 cases."
             + (" Stored results; -m MODEL measures another model." if model is None else "")
         ),

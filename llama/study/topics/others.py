@@ -142,7 +142,7 @@ def report(head_dim: int = 16) -> Report:
             equal("", "ALiBi with 8 heads: the sum of the slopes", float(alibi_slopes(8).sum()), 1 - 2.0**-8, 1e-12),
             below(
                 "",
-                "xPos: most that a score at 4096 can have of the score at 0",
+                "xPos: largest score at distance 4096 / at 0",
                 float((xpos_decay(d) ** 8).mean()),
                 0.5,
             ),

@@ -72,7 +72,7 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
         + wrapped(
             "Below, the same token x is at every position, so only positions change a score. An additive encoding"
             " (sinusoidal, learned) adds a vector p_m to the token at position m. Its scores do not depend on m - n"
-            " only, since p_m and p_n meet only through W_q^T W_k, and mix with the tokens. ALiBi subtracts a slope"
+            " only, since W_q^T W_k stands between p_m and p_n, and both mix with the tokens. ALiBi subtracts a slope"
             " times |m - n| from the score. RoPE also distinguishes keys before and after the query; p_m . p_n and"
             " ALiBi do not."
         )

@@ -81,10 +81,10 @@ def _left_out(stretch: Stretch) -> tuple[str, ...]:
     """A sentence on the checks that are left out because there is no pair for them."""
     count = len(_short_but_last(stretch))
     missing = {
-        0: "the 3 checks of the pairs between do not apply",
-        1: "1 of the 3 checks of the pairs between does not apply",
+        0: "the 3 checks of such pairs do not apply",
+        1: "1 of the 3 checks of such pairs does not apply",
     }
-    return (f"Pairs below one turn, except the last: {count}, so {missing[count]}.",) if count in missing else ()
+    return (f"Pairs below one turn, apart from the last: {count}, so {missing[count]}.",) if count in missing else ()
 
 
 def _yarn(stretch: Stretch, **more: object) -> tuple[np.ndarray, float]:

@@ -109,8 +109,8 @@ def report(head_dim: int = 64, theta: float = 100.0) -> Report:
         TOPICS["variants"],
         settings={"head_dim in two dimensions": q.shape[1], "base θ in two dimensions": f"{theta:g}"},
         says=wrapped(
-            "A head whose rotated part is smaller has scores that depend less on the distance. A layer without RoPE"
-            " has scores that do not depend on it at all. In two dimensions each pair has a frequency along x and one"
+            "The smaller the rotated part of a head, the less its scores depend on the distance. In a layer without"
+            " RoPE they do not depend on it at all. In two dimensions each pair has a frequency along x and one"
             " along y, and scores depend on the difference of the positions."
         ),
         tables=(
