@@ -220,9 +220,7 @@ class KVCache:
     def trim(self, length: int) -> None:
         """Drop everything from position `length` on."""
         if not 0 <= length <= self.length:
-            raise ValueError(
-                f"the cache holds {self.length} tokens and can't be trimmed to {length}; expected 0 to {self.length}"
-            )
+            raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
@@ -233,8 +231,7 @@ class KVCache:
         """
         if end > self.max_len:
             raise ContextLengthError(
-                f"the KV cache has room for {self.max_len} tokens, but {end} are needed; pass fewer tokens, or create"
-                " the cache with a larger max_len"
+                f"the KV cache has room for {self.max_len} tokens, not {end}; use a larger max_len"
             )
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
@@ -294,9 +291,7 @@ class KVCache:
         for filled, row in zip(self._filled, rows, strict=True):
             for position in row:
                 if position > filled:
-                    raise ValueError(
-                        f"position {position} leaves a gap: the next free position of this row is {filled}"
-                    )
+                    raise ValueError(f"position {position} leaves a gap: the next free one is {filled}")
                 filled = max(filled, position + 1)
             self._placed.append(filled)
         return max(self.length, *self._placed)

@@ -74,19 +74,19 @@ def test_a_cache_rejects_positions_that_leave_a_gap() -> None:
         model(tokens, torch.arange(5, 14), model.new_cache())
     cache = model.new_cache()
     model(tokens, cache=cache)
-    with pytest.raises(ValueError, match="filled up to 9"):
+    with pytest.raises(ValueError, match="next free one is 9"):
         model(tokens, torch.arange(10, 19), cache)
     with pytest.raises(ValueError, match="gap"):
         model(tokens[:, :2], torch.tensor([9, 11]), cache)
     torch.testing.assert_close(model(tokens[:, :2], torch.tensor([7, 8]), cache)[0, 0], model(
         torch.cat((tokens[:, :7], tokens[:, :1]), 1))[0, -1], **TOLERANCE)  # fmt: skip
     cache.trim(4)
-    with pytest.raises(ValueError, match="filled up to 4"):
+    with pytest.raises(ValueError, match="next free one is 4"):
         model(tokens[:, :1], torch.tensor([5]), cache)
     rows = model.new_cache(batch=2)
     model(torch.cat((tokens, tokens)), cache=rows)
     model(tokens[0, :2, None], torch.tensor([[9], [5]]), rows)
-    with pytest.raises(ValueError, match="filled up to 9"):
+    with pytest.raises(ValueError, match="next free one is 9"):
         model(tokens[0, :2, None], torch.tensor([[10], [10]]), rows)
 
 
