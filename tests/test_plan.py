@@ -505,7 +505,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "Llama-3.1-8B-Instruct", "--gpus", "H100"], r"did you mean llama-3\.1-8b,? .*Known without files: "),
         (["-m", "llama3-8b", "--gpus", "H100"], "did you mean llama-3-8b, "),
         (["-m", "meta-llama/Meta-Llama-3-8B", "--gpus", "H100"], r"did you mean llama-3-8b\?"),
-        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'; did you mean RTX4090 or RTX3090\? known:"),
+        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080', expected a GPU such as H100 or 16xH100; did you mean RTX4090 or RTX3090\? known:"),
         (["-m", "llama-3-8b", "--gpus", "custom", "--gpu-flops", "1TFLOP/s"], "'custom' has no data sheet: add --gpu-memory"),
     ],
 )  # fmt: skip

@@ -200,7 +200,7 @@ def test_the_command_line_extends_a_context(file: Path, capsys: pytest.CaptureFi
     assert "the context of 256" in err
     code, out, err = run(capsys, *base, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "20000")
     assert code == 0
-    assert "RoPE override: rope_type yarn, factor 4.0, theta 20000; context 1024, trained 256" in err
+    assert "RoPE override: rope_type yarn, factor 4.0, theta 20000; context 1024, trained context 256" in err
     expected = load(file, dtype="float32", rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_theta=20000.0)
     assert json.loads(out)["tokens"] == expected.generate(prompt, max_new_tokens=8).tokens
     as_json = json.dumps({"rope_type": "yarn", "factor": 4})
@@ -217,7 +217,7 @@ def test_the_override_of_a_llama31_reports_its_original_context(
     args = ("generate", "-m", str(tmp_path / "m"), "--raw", "hello", "-n", "1", "--rope-theta", "10000")
     code, _, err = run(capsys, *args)
     assert code == 0
-    assert "context 131072, trained 8192" in err
+    assert "context 131072, trained context 8192" in err
 
 
 def test_a_scaling_that_the_command_line_accepts_is_that_of_python() -> None:

@@ -68,7 +68,7 @@ def test_code_is_loaded_only_from_the_checked_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "size", "words"), [(b"ab\xff", 3, "not UTF-8 (byte 2)"), (b"", 2**30, "1073741824 bytes")]
+    ("content", "size", "words"), [(b"ab\xff", 3, "not UTF-8 (byte 2)"), (b"", 2**30, "1,073,741,824 bytes")]
 )
 def test_a_chat_template_file_is_checked_for_size_and_encoding(
     content: bytes, size: int, words: str, tmp_path: Path
