@@ -171,7 +171,9 @@ def test_stages_keep_their_layers_without_rope() -> None:
 @pytest.mark.parametrize("family", ["Qwen2", "SmolLM3"])
 @pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 def test_quantized_folders_keep_what_is_special(tmp_path: Path, family: str) -> None:
-    """The folder computes what quantizing while loading computes, and that is near the original."""
+    """The folder computes what quantizing while loading computes, and that is near the original: random weights of
+    this size amplify rounding, so the unit is the error of bfloat16, which is 0.01 to 0.03.
+    """
     model = write(tmp_path / "hf", family, hidden_size=128, intermediate_size=256)
     quantize(tmp_path / "hf", tmp_path / "int8", "int8")
     saved, loaded = (
@@ -180,7 +182,9 @@ def test_quantized_folders_keep_what_is_special(tmp_path: Path, family: str) -> 
     )
     assert torch.equal(saved(tokens(40)), loaded(tokens(40)))
     expected = model(tokens(40)).logits
-    assert float((saved(tokens(40)) - expected).norm() / expected.norm()) < 0.03
+    rounded = llama.load_model(tmp_path / "hf", dtype="bfloat16", device="cpu")
+    ours, bfloat16 = (float((m(tokens(40)).float() - expected).norm() / expected.norm()) for m in (saved, rounded))
+    assert ours < 3 * bfloat16 < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- sliding windows

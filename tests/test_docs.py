@@ -115,6 +115,8 @@ def check(block: str, folder: Path, clearllama: Run, env: dict[str, str] | None 
     found = COMMAND.fullmatch(first.removeprefix("$ "))
     assert found, first
     args = shlex.split(found["args"])
+    if args[0] in ("generate", "chat") and "--dtype" not in args:
+        args += ["--dtype", "bfloat16"]  # the default of the pages' processor
     env = {**(env or {}), **dict(part.split("=") for part in found["env"].split())}
     stdin = found["stdin"].encode().decode("unicode_escape").encode() if found["stdin"] else None
     result = clearllama(*args, stdin=stdin, env=env, cwd=folder)

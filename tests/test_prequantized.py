@@ -419,12 +419,20 @@ def test_act_order_is_a_warning(tmp_path: Path) -> None:
     assert checkpoint.blocks(WEIGHT) is not None
 
 
-@pytest.mark.parametrize(("name", "bits"), [("gptq", 4 + 16 / 32 + 4 / 32 + 32 / 128), ("nf4", None)])
-def test_a_plan_counts_weights_as_a_run_holds_them(tmp_path: Path, name: str, bits: float | None) -> None:
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize(("name", "values", "file"), [("gptq", 4 + 16 / 32, 4 / 32 + 32 / 128), ("nf4", None, 0)])
+def test_a_plan_counts_weights_as_a_run_holds_them(
+    tmp_path: Path, name: str, values: float | None, file: float, on_cpu: bool
+) -> None:
+    """A GPU holds the values and a scale for each group; a CPU also what else the file has: zero points, indices."""
     store, scheme, _, _ = CASES[name]
     folder_of(tmp_path, store, scheme, intermediate_size=128)
-    stored = plan.stored_in(open_checkpoint(tmp_path), 2)
-    assert (None if stored is None else stored.layers) == (None if bits is None else pytest.approx(bits, abs=0.3))
+    stored = plan.stored_in(open_checkpoint(tmp_path), 2, on_cpu)
+    if values is None:
+        assert stored is None
+    else:
+        assert stored is not None
+        assert stored.layers == (pytest.approx(values + file, abs=0.3) if on_cpu else values)
 
 
 # ------------------------------------------------------------------------------------------------- around the weights

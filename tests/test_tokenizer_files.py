@@ -795,7 +795,7 @@ def test_windows_line_endings_and_a_missing_last_one_are_accepted(byte_tokens: l
 def test_llama4s_file_is_rejected(tmp_path: Path, capfd: Any) -> None:
     tokens = [bytes([b]) for b in range(256)] + [b"%d" % i for i in range(1000, 1000 + 200_000 - 256)]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(tiktoken_lines(tokens)))
-    rejected(tmp_path / "tokenizer.model", "the tokenizer of Llama 4", capfd)
+    rejected(tmp_path / "tokenizer.model", "tokenizer of Llama 4", capfd)
 
 
 @pytest.mark.row("E04")

@@ -60,7 +60,7 @@ def not_ours(args: argparse.Namespace, descriptor: int) -> str | None:
     if piped and (name := reader_before(status)) is not None:  # of a file, dash has the same one while it waits
         return f"{name}, which started this command, may need it"
     if piped and not has_data(descriptor, WAIT):
-        if not has_other_writer(status):
+        if not has_other_writer(status) and not has_data(descriptor, 0):  # a writer may have written and ended since
             return SILENT
         streams.info(args, "waiting for standard input from another program")
     return None

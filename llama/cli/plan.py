@@ -14,7 +14,7 @@ from . import arguments, loading, streams
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..config import ModelConfig
-    from ..tools.plan import Plan, Run, Split, Stored
+    from ..tools.plan import GPU, Plan, Run, Split, Stored
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 OTHERS = (None, "int8", "int4")  # weights compared in the table
@@ -56,7 +56,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="dtype of weights, keys and values (default: bfloat16; quantized weights keep their stored format)",
+        help="dtype of weights, keys and values (default: bfloat16; for cpu, the one that 'generate' uses on this"
+        " computer; quantized weights keep their stored format)",
     )
     parser.add_argument(
         "--quantize",
@@ -105,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
     count, gpu = plan.parse_gpus(args.gpus, **overrides, per_host=args.gpus_per_host)
     scheme = None if args.quantize is None else pick_scheme(args.quantize)
     name, config, checkpoint = architecture(args.model)
+    if checkpoint is None and not args.model.endswith(("/", ".json", name)):
+        streams.info(args, f"there is no model {args.model} on this computer; the shapes are those of {name}")
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
-    dtype = args.dtype or "bfloat16"
+    dtype = args.dtype or _default_dtype(gpu)
     stored = None if checkpoint is None else plan.stored_in(checkpoint, plan.DTYPE_BYTES[dtype], gpu.name == "cpu")
     weights = stored if scheme is None and args.dtype is None else scheme
     request = plan.Run(config, args.batch, context, dtype, weights, args.kv_cache)
@@ -117,6 +120,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         streams.write("\n".join(lines(facts)) + "\n")
     return 0 if result.fits else 1
+
+
+def _default_dtype(gpu: GPU) -> str:
+    """The dtype in which generate would run: for a CPU, this computer's."""
+    if gpu.name != "cpu":
+        return "bfloat16"
+    import torch
+
+    from ..engine.runtime import pick_dtype
+
+    return str(pick_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
 
 
 def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
@@ -136,7 +150,11 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
         try:
             found = resolve(path_or_name, fetch=False)
         except CheckpointError as error:
-            plain = re.sub(r"-(instruct|chat|hf)\b", "", path.name, flags=re.IGNORECASE)
+            full = re.sub(r"^meta-|-hf$", "", path.name, flags=re.IGNORECASE)
+            plain = re.sub(r"-(instruct|chat)\b", "", full, flags=re.IGNORECASE)
+            same = spelling.nearest(full, official(), 1, 1.0) or spelling.nearest(plain, official(), 1, 1.0)
+            if same and len(path.parts) <= 2:  # a name of the hub, not a path
+                return same[0], official()[same[0]], None
             near = spelling.nearest(path.name, official(), cutoff=0.8)
             near = near or spelling.nearest(plain, official(), cutoff=0.7)
             why = f"{str(error).partition(';')[0]}; {spelling.did_you_mean(near)}Known" if near else f"{error}; known"
@@ -311,6 +329,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             text.append(f"note        a GPU dequantizes {', '.join(facts['dequantized'])} to {facts['dtype']}")
     if facts["context"] > facts["max_seq_len"]:
         text.append(f"note        the model was trained for {facts['max_seq_len']:,} tokens")
+    if gpu["name"] == "cpu" and facts["dtype"] == "float32":
+        text.append("note        --dtype bfloat16 halves these, but is slow on a CPU without instructions for it")
     text += ["", "memory of the fullest GPU, GB"]
     labels = {"weights": "weights", "kv_cache": "keys, values", "activations": "activations", "reserve": "reserve"}
     text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
@@ -341,9 +361,10 @@ def _verdict(facts: dict[str, Any]) -> str:
     if not facts["fits"]:
         return f"no; {fewest}"
     sequences = "sequence" if facts["largest_batch"] == 1 else "sequences"
+    longest = f", or {facts['batch']:,} of {facts['largest_context']:,}"
     return (
-        f"yes, up to {facts['largest_batch']:,} {sequences} of {facts['context']:,} tokens,"
-        f" or {facts['batch']:,} of {facts['largest_context']:,}\n            {fewest}"
+        f"yes, up to {facts['largest_batch']:,} {sequences} of {facts['context']:,} tokens"
+        f"{longest if facts['largest_context'] >= facts['context'] else ''}\n            {fewest}"
     )
 
 

@@ -70,9 +70,8 @@ def locate(name: str) -> Path:
         wanted = repository.hub_id(name)
         found = (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else None
     if found is None:
-        meant = hub.similar(name)
         raise CheckpointError(
-            f"there is no file or folder {name!r}, and no downloaded model of that name{'; ' * bool(meant)}{meant}"
+            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.expected(name)}"
         )
     return found
 

@@ -101,7 +101,7 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     if folder and os.path.isdir(folder):
         return Path(folder, min(quants.choose([file.name for file in Path(folder).iterdir()], quant, folder)))
     if (id := hub_id(name)) is None:
-        raise CheckpointError(f"there is no file or folder {name!r}; {_expected(name)}")
+        raise CheckpointError(f"there is no file or folder {name!r}; {expected(name)}")
     if (here := find_cached(id)) is None:
         if not fetch:
             raise CheckpointError(
@@ -112,7 +112,8 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
             return pull(name, quiet=quiet)
         except CheckpointError as error:
             known, meant = repository_of(name), similar(name)
-            hint = f"; or: clearllama pull {known}" if known not in (None, id.repo) else "; " * bool(meant) + meant
+            hint = f"; or: clearllama pull {known}" if known else "; " * bool(meant) + meant
+            hint = hint if known != id.repo else ""
             raise CheckpointError(f"there is no file or folder {name!r}; {error}{hint}") from error
     if not quiet and (note := cached_note(id, here)):
         _say_once(note)
@@ -189,12 +190,15 @@ def similar(name: str) -> str:
     with contextlib.suppress(OSError, ValueError), os.scandir(folder or ".") as entries:
         beside = (entry.name for entry in entries if entry.is_dir() or entry.name.endswith(".gguf"))
         known |= {one: os.path.join(folder, one) for one in itertools.islice(beside, MOST_BESIDE)}
-    return spelling.did_you_mean([known[one] for one in spelling.nearest(last, known)]).rstrip()
+    found = [known[one] for one in spelling.nearest(last, known)]
+    return spelling.did_you_mean([one for one in found if one != name]).rstrip()
 
 
-def _expected(name: str, path: str = "its path") -> str:
+def expected(name: str, path: str = "its path") -> str:
     """What an unknown name could be replaced with."""
     known, meant = repository_of(name), similar(name)
+    if known == name:
+        meant = ""
     if known and meant and known not in meant:
         return f"{meant} Or: clearllama pull {known}"
     if known:
@@ -207,7 +211,7 @@ def _expected(name: str, path: str = "its path") -> str:
 
 def _named(name: str) -> NamedModel:
     if name not in MODELS:
-        raise UsageError(f"no model is named {name!r}; {_expected(name, path='')}")
+        raise UsageError(f"no model is named {name!r}; {expected(name, path='')}")
     return MODELS[name]
 
 

@@ -430,7 +430,7 @@ def _explained(error: Exception, id: HubId) -> CheckpointError | UsageError:
         )
     return CheckpointError(
         f"downloading {id} from the Hugging Face hub failed ({type(error).__name__}: {short(error)}); check the"
-        f" network and try again: the transfer resumes"
+        f" network and try again: a transfer resumes where it stopped"
     )
 
 

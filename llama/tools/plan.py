@@ -106,7 +106,8 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
         meant = spelling.did_you_mean(spelling.nearest(match[2], (*GPUS, *CUSTOM), cutoff=0.7))
         raise UsageError(
             f"unknown GPU {match[2]!r}, expected a GPU such as H100 or 16xH100;"
-            f" {meant}known: {', '.join((*GPUS, *CUSTOM))}"
+            f" {meant}{'K' if meant else 'k'}nown: {', '.join((*GPUS, *CUSTOM))}; for another GPU, give its memory:"
+            f" --gpus {count}xcustom --gpu-memory 16GB"
         )
     gpu = GPUS[known[name]]
     changed: dict[str, Any] = given

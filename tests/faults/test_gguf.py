@@ -107,7 +107,7 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("D09", "empty key", file([entry(b"", 0, b"x")]), "not a valid name"),
     ("D09", "key not UTF-8", file([entry(b"\xff\xfe", 0, b"x")]), "not UTF-8"),
     ("D09", "key with a control character", file([entry(b"a\x1b[2J", 0, b"x")]), "not a valid name"),
-    ("D09", "name with a control character", file([], [tensor(b"\x1b[2J")], 128), "is not valid"),
+    ("D09", "name with a control character", file([], [tensor(b"\x1b[2J")], 128), "name of tensor 0 is not valid"),
     ("D09", "string not UTF-8", file([entry(b"k", 8, string(b"\xff"))]), "not UTF-8"),
     *[("D09", f"alignment {n}", aligned(4, struct.pack("<I", n)), "general.alignment must be a power of two")
       for n in (0, 1, 3, 33, 2**30, 2**31)],
