@@ -156,8 +156,8 @@ class Transformer(nn.Module):
 
         length  tokens in the complete text, if frequencies depend on it (rope_scaling.BY_LENGTH); None: tokens so far
         """
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            raise ValueError(f"tokens must be a tensor (B, T), got {getattr(tokens, 'shape', type(tokens))}")
         if positions is not None and bool((positions < 0).any()):
             raise ValueError(f"positions must not be negative, got {int(positions.min())}")
         T = tokens.shape[1]

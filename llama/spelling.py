@@ -22,5 +22,6 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 def unknown_option(name: str, known: Sequence[str]) -> str:
     """The message for a keyword argument that is not in `known`."""
-    meant = did_you_mean(nearest(name, known, 1, 0.6))
+    begun = [one for one in known if len(name) > 2 and one.startswith(name)]
+    meant = did_you_mean(begun or nearest(name, known, 1, 0.6))
     return f"unknown option {name!r:.80}; {meant}{'Known' if meant else 'known'}: {', '.join(known)}"

@@ -66,6 +66,7 @@ class Llama:
 
     stop            a string, or a list of strings, that end the text
     logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
+    prompt_logprobs True: log-probabilities of the prompt's tokens; not with a session or a draft
     schema          a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
                     (generation/structured.py)
     draft           "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
@@ -251,7 +252,20 @@ class Llama:
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
         if guesses is not None and prepared.request.constraint is not None:
             raise UsageError("a draft can't be combined with a schema, regex or grammar: leave draft out")
+        if prepared.request.prompt_logprobs:
+            if session is not None or guesses is not None or progress is not None:
+                raise UsageError(
+                    "prompt_logprobs can't be combined with a session, a draft or progress: leave these out"
+                )
+            return self._alone(prepared)
         return self._stream(prepared, session, guesses, progress)
+
+    def _alone(self, prompt: Prompt) -> Generator[Piece]:
+        """The pieces of one answer that runs as a batch."""
+        for _, piece in self.answers([prompt], batch_size=1):
+            if isinstance(piece, LlamaError):
+                raise piece
+            yield piece
 
     def _stream(
         self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
@@ -375,6 +389,7 @@ class Llama:
                 case Started():
                     answers[number] = prompt.begin(), event.cached
                 case PromptScored():
+                    answers[number][0].score(event.tokens)
                     yield prompt, Piece("", prompt=event.tokens)
                 case TokenEvent():
                     answer = answers[number][0]

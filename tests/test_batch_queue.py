@@ -16,7 +16,7 @@ from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Event, PromptScored, Request, Started, TokenEvent
 from llama.model import Runner, Transformer
 from llama.sampling import SamplingParams
-from llama.text import Llama
+from llama.text import Llama, Session
 from tests import tiny
 
 
@@ -190,6 +190,34 @@ def test_scores_of_a_prompt_equal_those_of_one_pass(chunk: int, monkeypatch: pyt
         assert list(token.top.values()) == sorted(token.top.values(), reverse=True)
     assert all(not token.top for token in scored[2])
     assert sum(isinstance(event, TokenEvent) and event.number == 1 for event in events) == 3
+
+
+def test_every_method_returns_scores_of_the_prompt(tiny_llm: Llama) -> None:
+    ids = tiny_llm.tokenizer.encode_prompt("hello world", False)
+    expected = tiny_llm.model(torch.tensor([ids]))[0, :-1, : tiny_llm.tokenizer.n_vocab].log_softmax(-1)  # (T - 1, V)
+    expected = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    options = {"max_new_tokens": 3, "seed": 1, "temperature": 2.0}
+    plain = tiny_llm.generate("hello world", **options)
+    *pieces, last = tiny_llm.stream("hello world", prompt_logprobs=True, **options)
+    assert [token.id for token in pieces[0].prompt or ()] == ids
+    for scored in (
+        last.completion,
+        tiny_llm.generate("hello world", prompt_logprobs=True, **options),
+        tiny_llm.generate(["hello world", "x"], prompt_logprobs=True, **options)[0],
+        tiny_llm.generate("hello world", n=2, prompt_logprobs=True, **options)[0],
+    ):
+        assert scored is not None
+        assert scored.prompt_logprobs is not None
+        assert (scored.tokens, scored.text) == (plain.tokens, plain.text)
+        first, *found = scored.prompt_logprobs
+        assert first is None
+        torch.testing.assert_close(torch.tensor(found), expected)
+    assert plain.prompt_logprobs is None
+    only = tiny_llm.generate("hello world", max_new_tokens=0, prompt_logprobs=True)
+    assert (only.text, len(only.prompt_logprobs or ())) == ("", len(ids))
+    for given in ({"session": Session()}, {"draft": "ngram"}):
+        with pytest.raises(UsageError, match="prompt_logprobs can't be combined with a session, a draft or progress"):
+            tiny_llm.generate("hello", prompt_logprobs=True, **given)
 
 
 def test_top_logprobs_are_the_largest_of_the_models_distribution() -> None:

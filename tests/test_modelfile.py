@@ -178,7 +178,7 @@ def test_other_targets_and_existing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="describes a GGUF file for Ollama, and --to hf writes none; use --to gguf"):
         convert(source, tmp_path / "out", "hf", modelfile=True)
     (tmp_path / "out.gguf.Modelfile").write_text("mine")
-    with pytest.raises(UsageError, match=r"Modelfile exists already; remove it, or replace it with --force"):
+    with pytest.raises(UsageError, match=r"Modelfile exists already; remove it, or replace it with force=True"):
         convert(source, tmp_path / "out.gguf", "gguf", modelfile=True)
     assert (tmp_path / "out.gguf.Modelfile").read_text() == "mine"
     convert(source, tmp_path / "out.gguf", "gguf", modelfile=True, force=True)

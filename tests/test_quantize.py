@@ -404,7 +404,7 @@ def test_an_existing_folder_is_replaced_only_by_force(sources: dict[str, Path], 
     quantize(source, tmp_path / "q", "int4")
     complete = files(tmp_path / "q")
     (tmp_path / "q" / "config.json").write_text("x")
-    with pytest.raises(UsageError, match="exists already; name another target, or replace it with --force"):
+    with pytest.raises(UsageError, match="exists already; name another target, or replace it with force=True"):
         quantize(source, tmp_path / "q", "int4")
     assert files(tmp_path / "q").keys() == complete.keys()
     quantize(source, tmp_path / "q", "int4", force=True)

@@ -48,6 +48,9 @@ class FewRowsLinear(nn.Module):
             return kernels.linear_bf16(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bfloat16"
+
 
 class TileLinear(nn.Module):
     """A quantized linear layer for a CPU with the C++ kernels; its weight is packed in tiles (quant/tiles.py).
@@ -74,6 +77,9 @@ class TileLinear(nn.Module):
     def weight(self) -> Tensor:
         """(out, in) float32."""
         return self.blocks.weight
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         y = kernels.linear_blocks(x, self.tiles, self.format, self.out_features)
@@ -169,6 +175,10 @@ class BlockLinear(nn.Module):
             if buffer is not None:
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # a cast does not apply to bytes
         return self
+
+    def extra_repr(self) -> str:
+        group = f"g{self.group}" if self.scale.shape[-1] > 1 else "row"
+        return f"in_features={self.in_features}, out_features={self.out_features}, int{self.bits}-{group}"
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         if x.is_cuda and x.numel() == self.in_features and triton_kernels.supports(self.packed):

@@ -84,6 +84,7 @@ class Completion:
     finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
     logprobs       natural log-probability of each of `tokens` in the model's own distribution, if requested
     top_logprobs   for each of `tokens` {id: log-probability} of the most probable tokens, if requested
+    prompt_logprobs  log-probability of each id of the prompt, None for the first id, if requested
     """
 
     text: str
@@ -92,6 +93,7 @@ class Completion:
     logprobs: list[float] | None
     stats: Stats
     top_logprobs: list[Mapping[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -169,9 +171,14 @@ class Answer:
         self._decoder, self._stop_text = Decoder(tokenizer, prompt if continues else ()), StopText(stops)
         self._scores: list[float] = []
         self._tops: list[Mapping[int, float]] = []
+        self._prompt_scores: list[float | None] | None = None
         self._texts: list[str] = []
         self._started = self._last = time.perf_counter()
         self._first: float | None = None
+
+    def score(self, prompt: Sequence[Token]) -> None:
+        """Add the tokens of the prompt, with their log-probabilities."""
+        self._prompt_scores = [token.logprob for token in prompt]
 
     def feed(self, token: Token) -> str:
         """Add a token; return the text that is certain now, which may be empty."""
@@ -211,6 +218,5 @@ class Answer:
         )
         finish: FinishReason = "stop" if self.done else "length"
         scores = self._scores if logprobs else None
-        return Piece(
-            text, Completion("".join([*self._texts, text]), self.ids, finish, scores, stats, self._tops or None)
-        )
+        full = "".join([*self._texts, text])
+        return Piece(text, Completion(full, self.ids, finish, scores, stats, self._tops or None, self._prompt_scores))

@@ -90,7 +90,10 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     `pull`; without `fetch`, a repository is not downloaded. Raises CheckpointError if there is no such model.
     """
     if not isinstance(path_or_name, str | os.PathLike | None):
-        raise UsageError(f"a model must be a path or a name, got {path_or_name!r:.80}")
+        loaded = "; for a loaded model, give what it was loaded from" if hasattr(path_or_name, "model") else ""
+        raise UsageError(f"a model must be a path or a name, got {path_or_name!r:.80}{loaded}")
+    if path_or_name == "":
+        raise UsageError("a model must be a path or a name, got an empty one")
     name = default_model() if path_or_name is None else str(path_or_name)
     if name in MODELS:
         return pull(name, quiet=quiet)

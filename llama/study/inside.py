@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import checks
 from ..attention import dequantized, reference_weights
 from ..errors import UsageError
 from ..model import Transformer
@@ -134,6 +135,8 @@ def tensors_of(model: Transformer) -> dict[str, Tensors]:
 
 def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors]:
     """The tensors that names and patterns stand for. Raises UsageError for one that stands for none."""
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"expected the name of a tensor or several names, got {checks.shown(names)}")
     known, found = tensors_of(model), dict[str, Tensors]()
     for name in [names] if isinstance(names, str) else names:
         pattern = re.compile(re.escape(name).replace(r"\*", "[^.]*"))
@@ -152,6 +155,8 @@ def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors
 def transformer(model: Transformer | Llama) -> Transformer:
     """The model itself. Raises UsageError if processes share it: this process would see a part of each tensor."""
     model = model.model if isinstance(model, Llama) else model
+    if not isinstance(model, Transformer):
+        raise UsageError(f"expected a model from llama.load or llama.load_model, got {checks.shown(model)}")
     if model.runner.distributed:
         raise UsageError("the tensors of a model in several processes can't be read or changed; run it in one process")
     return model
@@ -231,8 +236,13 @@ class Activations(Mapping[str, Tensor]):
     def __init__(self, names: Iterable[str]):
         self.calls: dict[str, list[Tensor]] = {name: [] for name in names}
 
+    def __repr__(self) -> str:
+        return f"Activations({', '.join(f'{name}: {tuple(tensor.shape)}' for name, tensor in self.items())})"
+
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.calls and not self.calls[name]:
+        if name not in self.calls:
+            raise KeyError(f"{name} was not recorded; recorded: {', '.join(self.calls)}")
+        if not self.calls[name]:
             raise KeyError(f"{name}: nothing was recorded, since the model did not run; run it in the with block")
         return self.calls[name][-1]
 
@@ -270,8 +280,7 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
     """Replace tensors whenever the model runs: {name or pattern: function(x, at) -> the new tensor}.
 
     x is the tensor in the shape of SITES, and `at` a Place. The result must have the shape of x; it is converted to the
-    dtype and device of x. x itself must not be changed in place, since it may also be recorded. Functions for the same
-    tensor run in the order in which they were given.
+    dtype and device of x, which is a copy. Functions for the same tensor run in the order in which they were given.
 
     identity  says what is changed, for sessions: keys and values computed under a patch are reused only under a patch
               with the same identity; None: only within this `with` block
@@ -280,6 +289,8 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
     when the model runs, for a result of another shape.
     """
     model = transformer(model)
+    if not isinstance(changes, Mapping) or not all(callable(function) for function in changes.values()):
+        raise UsageError(f"expected {{name: function(x, at)}}, got {checks.shown(changes)}")
     now = local()  # .positions: those of the pass that this thread runs
     with contextlib.ExitStack() as stack:
         stack.enter_context(_marked(model, identity or uuid.uuid4().hex))
@@ -300,11 +311,12 @@ def _checked(name: str, layer: int | None, function: Function, now: local) -> Vi
     """The function as a visit that checks what it returns."""
 
     def visit(x: Tensor) -> Tensor:
-        new = function(x, Place(name, layer, None if layer is None else now.positions))
+        copy = x.clone()  # x may also be recorded, or be part of a computation that follows
+        new = function(copy, Place(name, layer, None if layer is None else now.positions))
         if not isinstance(new, Tensor) or new.shape != x.shape:
             found = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
             raise UsageError(f"the function for {name} must return a tensor of shape {tuple(x.shape)}, got {found}")
-        return new.to(x)
+        return x if new is copy and torch.equal(new, x) else new.to(x)
 
     return visit
 

@@ -188,7 +188,7 @@ def plan_modelfile(target: Path, to: str, model: Model, force: bool) -> tuple[Pa
     if to != "gguf":
         raise UsageError(f"--modelfile describes a GGUF file for Ollama, and --to {to} writes none; use --to gguf")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists already; remove it, or replace it with --force")
+        raise UsageError(f"{path} exists already; remove it, or replace it with force=True (--force)")
     return path, modelfile(target, model)
 
 
@@ -450,7 +450,7 @@ def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> No
         if source.resolve() == target.resolve() or target.resolve() in source.resolve().parents:
             raise UsageError(f"{target} is the source or contains it; name another target")
         if not force:
-            raise UsageError(f"{target} exists already; name another target, or replace it with --force")
+            raise UsageError(f"{target} exists already; name another target, or replace it with force=True (--force)")
         if target.is_dir() != is_folder:
             kind = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
             raise UsageError(

@@ -239,6 +239,20 @@ def test_what_is_recorded_depends_on_which_began_first() -> None:
         assert torch.equal(after[name], 2 * before[name])
 
 
+@pytest.mark.parametrize("name", ["resid_post.0", "q.1", "pattern.0", "z.0", "logits"])
+def test_a_change_in_place_is_a_change_of_a_copy(name: str) -> None:
+    model = tiny.model()
+    with study.activations(model, name) as before, study.patch(model, {name: lambda x, at: x.mul_(2)}):
+        found = model(TOKENS)
+    with study.patch(model, {name: lambda x, at: 2 * x}):
+        assert torch.equal(found, model(TOKENS))
+    with study.activations(model, name) as plain:
+        unchanged = model(TOKENS)
+    assert torch.equal(before[name], plain[name])
+    with study.patch(model, {name: lambda x, at: x}):
+        assert torch.equal(model(TOKENS), unchanged)
+
+
 def test_a_function_is_told_the_name_the_layer_and_the_positions() -> None:
     model, places = tiny.model(), list[study.Place]()
     cache = model.new_cache(20)
@@ -262,6 +276,8 @@ def test_a_function_is_told_the_name_the_layer_and_the_positions() -> None:
         ({"z.2": lambda x, at: x}, r"no tensor is named 'z.2'"),
         ({"layers.0.attention.apply_rotary_emb": lambda x, at: x}, "no tensor is named"),
         ({"z.1": lambda x, at: x[:, :1]}, r"must return a tensor of shape \(1, 9, 4, 16\), got shape \(1, 1, 4, 16\)"),
+        ({"z.1": 0}, r"expected \{name: function\(x, at\)\}, got \{'z.1': 0\}"),
+        (["z.1"], r"expected \{name: function\(x, at\)\}, got \['z.1'\]"),
         ({"z.1": lambda x, at: None}, r"must return a tensor of shape \(1, 9, 4, 16\), got NoneType"),
     ],
 )
@@ -271,6 +287,26 @@ def test_a_wrong_change_is_one_line_and_leaves_the_model_unchanged(changes: Any,
         model(TOKENS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not hasattr(model, "patched")
+
+
+def test_a_wrong_argument_or_name_is_one_line() -> None:
+    model = tiny.model()
+    for arguments, message in (
+        (("x", "embed"), r"expected a model from llama.load or llama.load_model, got 'x'"),
+        ((model, 5), "expected the name of a tensor or several names, got 5"),
+        ((model, ["z.0", 1]), r"expected the name of a tensor or several names, got \['z.0', 1\]"),
+    ):
+        with pytest.raises(UsageError, match=message), study.activations(*arguments):  # type: ignore[arg-type]
+            pass
+    with study.activations(model, "z.*") as seen:
+        pass
+    with pytest.raises(KeyError, match=r"z.0: nothing was recorded, since the model did not run"):
+        seen["z.0"]
+    with pytest.raises(KeyError, match=r"q.0 was not recorded; recorded: z.0, z.1"):
+        seen["q.0"]
+    with study.activations(model, "z.*") as seen:
+        model(TOKENS)
+    assert repr(seen) == "Activations(z.0: (1, 9, 4, 16), z.1: (1, 9, 4, 16))"
 
 
 def test_a_model_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
