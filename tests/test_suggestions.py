@@ -80,6 +80,10 @@ def test_nothing_is_suggested_for_an_option_unlike_all_others(
     assert "did you mean" not in line
 
 
+def test_a_prompt_given_to_chat_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unrecognized arguments: Hello; chat takes no prompt: type it" in error_of("chat Hello", capsys)
+
+
 @pytest.mark.parametrize("words", ["-m x generate hi", "--json generate hi", "--model=x generate hi"])
 def test_an_option_before_the_command_is_explained(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     option = words.split()[0].partition("=")[0]

@@ -77,8 +77,8 @@ def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
             raise ValueError("a record overlaps the table")
     except (ValueError, struct.error) as error:  # UnicodeDecodeError is a ValueError
         raise CheckpointError(
-            f"{path} ({size} bytes) is truncated or damaged: the table of contents at the end of the archive is missing"
-            f" or does not match the records ({error}); download it again"
+            f"{path}: the table of contents at the end of the archive, which has {size:,} bytes, is missing or does not"
+            f" match the records ({error}); the file is truncated or damaged, download it again"
         ) from None
     folders = {name.partition("/")[0] for name in found}
     if len(folders) != 1 or not all("/" in name and name.isprintable() for name in found):

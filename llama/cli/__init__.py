@@ -115,8 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest:
             command = suggestions.commands_of(parser)[args.command]
             message = suggestions.unrecognized(rest, suggestions.options_of(command))
-            hint = "; a prompt of several words needs quotes; a prompt that starts with - needs -- before it"
-            command.error(message or f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
+            hint = {
+                **dict.fromkeys(
+                    PROMPTED, "; a prompt of several words needs quotes; a prompt that starts with - needs -- before it"
+                ),
+                "chat": "; chat takes no prompt: type it in the chat, pipe it to chat, or use clearllama generate",
+            }
+            command.error(message or f"unrecognized arguments: {' '.join(rest)}{hint.get(args.command, '')}")
     except SystemExit as left:  # --help, --version and usage errors; their text may still be in the buffer
         try:
             streams.write_raw("")
