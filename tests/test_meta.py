@@ -351,7 +351,10 @@ class Payload:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda d: (d / "consolidated.00.pth").write_bytes(b""), r"consolidated\.00\.pth is empty"),
-    "cut": (lambda d: cut(d / "consolidated.00.pth"), r"consolidated\.00\.pth: the table of contents .* has [\d,]+ bytes, is missing"),
+    "cut": (
+        lambda d: cut(d / "consolidated.00.pth"),
+        r"consolidated\.00\.pth: the table of contents .* has [\d,]+ bytes, is missing",
+    ),
     "html": (lambda d: (d / "consolidated.01.pth").write_text("<!DOCTYPE html>"), "web page"),
     "lfs": (
         lambda d: (d / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1"),
