@@ -83,8 +83,9 @@ class LoadOptions:
     world         the processes that share the model (engine.parallel.join); this process loads its part
     tokens        expected number of tokens, prompt and answer together, for the memory check
     check_memory  compare the required memory with the free memory, before a weight is read and before a cache grows
-    fast          use the device's fastest linear layers and attention, and keep a file's quantized blocks unless dtype
-                  is float32 or float16; False: nn.Linear and dequantized weights
+    fast          True: the fastest linear layers and attention of the device; a file's quantized weights stay quantized
+                  unless dtype is given as float32 or float16. False: nn.Linear with dequantized weights. The default is
+                  True in `load` and False in `load_model`
     """
 
     device: Devices = None
@@ -189,7 +190,7 @@ def load_model(
     adapters: Adapters = (),
     **options: Any,
 ) -> Transformer:
-    """Load the model alone; no tokenizer is needed. Linear layers are nn.Linear, unless quantize is given.
+    """Load the model alone; no tokenizer is needed. Linear layers are nn.Linear, unless quantize or fast=True is given.
 
     Arguments as in `load` and `LoadOptions`.
     """

@@ -135,7 +135,7 @@ def test_a_tokenizer_of_another_model_is_a_mismatch(clearllama: Run, tmp_path: P
 def test_generate_runs_a_folder_of_meta(clearllama: Run, meta: Path) -> None:
     raw = clearllama("generate", "-m", str(meta), "The dog bites", "--json", *FAST)
     assert raw.returncode == 0, raw.stderr
-    assert b"the model has no chat template; for a chat model: --chat-format llama3" in raw.stderr
+    assert b"the model has no chat template; if it was trained to chat, add --chat-format llama3" in raw.stderr
     chat = clearllama("generate", "-m", str(meta), "The dog bites", "--json", "--chat-format", "llama3", *FAST)
     assert chat.returncode == 0, chat.stderr
     assert b"one user message in the format llama3" in chat.stderr

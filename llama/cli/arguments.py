@@ -273,14 +273,15 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_chat_format(parser: argparse.ArgumentParser) -> None:
-    """Add --chat-format."""
+def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits its vocabulary") -> None:
+    """Add --chat-format. otherwise: what is used for a model without a template."""
     parser.add_argument(
         "--chat-format",
         default="auto",
         choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
         help="how messages are encoded: jinja is the checkpoint's chat template; llama2, llama3 and codellama-70b are"
-        " built in, for checkpoints without a template, such as Meta's (default: auto, the template if there is one)",
+        " built in, for checkpoints without a template, such as Meta's (default: auto, the"
+        f" template; for a model without one, {otherwise})",
     )
 
 

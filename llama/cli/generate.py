@@ -36,7 +36,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens (default: as"
         " plain text)",
     )
-    arguments.add_chat_format(parser)
+    arguments.add_chat_format(parser, "none: the prompt is continued")
     parser.add_argument(
         "--suffix", metavar="TEXT", help="generate the text between PROMPT and this suffix (infilling, for Code Llama)"
     )
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     elif raw:
         reason = "--raw" if args.raw else "the model has no chat template"
         if not args.raw and llm.chat_format is not None:
-            reason += f"; for a chat model: --chat-format {llm.chat_format}"
+            reason += f"; if it was trained to chat, add --chat-format {llm.chat_format}"
         special = bool(args.parse_special)
         form = "text with control tokens" if special else "plain text"
         streams.info(args, f"the prompt is continued as {form} ({reason})")
