@@ -138,6 +138,20 @@ def test_the_product_follows_its_formula(kind: BlockFormat, rows: int, columns: 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_products_do_not_overflow(kind: BlockFormat, sign: int) -> None:
+    """AVX2 adds products in 16 bits."""
+    blocks = random_blocks(32, 512, *kind)
+    top = len(blocks.values) - 1 if blocks.values else 2**blocks.bits - 1
+    for quants in (torch.full_like(blocks.quants, top), torch.zeros_like(blocks.quants)):
+        extreme = blocks._replace(quants=quants)
+        for rows in (1, 2, 6, 13):
+            x = torch.full((rows, 512), float(sign))
+            assert distance(layer(extreme)(x), product(x, extreme)) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: BlockFormat) -> None:
     blocks = random_blocks(64, 1024, *kind)
     x = normal(20, 1024)

@@ -21,7 +21,7 @@ from ..cache import KVCache, LayerCache, MemoryCheck
 from ..model import Choose, Runner, Transformer
 from ..quant.tiles import TILE
 from . import kernels
-from .cpu_attention import kernel_attention
+from .cpu_attention import FEW_QUERIES, kernel_attention
 from .hooks import HookWatch
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
 from .no_rope import unrotated
@@ -122,13 +122,14 @@ class KernelRunner(Runner):
         angles = tuple(torch.view_as_real(rows).unbind(-1)) if isinstance(rows, Tensor) else rows
         mask = None if keys is None else causal_mask(positions, keys).contiguous()
         step = Step(angles, positions.contiguous(), mask, model.config.norm_eps)
+        few = step.positions.shape[-1] <= FEW_QUERIES  # for more, the kernels' attention rounds to bfloat16
         still = step._replace(angles=(*unrotated(angles),)) if model.config.no_rope_layers else step
         h = model.tok_embeddings(tokens).flatten(0, 1)  # (B T, C)
         added: Tensor | None = None  # the result of a block's feed_forward, which the next operation adds to h
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
             own = step if block.rotates else still
-            if block.tiles and type(layer) is LayerCache and h.dtype != torch.float32:
+            if block.tiles and type(layer) is LayerCache and (few or h.dtype != torch.float32):
                 added = one_operation(block, own, h, added, layer)
             else:
                 added = nine_operations(block, own, h, added, layer)

@@ -21,21 +21,26 @@ namespace {
 constexpr int64_t CHUNK = 256;  // keys per piece of work; the results of the pieces are combined at the end
 constexpr int64_t WIDEST = 256;  // largest head_dim
 
-// sums: lane i of the result is the sum of all lanes of v[i]. Each of the four steps folds two vectors into one.
-template <int WIDTH>
-inline f32x16 fold(f32x16 a, f32x16 b) {
-    i32x16 low, high;
-    for (int i = 0; i < 16; i++) {
-        low[i] = i / (2 * WIDTH) * 2 * WIDTH + i % WIDTH + (i / WIDTH % 2) * 16;  // 16 and above: from b
+// sums: lane i of the result is the sum of all lanes of v[i], for as many vectors as they have lanes. Each step folds two into one.
+template <int WIDTH, typename V>
+inline V fold(V a, V b) {
+    constexpr int COUNT = sizeof(V) / 4;
+    decltype(a < b) low, high;
+    for (int i = 0; i < COUNT; i++) {
+        low[i] = i / (2 * WIDTH) * 2 * WIDTH + i % WIDTH + (i / WIDTH % 2) * COUNT;  // COUNT and above: from b
         high[i] = low[i] + WIDTH;
     }
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
-inline f32x16 sums(f32x16* v) {
-    for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
-    for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4]);
-    for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2]);
-    return fold<1>(v[0], v[1]);
+template <int WIDTH, typename V>
+inline V sums(V* v) {
+    for (int i = 0; i < WIDTH; i++) v[i] = fold<WIDTH>(v[i], v[i + WIDTH]);
+    if constexpr (WIDTH > 1) return sums<WIDTH / 2>(v);
+    return v[0];
+}
+template <typename V>
+inline V sums(V* v) {
+    return sums<sizeof(V) / 8>(v);
 }
 
 // exp(x) for x <= 0, relative error 2e-7: 2^n times a polynomial in the remainder; 0 below -87.
@@ -76,44 +81,50 @@ inline void prefetch(const Piece<C>& p, int64_t key) {
 // QUERIES queries of a piece, from `first` on: their products with keys, and sums of values. VECTORS: D / 16; 0: any.
 template <typename C, int VECTORS, int QUERIES>
 struct Queries {
+    static constexpr int COLUMNS = PARTS == 1 ? VECTORS ? VECTORS : WIDEST / 16 : 4;  // registers of a value that are summed at once
     const Piece<C>& p;
     const float* q;
     const int64_t vectors;
 
-    Queries(const Piece<C>& p, int64_t first) : p(p), q(p.q + first * p.D), vectors(VECTORS ? VECTORS : p.D / 16) {}
+    Queries(const Piece<C>& p, int64_t first) : p(p), q(p.q + first * p.D), vectors((VECTORS ? VECTORS : p.D / 16) * PARTS) {}
 
     // Products with keys s to s + 16, which are widened once for all queries. Beyond `count`, the last key is repeated.
     void products(int64_t s, int64_t count, f32x16* out) const {
-        f32x16 acc[QUERIES][16];
-        for (int64_t j = 0; j < 16; j++) {
-            const C* key = p.k + (s + std::min(j, count - 1)) * p.k_stride;
-            prefetch(p, s + j);
-            f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
-            for (int64_t i = 0; i < vectors; i++) wide[i] = widen(key + 16 * i);
+        for (int part = 0; part < PARTS; part++) {
+            floats acc[QUERIES][LANES];
+            for (int64_t j = 0; j < LANES; j++) {
+                const C* key = p.k + (s + std::min(part * LANES + j, count - 1)) * p.k_stride;
+                prefetch(p, s + part * LANES + j);
+                floats sum[QUERIES]{};
+                for (int64_t i = 0; i < vectors; i++) {
+                    const floats wide = to_floats(key + LANES * i);
+                    for (int r = 0; r < QUERIES; r++) sum[r] += wide * load<floats>(q + r * p.D + LANES * i);
+                }
+                for (int r = 0; r < QUERIES; r++) acc[r][j] = sum[r];
+            }
             for (int r = 0; r < QUERIES; r++) {
-                f32x16 a = wide[0] * load<f32x16>(q + r * p.D);
-                for (int64_t i = 1; i < vectors; i++) a += wide[i] * load<f32x16>(q + r * p.D + 16 * i);
-                acc[r][j] = a;
+                const floats some = sums(acc[r]);
+                std::memcpy((float*)(out + r) + part * LANES, &some, sizeof some);
             }
         }
-        for (int r = 0; r < QUERIES; r++) out[r] = sums(acc[r]);
     }
 
     // out[r] = sum of weights[r][j] v[j]. A value whose weights are all 0 is not read, so it may be NaN.
     void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
-        f32x16 acc[QUERIES][VECTORS ? VECTORS : WIDEST / 16];
-        for (int r = 0; r < QUERIES; r++)
-            for (int64_t i = 0; i < vectors; i++) acc[r][i] = f32x16{};
-        for (int64_t j = 0; j < p.n; j++) {
-            float any = 0;
-            for (int r = 0; r < QUERIES; r++) any += std::fabs(weights[r][j]);
-            if (any == 0) continue;
-            f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
-            for (int64_t i = 0; i < vectors; i++) wide[i] = widen(p.v + j * p.v_stride + 16 * i);
-            for (int r = 0; r < QUERIES; r++)
-                for (int64_t i = 0; i < vectors; i++) acc[r][i] += wide[i] * weights[r][j];
+        for (int64_t first = 0; first < vectors; first += COLUMNS) {
+            const int64_t columns = !VECTORS || VECTORS * PARTS % COLUMNS ? std::min<int64_t>(COLUMNS, vectors - first) : COLUMNS;
+            floats acc[QUERIES][COLUMNS]{};
+            for (int64_t j = 0; j < p.n; j++) {
+                float any = 0;
+                for (int r = 0; r < QUERIES; r++) any += std::fabs(weights[r][j]);
+                if (any == 0) continue;
+                for (int64_t i = 0; i < columns; i++) {
+                    const floats wide = to_floats(p.v + j * p.v_stride + LANES * (first + i));
+                    for (int r = 0; r < QUERIES; r++) acc[r][i] += wide * weights[r][j];
+                }
+            }
+            for (int r = 0; r < QUERIES; r++) std::memcpy(out[r] + LANES * first, acc[r], columns * sizeof(floats));
         }
-        for (int r = 0; r < QUERIES; r++) std::memcpy(out[r], acc[r], vectors * 64);
     }
 };
 
@@ -166,6 +177,7 @@ struct Queries16 {
                 for (int lane = 0; lane < 16; lane++) out[r][i / 2 * 32 + 2 * lane + i % 2] = acc[r][i][lane];
     }
 };
+#if !defined(__AVX2__) || defined(__AVX512BF16__)
 template <int QUERIES>
 struct Queries<bf16, 4, QUERIES> : Queries16<4, QUERIES> {
     using Queries16<4, QUERIES>::Queries16;
@@ -174,6 +186,7 @@ template <int QUERIES>
 struct Queries<bf16, 8, QUERIES> : Queries16<8, QUERIES> {
     using Queries16<8, QUERIES>::Queries16;
 };
+#endif
 
 #if defined(__AVX512VNNI__)
 // The same for keys and values in 8 bits, with integer arithmetic. Products: 16 keys in the lanes of a vector, four entries of a
@@ -189,7 +202,7 @@ struct Queries8 {
     Queries8(const Piece<int8_t>& p, int64_t first) : p(p) {
         for (int r = 0; r < QUERIES; r++) {
             const float* from = p.q + (first + r) * p.D;
-            Largest largest;
+            Largest<f32x16> largest;
             for (int i = 0; i < VECTORS; i++) largest.see(load<f32x16>(from + 16 * i));
             scale[r] = largest.get() / 127;
             const float inverse = scale[r] > 0 ? 1 / scale[r] : 0;
@@ -216,7 +229,7 @@ struct Queries8 {
             for (int k = 0; k < 16; k++)
                 for (int r = 0; r < QUERIES; r++)
                     for (int part = 0; part < 2; part++)
-                        acc[r][part] = dot4<true>(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
+                        acc[r][part] = Sums<Format{8}>::add(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
         }
         for (int64_t j = 0; j < 16; j++) prefetch(p, s + j);
         for (int r = 0; r < QUERIES; r++)
@@ -228,7 +241,7 @@ struct Queries8 {
         alignas(64) int16_t quantized[QUERIES][CHUNK];
         float unit[QUERIES];
         for (int r = 0; r < QUERIES; r++) {
-            Largest largest;
+            Largest<f32x16> largest;
             for (int64_t j = 0; j < p.n; j += 16) largest.see(load<f32x16>(weights[r] + j));
             unit[r] = largest.get() / 32767;
             const float inverse = unit[r] > 0 ? 1 / unit[r] : 0;

@@ -25,10 +25,10 @@
 //     y[row] = sum over groups of  scale_w[row] * scale_x * sum_k(w[row, k] * x[k])  +  offset[row] * scale_x * sum_k(x[k])
 //
 // where w is unsigned, as the instruction vpdpbusd requires, and the inner sum is exact in 32 bits. Four inputs of x are broadcast
-// to all lanes, so no sum across lanes is needed, and up to 12 rows of x share every read of the weight. For more than one row, weights
+// to all lanes, so no sum across lanes is needed, and up to MANY rows of x share every read of the weight. For more than one row, weights
 // in another form than one level of scales and 4 or 8 bits are widened to 8 bits once for a tile and up to 96 rows.
 //
-// Nearly all of the time is spent in `dot4`.
+// Nearly all of the time is spent in `Sums::add`.
 
 #pragma once
 
@@ -44,6 +44,7 @@ constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
 constexpr int64_t WIDEN_FROM = 8;
+constexpr int MANY = PARTS == 2 ? 6 : 12;  // rows of x whose sums fit in the registers
 // Bytes that one row prefetches ahead, on processors whose own prefetcher reads too little.
 #if defined(__AMX_BF16__)
 constexpr int64_t AHEAD = 1024;
@@ -70,87 +71,87 @@ struct Format {
     constexpr int32_t middle() const { return offset ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
 };
 
-// acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x is 4 signed bytes.
-// With SIGNED8, weights of 8 bits (BYTES) are used as signed (w - 128): AVX2 adds two products in 16 bits, which unsigned ones can overflow, and
-// ARM's first instruction for this multiplies signed bytes only.
+// Sums of products of unsigned bytes of w and signed bytes of x: add(sums, w, x) adds, in each lane, the products of 4 inputs. After at most
+// MOST calls, total(sums) are the sums in 32 bits; MOST 0 is no limit. With SIGNED8, weights of 8 bits (Format::bytes) are used as signed
+// (w - 128): AVX2 adds two products in 16 bits, which unsigned ones can overflow, and ARM's first instruction for this multiplies signed bytes
+// only.
 #if defined(__AVX512VNNI__)
 constexpr bool SIGNED8 = false;
-template <bool BYTES>
-inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
-}
+template <Format F>
+struct Sums {
+    static constexpr int64_t MOST = 0;
+    static ints add(ints sums, words w, int32_t x) { return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x)); }
+    static ints total(ints sums) { return sums; }
+};
 #elif defined(__AVX2__)
 constexpr bool SIGNED8 = true;
-template <bool BYTES>
-inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
-    __m256i part[2];
-    std::memcpy(part, &w, 64);
-    for (int i = 0; i < 2; i++) {
-        __m256i u = part[i], s = _mm256_set1_epi32(x);
-        if (BYTES) {
-            __m256i q = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
-            u = _mm256_abs_epi8(q), s = _mm256_sign_epi8(s, q);
-        }
-        part[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1));
+template <Format F>
+struct Sums {  // of signed bytes in 32 bits; otherwise in 16 bits, for as many products of fewer bits as fit
+    static constexpr int64_t MOST = F.bytes() ? 0 : 32767 / (2 * 127 * ((1 << F.bits) - 1));
+    static ints add(ints sums, words w, int32_t x) {
+        const __m256i s = _mm256_set1_epi32(x);
+        if (!F.bytes()) return (ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, s));
+        const __m256i q = _mm256_xor_si256((__m256i)w, _mm256_set1_epi8(-128));
+        return sums + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(s, q)), _mm256_set1_epi16(1));
     }
-    return acc + load<i32x16>(part);
-}
+    static ints total(ints sums) { return F.bytes() ? sums : (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+};
 #elif defined(__ARM_FEATURE_DOTPROD)
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool SIGNED8 = false;
-inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t x) { return vusdotq_s32(acc, w, x); }
+inline int32x4_t dot16(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vusdotq_s32(sums, w, x); }
 #else
 constexpr bool SIGNED8 = true;
-inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t x) { return vdotq_s32(acc, vreinterpretq_s8_u8(w), x); }
+inline int32x4_t dot16(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vdotq_s32(sums, vreinterpretq_s8_u8(w), x); }
 #endif
-template <bool BYTES>
-inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
-    int32x4_t sum[4];
-    std::memcpy(sum, &acc, 64);
-    if (BYTES && SIGNED8) w ^= 0x80808080u;
-    for (int i = 0; i < 4; i++) sum[i] = dot16(sum[i], load<uint8x16_t>((const char*)&w + 16 * i), vreinterpretq_s8_s32(vdupq_n_s32(x)));
-    return load<i32x16>(sum);
-}
+template <Format F>
+struct Sums {
+    static constexpr int64_t MOST = 0;
+    static ints add(ints sums, words w, int32_t x) {
+        if (F.bytes() && SIGNED8) w ^= 0x80808080u;
+        return (ints)dot16((int32x4_t)sums, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+    }
+    static ints total(ints sums) { return sums; }
+};
 #else
 constexpr bool SIGNED8 = false;
-template <bool BYTES>
-inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
-    for (int i = 0; i < 4; i++) acc += (i32x16)((w >> (8 * i)) & 255) * int32_t(int8_t(x >> (8 * i)));
-    return acc;
-}
+template <Format F>
+struct Sums {
+    static constexpr int64_t MOST = 0;
+    static ints add(ints sums, words w, int32_t x) {
+        for (int i = 0; i < 4; i++) sums += (ints)((w >> (8 * i)) & 255) * int32_t(int8_t(x >> (8 * i)));
+        return sums;
+    }
+    static ints total(ints sums) { return sums; }
+};
 #endif
 
-// 16 values, and their bytes for 64 indices.
+// 16 values, and their bytes for the indices in w.
 #if defined(__AVX512BW__)
 struct Codebook {
     __m512i values;
     explicit Codebook(const uint8_t* p) : values(load<__m512i>(p)) {}
-    u32x16 operator()(u32x16 w) const { return (u32x16)_mm512_shuffle_epi8(values, (__m512i)w); }
+    words operator()(words w) const { return (words)_mm512_shuffle_epi8(values, (__m512i)w); }
 };
 #elif defined(__AVX2__)
 struct Codebook {
     __m256i values;
     explicit Codebook(const uint8_t* p) : values(load<__m256i>(p)) {}
-    u32x16 operator()(u32x16 w) const {
-        __m256i part[2];
-        std::memcpy(part, &w, 64);
-        for (int i = 0; i < 2; i++) part[i] = _mm256_shuffle_epi8(values, part[i]);
-        return load<u32x16>(part);
-    }
+    words operator()(words w) const { return (words)_mm256_shuffle_epi8(values, (__m256i)w); }
 };
 #else
 struct Codebook {
     uint8_t values[16];
     explicit Codebook(const uint8_t* p) { std::memcpy(values, p, 16); }
-    u32x16 operator()(u32x16 w) const {
-        uint8_t bytes[64];
-        std::memcpy(bytes, &w, 64);
+    words operator()(words w) const {
 #if defined(__ARM_NEON)
-        for (int i = 0; i < 64; i += 16) vst1q_u8(bytes + i, vqtbl1q_u8(vld1q_u8(values), vld1q_u8(bytes + i)));
+        return (words)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)w);
 #else
+        uint8_t bytes[4 * LANES];
+        std::memcpy(bytes, &w, sizeof bytes);
         for (uint8_t& byte : bytes) byte = values[byte];
+        return load<words>(bytes);
 #endif
-        return load<u32x16>(bytes);
     }
 };
 #endif
@@ -182,40 +183,46 @@ template <Format F>
 struct Group {
     const uint8_t* low;
     const uint8_t* high;
-    u32x16 high_bits;
-    f32x16 scale, offset{};
+    words high_bits[PARTS];
+    floats scale[PARTS], offset[PARTS]{};
 
     Group() = default;
-    Group(const uint8_t* block, const Shape& s, int64_t i, const f32x16* factors) {
+    Group(const uint8_t* block, const Shape& s, int64_t i, const floats (*factors)[PARTS]) {
         const int64_t inputs = group_of<F>(s), count = groups_of_a_block<F>(s), together = F.together();
         const int64_t low_bytes = inputs * ROWS * F.low() / 8, bytes = inputs * ROWS * F.bits / 8;
         const uint8_t* weights = block + (F.levels ? s.stride - count * bytes : 0) + i / together * together * bytes;
         low = weights + i % together * low_bytes;
         high = weights + together * low_bytes;
-        if (F.high()) high_bits = load<u32x16>(high) >> uint32_t(i % together * 4);
-        if (F.levels) {
-            const uint8_t* numbers = block + 32 * (1 + F.offset) + i * ROWS;
-            const u8x16 first = load<u8x16>(numbers);
-            scale = factors[0] * widen(i8x16(F.bits == 2 ? first & 15 : first));
-            if (F.offset) offset = factors[1] * widen(i8x16(F.bits == 2 ? first >> 4 : load<u8x16>(numbers + count * ROWS)));
-        } else if (F.wide) {
-            scale = load<f32x16>(low + bytes);
-            if (F.offset) offset = load<f32x16>(low + bytes + 64);
-        } else {
-            scale = F.per_row ? f32x16{} + 1.0f : load_half(low + bytes);
-            if (F.offset) offset = load_half(low + bytes + 32);
+        for (int part = 0; part < PARTS; part++) {
+            const int64_t row = part * LANES;
+            if (F.high()) high_bits[part] = load<words>(high + 4 * row) >> uint32_t(i % together * 4);
+            if (F.levels) {
+                const uint8_t* numbers = block + 32 * (1 + F.offset) + i * ROWS + row;
+                const chars first = load<chars>(numbers);
+                scale[part] = factors[0][part] * to_floats(F.bits == 2 ? first & 15 : first);
+                if (F.offset) offset[part] = factors[1][part] * to_floats(F.bits == 2 ? first >> 4 & 15 : load<chars>(numbers + count * ROWS));
+            } else if (F.wide) {
+                scale[part] = load<floats>(low + bytes + 4 * row);
+                if (F.offset) offset[part] = load<floats>(low + bytes + 64 + 4 * row);
+            } else {
+                scale[part] = F.per_row ? floats{} + 1.0f : load_half(low + bytes + 2 * row);
+                if (F.offset) offset[part] = load_half(low + bytes + 32 + 2 * row);
+            }
         }
     }
 
     // Inputs k to k + STEP, unsigned, four in a vector.
     static constexpr int64_t STEP = F.low() == 2 ? 16 : 8;
-    void weights(int64_t k, u32x16* fours) const {
+    void weights(int64_t k, words (*fours)[PARTS]) const {
         constexpr uint32_t MASK = 0x01010101u * ((1 << F.low()) - 1), HIGH = 0x01010101u * (((1 << F.high()) - 1) << F.low());
         const uint8_t* w = low + k * ROWS * F.low() / 8;
         for (int i = 0; i < STEP / 4; i++) {
-            fours[i] = F.low() == 8 ? load<u32x16>(w + 64 * i) : (load<u32x16>(w) >> uint32_t(i * F.low())) & MASK;
             const int shift = F.high() * (int(k / 4) + i) - F.low();
-            if (F.high()) fours[i] |= (shift < 0 ? high_bits << uint32_t(-shift) : high_bits >> uint32_t(shift)) & HIGH;
+            for (int part = 0; part < PARTS; part++) {
+                const uint8_t* at = w + 4 * LANES * part;
+                fours[i][part] = F.low() == 8 ? load<words>(at + 64 * i) : (load<words>(at) >> uint32_t(i * F.low())) & MASK;
+                if (F.high()) fours[i][part] |= (shift < 0 ? high_bits[part] << uint32_t(-shift) : high_bits[part] >> uint32_t(shift)) & HIGH;
+            }
         }
     }
     [[gnu::always_inline]] void prefetch(int64_t k) const {  // GCC would drop calls of a function that only prefetches
@@ -225,48 +232,65 @@ struct Group {
 };
 
 template <Format F>
-inline void load_factors(const uint8_t* block, const Shape& s, f32x16* factors) {
+inline void load_factors(const uint8_t* block, const Shape& s, floats (*factors)[PARTS]) {
     if (!F.levels) return;
-    for (int i = 0; i < 1 + F.offset; i++) factors[i] = load_half(block + 32 * i);
+    for (int i = 0; i < 1 + F.offset; i++)
+        for (int part = 0; part < PARTS; part++) factors[i][part] = load_half(block + 32 * i + 2 * LANES * part);
     for (int64_t i = 0; AHEAD && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
 // GROUPS groups, from group i of a block on, of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of
 // the first group.
 template <Format F, int M, int TILES, int GROUPS>
-inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const f32x16 (*factors)[2], const Codebook& values,
-                           const Row* rows, int64_t g, f32x16 (*total)[M]) {
-    constexpr int SUMS = M == 1 && F.group() != 16 ? 2 : 1;  // independent sums hide the latency of dot4
-    constexpr int64_t STEP = Group<F>::STEP;
+inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const floats (*factors)[2][PARTS], const Codebook& values,
+                           const Row* rows, int64_t g, floats (*total)[M][PARTS]) {
+    typedef Sums<F> Sum;
+    constexpr int CHAINS = M == 1 && F.group() != 16 && PARTS == 1 ? 2 : 1;  // independent sums hide the latency of Sum::add
+    constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP;
     const int64_t group = group_of<F>(s);
-    i32x16 acc[TILES * GROUPS][SUMS][M];
+    ints sums[TILES * GROUPS][M][PARTS]{};
     Group<F> groups[TILES * GROUPS];
     for (int p = 0; p < TILES * GROUPS; p++) {
         const int j = p / GROUPS, next = p % GROUPS;
         groups[p] = Group<F>(block + j * apart + (F.levels ? 0 : next * s.stride), s, F.levels ? i + next : 0, factors[j]);
-        for (int m = 0; m < M; m++) {
-            acc[p][0][m] = i32x16{} + rows[m].start[g + next];
-            for (int n = 1; n < SUMS; n++) acc[p][n][m] = i32x16{};
-        }
     }
+    const auto add = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
+        ints acc[TILES * GROUPS][CHAINS][M][PARTS]{};
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < group; k += STEP)
-        for (int p = 0; p < TILES * GROUPS; p++) {
-            if (AHEAD && M <= 4 && !F.wide) groups[p].prefetch(k);
-            u32x16 fours[STEP / 4];
-            groups[p].weights(k, fours);
-            const int64_t at = (g + p % GROUPS) * group + k;
-            for (int n = 0; n < STEP / 4; n++) {
-                if (F.codebook) fours[n] = values(fours[n]);
-                for (int m = 0; m < M; m++) acc[p][n % SUMS][m] = dot4<F.bytes()>(acc[p][n % SUMS][m], fours[n], load<int32_t>(rows[m].x + at + 4 * n));
+        for (int64_t k = first; k < end; k += STEP)
+            for (int p = 0; p < TILES * GROUPS; p++) {
+                if (AHEAD && M <= 4 && !F.wide) groups[p].prefetch(k);
+                words fours[STEP / 4][PARTS];
+                groups[p].weights(k, fours);
+                const int64_t at = (g + p % GROUPS) * group + k;
+                for (int n = 0; n < STEP / 4; n++)
+                    for (int part = 0; part < PARTS; part++) {
+                        const words w = F.codebook ? values(fours[n][part]) : fours[n][part];
+                        for (int m = 0; m < M; m++)
+                            acc[p][n % CHAINS][m][part] = Sum::add(acc[p][n % CHAINS][m][part], w, load<int32_t>(rows[m].x + at + 4 * n));
+                    }
             }
-        }
+        for (int p = 0; p < TILES * GROUPS; p++)
+            for (int m = 0; m < M; m++)
+                for (int part = 0; part < PARTS; part++)
+                    for (int n = 0; n < CHAINS; n++) sums[p][m][part] += Sum::total(acc[p][n][m][part]);
+    };
+    if constexpr (CHUNK) {
+        int64_t k = 0;
+        for (; k + CHUNK <= group; k += CHUNK) add(k, k + CHUNK);
+        if (k < group) add(k, group);
+    } else {
+        add(0, group);
+    }
     for (int p = 0; p < TILES * GROUPS; p++)
         for (int m = 0; m < M; m++) {
-            const float scale = rows[m].scale[g + p % GROUPS];
-            for (int n = 1; n < SUMS; n++) acc[p][0][m] += acc[p][n][m];
-            total[p / GROUPS][m] += __builtin_convertvector(acc[p][0][m], f32x16) * (F.per_row ? f32x16{} + scale : groups[p].scale * scale);
-            if (F.offset) total[p / GROUPS][m] += groups[p].offset * rows[m].sum[g + p % GROUPS];
+            const int64_t at = g + p % GROUPS;
+            const float scale = rows[m].scale[at], sum = rows[m].sum[at];
+            for (int part = 0; part < PARTS; part++) {
+                floats& to = total[p / GROUPS][m][part];
+                to += __builtin_convertvector(sums[p][m][part] + rows[m].start[at], floats) * (F.per_row ? floats{} + scale : groups[p].scale[part] * scale);
+                if (F.offset) to += groups[p].offset[part] * sum;
+            }
         }
 }
 
@@ -275,7 +299,7 @@ template <Format F, int M, int TILES, int GROUPS = 1>
 void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
     const uint8_t* const end = tile + s.tile - 64;
     const Codebook values(end);
-    f32x16 total[TILES][M] = {}, factors[TILES][2];
+    floats total[TILES][M][PARTS] = {}, factors[TILES][2][PARTS];
     const int64_t of_block = F.levels ? groups_of_a_block<F>(s) : GROUPS;  // even
     for (int64_t g = 0; g < s.groups; tile += F.levels ? s.stride : GROUPS * s.stride) {
         for (int j = 0; j < TILES; j++) load_factors<F>(tile + j * apart, s, factors[j]);
@@ -285,10 +309,14 @@ void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row*
         }
         for (int64_t i = 0; i < of_block; i += GROUPS, g += GROUPS) groups_product<F, M, TILES, GROUPS>(tile, apart, s, i, factors, values, rows, g, total);
     }
-    for (int j = 0; j < TILES; j++) {
-        const f32x16 scale = F.per_row ? load<f32x16>(end + j * apart) : f32x16{} + 1.0f;
-        for (int m = 0; m < M; m++) y[j * M + m] = total[j][m] * scale;
-    }
+    for (int j = 0; j < TILES; j++)
+        for (int part = 0; part < PARTS; part++) {
+            const floats scale = F.per_row ? load<floats>(end + j * apart + 4 * LANES * part) : floats{} + 1.0f;
+            for (int m = 0; m < M; m++) {
+                const floats product = total[j][m][part] * scale;
+                std::memcpy((float*)(y + j * M + m) + LANES * part, &product, sizeof product);
+            }
+        }
 }
 
 // For one row of x. A group in 4 bits has too few operations to hide their latency, so two are multiplied at a time, in one tile or in two.
@@ -313,21 +341,22 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
     const uint32_t more = 0x01010101u * (wide_form<F>().middle() - F.middle());
     for (int64_t g = first; g < first + count; g++) {
         const uint8_t* block = tile + g / per_block * s.stride;
-        f32x16 factors[2];
+        floats factors[2][PARTS];
         load_factors<F>(block, s, factors);
         const Group<F> from(block, s, g % per_block, factors);
         for (int64_t k = 0; k < group; k += Group<F>::STEP) {
-            u32x16 fours[Group<F>::STEP / 4];
+            words fours[Group<F>::STEP / 4][PARTS];
             if (AHEAD) from.prefetch(k);
             from.weights(k, fours);
-            for (u32x16& w : fours) {
-                w = (F.codebook ? values(w) : w) + more;
-                std::memcpy(wide, &w, 64);
-                wide += 64;
-            }
+            for (auto& four : fours)
+                for (words w : four) {
+                    w = (F.codebook ? values(w) : w) + more;
+                    std::memcpy(wide, &w, sizeof w);
+                    wide += sizeof w;
+                }
         }
-        store(from.scale, (float*)wide);
-        if (F.offset) store(from.offset, (float*)wide + 16);
+        std::memcpy(wide, from.scale, 64);
+        if (F.offset) std::memcpy(wide + 64, from.offset, 64);
         wide += 64 * (1 + F.offset);
     }
 }
@@ -352,11 +381,11 @@ template <Format F>
 inline const Functions& functions_of() {
     if constexpr (F.narrow()) {
         static constexpr Format W = wide_form<F>();
-        static const Functions wide{zero_of<W>(), nullptr, {{12, tile_product<W, 12, 1>}, {4, tile_product<W, 4, 1>}}};
+        static const Functions wide{zero_of<W>(), nullptr, {{MANY, tile_product<W, MANY, 1>}, {4, tile_product<W, 4, 1>}}};
         static const Functions functions{zero_of<F>(), one_row_product<F>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset};
         return functions;
     } else {
-        static const Functions functions{zero_of<F>(), one_row_product<F>, {{12, tile_product<F, 12, 1>}, {8, tile_product<F, 8, 1>},
+        static const Functions functions{zero_of<F>(), one_row_product<F>, {{MANY, tile_product<F, MANY, 1>}, {MANY * 2 / 3, tile_product<F, MANY * 2 / 3, 1>},
                                                               {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}}};
         return functions;
     }
@@ -369,19 +398,21 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
         const int64_t n = std::clamp<int64_t>(K - g * s.group, 0, s.group);
         T rest[128] = {};  // the last group, padded
         const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
-        Largest largest;
-        for (int64_t i = 0; i < s.group; i += 16) largest.see(widen(from + i));
+        Largest<floats> largest;
+        for (int64_t i = 0; i < s.group; i += LANES) largest.see(to_floats(from + i));
         const float most = largest.get(), inverse = most > 0 ? 127 / most : 0;
         scale[g] = most / 127;
-        i32x16 total{};
-        for (int64_t i = 0; i < s.group; i += 16) {
-            const i32x16 v = to_integers(widen(from + i) * inverse);
-            const i8x16 bytes = __builtin_convertvector(v, i8x16);
-            std::memcpy(q + i, &bytes, 16);
-            total += v;
+        ints totals{};
+        for (int64_t i = 0; i < s.group; i += LANES) {
+            const ints v = to_integers(to_floats(from + i) * inverse);
+            const chars bytes = to_chars(v);
+            std::memcpy(q + i, &bytes, LANES);
+            totals += v;
         }
-        start[g] = -zero * sum_of(total);
-        sum[g] = scale[g] * sum_of(total);
+        int32_t total = 0;
+        for (int64_t i = 0; i < LANES; i++) total += totals[i];
+        start[g] = -zero * total;
+        sum[g] = scale[g] * total;
     }
 }
 

@@ -48,14 +48,14 @@ void panel_of(const uint8_t* tile, const Shape& s, int64_t groups, int64_t input
     std::fill(panel + groups * s.group * 8, panel + inputs * 8, 0);
     for (int64_t g = 0; g < groups; g++, tile += s.stride) {
         const Group<F> from(tile, s, 0, nullptr);
-        const f32x16 shift = F.offset ? from.offset : from.scale * -float(F.middle());
+        const f32x16 scale = load<f32x16>(from.scale), shift = F.offset ? load<f32x16>(from.offset) : scale * -float(F.middle());
         for (int64_t k = 0; k < s.group; k += 8) {
-            u32x16 halves[2];
+            words halves[2][PARTS];
             from.weights(k, halves);
             for (int i = 0; i < 4; i++, panel += 16) {
-                const u32x16 two = halves[i / 2] >> uint32_t(16 * (i % 2));
-                const f32x16 first = __builtin_convertvector((i32x16)(two & 255u), f32x16) * from.scale + shift;
-                const f32x16 second = __builtin_convertvector((i32x16)((two >> 8) & 255u), f32x16) * from.scale + shift;
+                const u32x16 two = load<u32x16>(halves[i / 2]) >> uint32_t(16 * (i % 2));
+                const f32x16 first = __builtin_convertvector((i32x16)(two & 255u), f32x16) * scale + shift;
+                const f32x16 second = __builtin_convertvector((i32x16)((two >> 8) & 255u), f32x16) * scale + shift;
                 const u32x16 pair = pair_of(first, second);
                 std::memcpy(panel, &pair, 64);
             }

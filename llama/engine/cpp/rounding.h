@@ -7,18 +7,6 @@
 
 namespace {
 
-// As many rows of a tile at a time as a register holds: the compiler keeps wider vectors in memory.
-#if defined(__AVX512F__)
-constexpr int64_t LANES = 16;
-#elif defined(__AVX2__)
-constexpr int64_t LANES = 8;
-#else
-constexpr int64_t LANES = 4;
-#endif
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-
 inline floats smaller(floats a, floats b) { return a < b ? a : b; }
 inline floats larger(floats a, floats b) { return a > b ? a : b; }
 

@@ -18,6 +18,20 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 
+// The compiler keeps vectors that are wider than a register in memory. Where that costs time, 16 numbers are PARTS registers.
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+constexpr int64_t PARTS = 16 / LANES;
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int8_t chars __attribute__((vector_size(LANES)));
+
 struct bf16 {
     uint16_t bits;
 };
@@ -52,20 +66,16 @@ inline V load_some(const void* p, int64_t count) {
     return v;
 }
 
-inline f32x16 load_half(const void* p) {
+inline floats load_half(const void* p) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
-    const __m128i* h = (const __m128i*)p;
-    __m256 v[2] = {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
-    return load<f32x16>(v);
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__ARM_NEON)
-    float32x4_t v[4];
-    for (int i = 0; i < 4; i++) v[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p + 8 * i)));
-    return load<f32x16>(v);
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #else
-    f32x16 v;
-    for (int i = 0; i < 16; i++) {
+    floats v;
+    for (int i = 0; i < LANES; i++) {
         _Float16 h;
         std::memcpy(&h, (const char*)p + 2 * i, 2);
         v[i] = float(h);
@@ -106,6 +116,29 @@ inline f32x16 widen(const bf16* p) {
     typedef uint16_t u16x16 __attribute__((vector_size(32)));
     return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
 }
+inline floats to_floats(chars x) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(x, ints), floats);
+#endif
+}
+inline floats to_floats(const float* p) { return load<floats>(p); }
+inline floats to_floats(const bf16* p) {
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+    return (floats)(__builtin_convertvector(load<halves>(p), words) << 16);
+}
+inline floats to_floats(const int8_t* p) { return to_floats(load<chars>(p)); }
+inline chars to_chars(ints x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i bytes = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));  // of four numbers, in each word of a half
+    return (chars)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+#else
+    return __builtin_convertvector(x, chars);
+#endif
+}
 inline f32x16 widen(i8x16 x) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
@@ -122,23 +155,26 @@ inline f32x16 widen(const int8_t* p) {
 
 // The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
 // keeps 16 maxima explicitly.
+template <typename V>
 struct Largest {
-    f32x16 top{}, finite{};
-    void see(f32x16 x) {
-        const f32x16 size = (f32x16)((i32x16)x & 0x7fffffff);
+    V top{}, finite{};
+    void see(V x) {
+        typedef decltype(x < x) Bits;
+        const V size = (V)((Bits)x & 0x7fffffff);
         top = size > top ? size : top;
         finite += x * 0.0f;
     }
     float get() const {
         float most = 0, sum = 0;
-        for (int i = 0; i < 16; i++) most = top[i] > most ? top[i] : most, sum += finite[i];
+        for (size_t i = 0; i < sizeof(V) / 4; i++) most = top[i] > most ? top[i] : most, sum += finite[i];
         return most + sum;
     }
 };
 
-inline i32x16 to_integers(f32x16 x) {  // round to nearest even, for |x| < 2^22; NaN becomes 0, since sums of the result must not overflow
-    x = x == x ? x : f32x16{};
-    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, i32x16);  // adding 1.5 * 2^23 rounds to an integer
+template <typename V>
+inline auto to_integers(V x) {  // round to nearest even, for |x| < 2^22; NaN becomes 0, since sums of the result must not overflow
+    x = x == x ? x : V{};
+    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, decltype(x < x));  // adding 1.5 * 2^23 rounds to an integer
 }
 
 // The numbers of a and b with these indices; from 16 on (8 for 64-bit numbers) they are those of b.
