@@ -154,8 +154,8 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     room = min(params.max_new_tokens, context - len(prompt))
     if room and cache is not None and cache.length >= len(prompt):
         raise UsageError(
-            f"the prompt must have more tokens than the cache, which holds its beginning; got {len(prompt)} tokens, and"
-            f" {cache.length} in the cache: trim the cache, or use a new one"
+            f"the cache holds the beginning of the prompt, so the prompt must be longer; got {len(prompt)} prompt"
+            f" tokens and {cache.length} cached: trim the cache, or use a new one"
         )
     return room
 

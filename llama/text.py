@@ -66,7 +66,7 @@ class Llama:
 
     stop            a string, or a list of strings, that end the text
     logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
-    prompt_logprobs True: log-probabilities of the prompt's tokens; not with a session or a draft
+    prompt_logprobs True: log-probabilities of the prompt's tokens; not with a session, a draft or progress
     schema          a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
                     (generation/structured.py)
     draft           "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts

@@ -12,11 +12,11 @@ import pytest
 
 import llama
 from llama.checkpoint import open_checkpoint
-from llama.cli import with_options
+from llama.cli import main, with_options
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
 from llama.hub import families
-from llama.hub.named import DEFAULT, resolve, similar
+from llama.hub.named import DEFAULT, from_meta, resolve, similar
 from llama.hub.repository import hub_id
 from llama.tools.convert import convert
 
@@ -188,6 +188,22 @@ def test_two_different_tokenizers_are_refused_and_two_equal_ones_are_not(root: P
 
 
 # ------------------------------------------------------------------------------------------------- --tokenizer
+def test_a_folder_of_metas_downloader_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    folder = make_tiny.make(tmp_path / "home/.llama/checkpoints/Llama3-8B", "llama-3-8b")
+    assert resolve("Llama3-8B", quiet=True) == folder
+    assert main(["verify", "Llama3-8B"]) == 0
+    assert main(["inspect", "Llama3-8B"]) == 0
+    assert f"using {folder}" in capsys.readouterr().err
+    for name in ("Llama3", "../checkpoints/Llama3-8B", "."):
+        assert resolve(name) == Path(".") if name == "." else not from_meta(name)
+    make_tiny.make(tmp_path / "Llama3-8B", "llama-2-7b")
+    assert resolve("Llama3-8B") == Path("Llama3-8B")  # a folder that is here comes first
+
+
 def test_the_given_tokenizer_replaces_the_own_one(
     clearllama: Run, root: Path, tmp_path: Path, tiny_gguf: Path, default_gguf: Path
 ) -> None:

@@ -390,7 +390,7 @@ def test_the_name_of_a_repository_stands_for_its_shapes(
     main(["plan", "-m", name, "--gpus", "H100"])
     out, err = capsys.readouterr()
     assert out.startswith(f"model       {shapes}: ")
-    assert err == f"clearllama: there is no model {name} on this computer; the shapes are those of {shapes}\n"
+    assert err == f"clearllama: no file or folder {name!r} here; the shapes are those of {shapes}\n"
 
 
 @pytest.mark.parametrize("fast", [True, False])

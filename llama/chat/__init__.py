@@ -69,7 +69,7 @@ def encode_chat(
         if not add_generation_prompt:
             raise UsageError(
                 f"the chat format {format} always ends with the start of the assistant's turn;"
-                " leave add_generation_prompt=False out, which only chat templates support"
+                " leave out add_generation_prompt=False; only chat templates support it"
             )
         return CHAT_FORMATS[format](tokenizer, messages)
     if template is None:

@@ -183,8 +183,8 @@ def pieces(template: jinja2.Template, values: dict[str, Any], controls: Controls
     mark = next((c for c in NONCHARACTERS if c not in used), None)
     if mark is None:
         raise Unmarkable(
-            "the messages contain every noncharacter from U+FDD0 to U+FDEF; one of them is needed to mark the text of"
-            " the messages, so remove it from them"
+            "the messages contain every noncharacter from U+FDD0 to U+FDEF, but one of them must be free, to mark the"
+            " text of the messages; remove at least one of them"
         )
     stand_in = stand_ins(controls, used)
 

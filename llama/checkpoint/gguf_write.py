@@ -95,12 +95,12 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
         if config.no_rope_layers != every(INTERVAL, config.n_layers):
             raise ConfigError(
                 f"in GGUF, the layers without RoPE are always {INTERVAL - 1}, {2 * INTERVAL - 1}, {3 * INTERVAL - 1}"
-                f" and so on, got {', '.join(map(str, config.no_rope_layers)):.60}; convert it to hf"
+                f" and so on, got {', '.join(map(str, config.no_rope_layers)):.60}; convert the model to hf"
             )
         if has_tables or config.mlp_bias or config.attention_bias:
             raise ConfigError(
                 "GGUF's architecture smollm3, for models with layers without RoPE, can't express RoPE divisors,"
-                " mlp_bias or a bias of wo; convert it to hf"
+                " mlp_bias or a bias of wo; convert the model to hf"
             )
         return "smollm3"
     usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
@@ -152,7 +152,7 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
     prefix = "rope.scaling."
     if kind in ("dynamic", "proportional"):
-        raise ConfigError(f"GGUF can't express the rope scaling {kind!r}; convert it to hf")
+        raise ConfigError(f"GGUF can't express the rope scaling {kind!r}; convert the model to hf")
     if kind not in ("linear", "yarn", "longrope"):
         return {}
     out: dict[str, Any] = {f"{prefix}type": kind}
@@ -162,7 +162,7 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
         original = scaling["original_max_position_embeddings"]
         if original != int(original):
             raise ConfigError(
-                f"GGUF stores original_max_position_embeddings as an integer, got {original}; convert it to hf"
+                f"GGUF stores original_max_position_embeddings as an integer, got {original}; convert the model to hf"
             )
         out[f"{prefix}original_context_length"] = int(original)
     _, attention_factor = inverse_frequencies(
@@ -172,14 +172,16 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
         out[f"{prefix}attn_factor"] = attention_factor
     if kind == "yarn":
         if scaling.get("truncate", True) is not True:
-            raise ConfigError("GGUF can't express the key truncate of the rope scaling yarn; convert it to hf")
+            raise ConfigError("GGUF can't express the key truncate of the rope scaling yarn; convert the model to hf")
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if scaling.get(ours) is not None:
                 out[f"{prefix}{theirs}"] = float(scaling[ours])
         factor = out.setdefault(f"{prefix}factor", config.max_seq_len / trained_length(config))
         usual = 0.1 * math.log(factor) + 1  # llama.cpp's own attention factor
         if usual <= 0:
-            raise ConfigError(f"GGUF can't express the rope scaling yarn with the factor {factor:g}; convert it to hf")
+            raise ConfigError(
+                f"GGUF can't express the rope scaling yarn with the factor {factor:g}; convert the model to hf"
+            )
         if attention_factor != usual:
             out[f"{prefix}attn_factor"] = attention_factor / usual
     return out
@@ -216,7 +218,7 @@ def add(writer: Any, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         if not 2**-126 <= abs(value) < 2**128 and value != 0:
-            raise ConfigError(f"GGUF stores {key} as float32, which can't hold {value:g}; convert it to hf")
+            raise ConfigError(f"GGUF stores {key} as float32, which can't hold {value:g}; convert the model to hf")
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)

@@ -228,8 +228,9 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="ngram|MODEL",
-        help="ngram: propose the tokens that followed the last few tokens earlier in the text, for answers that repeat"
-        " the prompt; MODEL: a smaller model with the same vocabulary, given as in --model",
+        help="ngram: look for the last few tokens earlier in the text, and propose the tokens that followed them"
+        " there; this helps if answers repeat the prompt. MODEL: a smaller model with the same vocabulary, given as in"
+        " --model",
     )
     group.add_argument("--draft-tokens", type=int, metavar="N", help="maximum number of tokens per draft (default: 10)")
 
@@ -273,7 +274,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits its vocabulary") -> None:
+def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits the vocabulary") -> None:
     """Add --chat-format. otherwise: what is used for a model without a template."""
     parser.add_argument(
         "--chat-format",
@@ -281,7 +282,7 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
         choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
         help="how messages are encoded: jinja is the checkpoint's chat template; llama2, llama3 and codellama-70b are"
         " built in, for checkpoints without a template, such as Meta's (default: auto, the"
-        f" template; for a model without one, {otherwise})",
+        f" template; without a template, {otherwise})",
     )
 
 
@@ -292,8 +293,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME|FILE",
         help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template; Meta's format has none: if the name of the source folder contains instruct or chat, the"
-        " built-in template that fits the vocabulary is written)",
+        " source's template; for Meta's format, which has none, the built-in template that fits the vocabulary if the"
+        " name of the source folder contains instruct or chat, otherwise none)",
     )
 
 

@@ -36,7 +36,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens (default: as"
         " plain text)",
     )
-    arguments.add_chat_format(parser, "none: the prompt is continued")
+    arguments.add_chat_format(parser, "no format is used and the prompt is continued")
     parser.add_argument(
         "--suffix", metavar="TEXT", help="generate the text between PROMPT and this suffix (infilling, for Code Llama)"
     )

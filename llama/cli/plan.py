@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     scheme = None if args.quantize is None else pick_scheme(args.quantize)
     name, config, checkpoint = architecture(args.model)
     if checkpoint is None and not args.model.endswith(("/", ".json", name)):
-        streams.info(args, f"there is no model {args.model} on this computer; the shapes are those of {name}")
+        streams.info(args, f"no file or folder {args.model!r} here; the shapes are those of {name}")
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     dtype = args.dtype or _default_dtype(gpu)
     stored = None if checkpoint is None else plan.stored_in(checkpoint, plan.DTYPE_BYTES[dtype], gpu.name == "cpu")
@@ -330,7 +330,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if facts["context"] > facts["max_seq_len"]:
         text.append(f"note        the model was trained for {facts['max_seq_len']:,} tokens")
     if gpu["name"] == "cpu" and facts["dtype"] == "float32":
-        text.append("note        --dtype bfloat16 halves these, but is slow on a CPU without instructions for it")
+        text.append("note        --dtype bfloat16 halves what is not quantized, but computes slowly here")
     text += ["", "memory of the fullest GPU, GB"]
     labels = {"weights": "weights", "kv_cache": "keys, values", "activations": "activations", "reserve": "reserve"}
     text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
@@ -358,14 +358,14 @@ def _verdict(facts: dict[str, Any]) -> str:
         if few
         else "no number of these GPUs is enough"
     )
+    context, longest, rows = facts["context"], facts["largest_context"], facts["batch"]
     if not facts["fits"]:
-        return f"no; {fewest}"
+        if longest:
+            fewest = f"{_count(rows, 'sequence')} of {longest:,} would fit\n            {fewest}"
+        return f"no, not with {context:,} tokens; {fewest}"
     sequences = "sequence" if facts["largest_batch"] == 1 else "sequences"
-    longest = f", or {facts['batch']:,} of {facts['largest_context']:,}"
-    return (
-        f"yes, up to {facts['largest_batch']:,} {sequences} of {facts['context']:,} tokens"
-        f"{longest if facts['largest_context'] >= facts['context'] else ''}\n            {fewest}"
-    )
+    more = f", or {rows:,} of {longest:,}" if longest > context else ""
+    return f"yes, up to {facts['largest_batch']:,} {sequences} of {context:,} tokens{more}\n            {fewest}"
 
 
 def _speed(facts: dict[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="the file to write (.gguf)")
     parser.add_argument("--raw", action="store_true", help="use the prompts as plain text, without a chat template")
-    arguments.add_chat_format(parser, "none: the texts are plain")
+    arguments.add_chat_format(parser, "no format is used and the texts are plain")
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
     arguments.add_rope_options(parser)

@@ -61,8 +61,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
         help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " when the text grows, dynamic applies the frequencies of the new length to the new tokens only, dynamic-whole"
-        " to all tokens, which are computed again",
+        " when the text grows, dynamic uses the frequencies of the new length for the new tokens only, and"
+        " dynamic-whole computes all tokens again with them",
     )
     group.add_argument(
         "--output",

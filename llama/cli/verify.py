@@ -68,7 +68,9 @@ def locate(name: str) -> Path:
         found = hub.find(name)
     else:
         wanted = repository.hub_id(name)
-        found = (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else None
+        found = (
+            (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else hub.from_meta(name)
+        )
     if found is None:
         raise CheckpointError(
             f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.expected(name)}"

@@ -86,11 +86,12 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     """The local path of a model; None is the default model.
 
     A known name, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is
-    returned unchanged; ./NAME is a path that has a known name. FOLDER:QUANT is a GGUF file in a folder. quiet as in
-    `pull`; without `fetch`, a repository is not downloaded. Raises CheckpointError if there is no such model.
+    returned unchanged; ./NAME is a path that has a known name. NAME is also a folder of ~/.llama/checkpoints, where
+    Meta's downloader stores models. FOLDER:QUANT is a GGUF file in a folder. quiet as in `pull`; without `fetch`, a
+    repository is not downloaded. Raises CheckpointError if there is no such model.
     """
     if not isinstance(path_or_name, str | os.PathLike | None):
-        loaded = "; for a loaded model, give what it was loaded from" if hasattr(path_or_name, "model") else ""
+        loaded = "; pass the path or name from which the model was loaded" if hasattr(path_or_name, "model") else ""
         raise UsageError(f"a model must be a path or a name, got {path_or_name!r:.80}{loaded}")
     if path_or_name == "":
         raise UsageError("a model must be a path or a name, got an empty one")
@@ -100,6 +101,10 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     path = Path(name)
     if path.exists() or os.path.islink(path):
         return path
+    if (found := from_meta(name)) is not None:
+        if not quiet:
+            _say_once(f"using {found}")
+        return found
     folder, _, quant = name.rpartition(":")
     if folder and os.path.isdir(folder):
         return Path(folder, min(quants.choose([file.name for file in Path(folder).iterdir()], quant, folder)))
@@ -182,6 +187,12 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
             f" set CLEARLLAMA_CACHE to a writable folder"
         ) from error
     return folder / model.file
+
+
+def from_meta(name: str) -> Path | None:
+    """The folder of a model that Meta's downloader stored under a name; None if there is none."""
+    folder = Path("~/.llama/checkpoints").expanduser() / name
+    return folder if Path(name).name == name and folder.is_dir() else None
 
 
 def similar(name: str) -> str:

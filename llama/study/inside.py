@@ -280,10 +280,11 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
     """Replace tensors whenever the model runs: {name or pattern: function(x, at) -> the new tensor}.
 
     x is the tensor in the shape of SITES, and `at` a Place. The result must have the shape of x; it is converted to the
-    dtype and device of x, which is a copy. Functions for the same tensor run in the order in which they were given.
+    dtype and device of x. x is a copy, so it may be changed in place. Functions for the same tensor run in the order in
+    which they were given.
 
-    identity  a name for the change. A `Session` stores keys and values that were computed with the change, and may
-              be used again only in a patch of the same name; None: only in this `with` block
+    identity  a name for the change. A `Session` that was used in the patch can be used again only in a patch with the
+              same identity; None: only in this `with` block
 
     Raises UsageError for an unknown name, for a tensor that can only be read, for a model in several processes, and,
     when the model runs, for a result of another shape.

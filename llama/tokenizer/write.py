@@ -246,7 +246,7 @@ def _tiktoken_lines(found: Vocabulary) -> bytes:
     if list(found.merges) != derived and not _only_reordered(found.merges, derived):
         raise TokenizerError(
             "Meta's tokenizer.model of Llama 3 can express only the merges that follow from the order of the tokens,"
-            f" here {len(derived):,}; the {len(found.merges):,} merges of this vocabulary are others"
+            f" here {len(derived):,}; this vocabulary has {len(found.merges):,} merges, which differ from them"
         )
     _check_stops(found.stops, {name: n + i for i, name in enumerate(control_strings())}, n + 1)
     return b"".join(base64.b64encode(byte_level_bytes(token)) + b" %d\n" % rank for rank, token in enumerate(tokens))

@@ -136,7 +136,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
             "The share of a quarter of the pairs is its sum of |q_i||k_i|, divided by that of all pairs; 0.25 means"
             f" even use. The fastest quarter ends at a wavelength of {float(waves[quarter - 1]):.3g} tokens, the"
             f" slowest begins at {float(waves[-quarter]):,.0f}; the context is {trained:,}. Stopped pairs are not"
-            " rotated; the model was not trained for this."
+            " rotated here, although the model was trained with their rotation."
         ),
         tables=(
             Table(

@@ -81,7 +81,10 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
             equal("003-15", "digits", len(waves), head_dim // 2),
             equal("003-13", "smallest entry of rows 0 .. 15: -1, not 0", float(table.min()), -1.0, 1e-4),
             equal(
-                "003-15", f"wrong among {len(positions):,} positions read from hands to 1/{marks} of a turn", wrong, 0
+                "003-15",
+                f"wrong positions of {len(positions):,}, from hands rounded to 1/{marks} of a turn",
+                wrong,
+                0,
             ),
         ),
     )

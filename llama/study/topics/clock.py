@@ -56,9 +56,9 @@ def report(factor: float = 3.0, own: Own | None = None) -> Report:
             f" distinguish {factor:g} times as many positions, PI slows all hands by the same factor: the second hand"
             f" then moves {step:.3g} degrees a second instead of 6. NTK-aware leaves the second hand unchanged and"
             " slows only the last hand by the full factor. The last columns, for a factor of 3, are a published clock:"
-            " it multiplies the ratio of each hand to the one before by 1, 1.5 and 2. These factors multiply, so the"
-            " periods become 1, 1.5 and 3 times as long, not 1, 1.5 and 2. A clock is not exactly RoPE: its periods"
-            " grow by 60 and then by 12."
+            " it multiplies the ratio between the periods of a hand and the hand before by 1, 1.5 and 2. These factors"
+            " multiply, so the periods become 1, 1.5 and 3 times as long, not 1, 1.5 and 2. A clock is not exactly"
+            " RoPE: its periods grow by 60 and then by 12."
         ),
         tables=(table,),
         checks=(

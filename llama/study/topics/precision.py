@@ -107,8 +107,8 @@ def report(head_dim: int = 128, theta: float = 500000.0, context: int = 131072) 
             f" position {last:,} the error is {at_last['float32']:.2g} with float32,"
             f" {at_last['bfloat16 frequencies']:.2g} with bfloat16 frequencies, and"
             f" {at_last['bfloat16 positions']:.2g} with bfloat16 positions; {_useless(positions.tolist(), errors_of)}."
-            " Rounding only cos and sin adds at most 2^-9 = 0.002, at any position. So the library's table is not a"
-            " buffer, which a cast of the model would round: it stays float32."
+            " Rounding only cos and sin adds at most 2^-9 = 0.002, at any position. A cast of the model rounds"
+            " its buffers. So the library's table is not a buffer, and stays float32."
         ),
         tables=(table,),
         checks=(

@@ -84,7 +84,7 @@ def _left_out(stretch: Stretch) -> tuple[str, ...]:
         0: "the 3 checks of such pairs do not apply",
         1: "1 of the 3 checks of such pairs does not apply",
     }
-    return (f"Pairs below one turn, apart from the last: {count}, so {missing[count]}.",) if count in missing else ()
+    return (f"Without the last, {count} pairs turn less than once, so {missing[count]}.",) if count in missing else ()
 
 
 def _yarn(stretch: Stretch, **more: object) -> tuple[np.ndarray, float]:
