@@ -59,7 +59,7 @@ def test_it_names_every_command() -> None:
 
 
 def test_its_counts_are_those_of_the_files() -> None:
-    assert f"eight files of {lines(*DECODER):,} lines, {lines('model')} of them in `model.py`" in README
+    assert f"eight files, {lines(*DECODER):,} lines in all, {lines('model')} of them in `model.py`" in README
     assert f"**{len(ROWS)}** kinds of faults" in README
     claims = re.findall(r"^\| \d{3}-", (ROOT / "docs" / "evidence" / "claims.md").read_text(), re.MULTILINE)
     assert f"**{len(claims)}** claims" in README

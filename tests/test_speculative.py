@@ -447,7 +447,7 @@ def test_prompts_that_plain_decoding_rejects_are_rejected() -> None:
             list(speculate(model, prompt, SamplingParams(), NGramDraft()))
     cache = model.new_cache()
     model(torch.tensor([[1, 2]]), cache=cache)
-    with pytest.raises(UsageError, match="2 in the cache"):
+    with pytest.raises(UsageError, match="2 cached"):
         list(speculate(model, [1, 2], SamplingParams(), NGramDraft(), cache=cache))
 
 
