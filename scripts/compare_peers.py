@@ -395,8 +395,9 @@ def load_clearllama(spec: dict[str, Any]) -> Loaded:
     @torch.inference_mode()
     def step(tokens: list[int], past: int) -> int:
         cache.trim(past)
+        logits = prefill(model, tokens, cache)
         with kernels.own_threads():  # as in generation: PyTorch's threads must not take turns with the kernels'
-            return int(prefill(model, tokens, cache).argmax())
+            return int(logits.argmax())
 
     return Loaded(step, model.config.vocab_size, read)
 
