@@ -26,7 +26,7 @@ def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def dequantized(x: KeysOrValues, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, KV, S, D) as a tensor, in whichever format the cache stores them."""
+    """Keys or values (B, KV, S, D) as a tensor: quantized ones in `dtype`, others as they are."""
     return x.dequantize(dtype) if isinstance(x, QuantizedKV) else x
 
 
@@ -42,11 +42,11 @@ def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None
     k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
     if q.shape[2] == 1:  # one query: the heads of a group become queries of one head, so keys are not repeated
         y = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask)  # (B, KV, H / KV, D)
-        return y.view(q.shape)
-    groups = q.shape[1] // k.shape[1]
-    if q.is_cuda and mask is not None and groups > 1:  # no CUDA kernel of PyTorch takes both a mask and groups
-        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups > 1)
+        return y.view(q.shape)  # (B, H, 1, D)
+    repeats = q.shape[1] // k.shape[1]  # H / KV, the query heads of a group
+    if q.is_cuda and mask is not None and repeats > 1:  # no fused CUDA kernel takes both a mask and enable_gqa
+        k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1  # (B, H, S, D)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=repeats > 1)  # (B, H, T, D)
 
 
 def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Keys and values of the tokens already processed, so that each token is computed once.
 
-Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
+Letters: B batch, T new tokens, S keys (cached and new), KV key/value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QuantizedKV(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(B, KV, S, D) in `dtype`."""
-        return (self.values.float() * self.scale.unsqueeze(-1)).to(dtype)
+        return (self.values.float() * self.scale.unsqueeze(-1)).to(dtype)  # the scale as (B, KV, S, 1)
 
 
 KeysOrValues = Tensor | QuantizedKV
@@ -40,12 +40,12 @@ class LayerCache:
 
     def __init__(self, k: Tensor, v: Tensor):
         self.buffers = [k, v]  # axis 2 of each is the slots
-        self.end: int | None = None  # number of slots that `update` returns; None: all of them
+        self.visible: int | None = None  # number of slots that `update` returns; None: all of them
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> LayerCache:
         """A cache of zeros. torch.empty could hold NaN, and a masked slot has weight 0, but 0 times NaN is NaN."""
-        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        return cls(*(_zeros(shape, dtype, device) for _ in range(2)))
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
         """Write k, v (B, KV, T, D) at `positions`; return all keys and values (B, KV, S, D)."""
@@ -57,11 +57,11 @@ class LayerCache:
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
-            else:  # each row of the batch at its own positions; scatter_ would copy the complete buffer
+            else:  # each row of the batch at its own positions; compiled, scatter_ would copy the complete buffer
                 rows = torch.arange(part.shape[0], device=positions.device).view(-1, 1, 1)  # (B, 1, 1)
                 heads = torch.arange(part.shape[1], device=positions.device).view(-1, 1)  # (KV, 1)
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
-        return [buffer if self.end is None else buffer[:, :, : self.end] for buffer in self.buffers]
+        return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
     @property
     def k(self) -> Tensor:
@@ -76,15 +76,16 @@ class LayerCache:
         """Resize to a number of slots, keeping the contents."""
         for i, old in enumerate(self.buffers):
             if old.shape[2] != slots:
-                new = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
+                new = _zeros((*old.shape[:2], slots, *old.shape[3:]), old.dtype, old.device)  # (B, KV, slots, ..)
                 new[:, :, : old.shape[2]] = old[:, :, :slots]
                 self.buffers[i] = new
 
 
 class QuantizedLayerCache(LayerCache):
-    """A LayerCache in 8 bits: half the memory of bfloat16, and half the bytes that decoding reads in a long context.
+    """A LayerCache in 8 bits, which takes about half the memory of bfloat16.
 
-    Each head of each token has its own scale, so a rounding error is at most 1/254 of the head's largest entry.
+    Each head of each token has its own scale, so a rounding error is at most 1/254 of the head's largest entry. The C++
+    kernels read the integers; `attention.sdpa` dequantizes all of them in each pass.
     """
 
     def __init__(self, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor):
@@ -93,8 +94,8 @@ class QuantizedLayerCache(LayerCache):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> QuantizedLayerCache:
-        k, v = (torch.zeros(shape, dtype=torch.int8, device=device) for _ in range(2))
-        return cls(k, v, *(torch.zeros(shape[:3], device=device) for _ in range(2)))
+        k, v = (_zeros(shape, torch.int8, device) for _ in range(2))
+        return cls(k, v, *(_zeros(shape[:3], torch.float32, device) for _ in range(2)))
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
         (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
@@ -110,10 +111,16 @@ class QuantizedLayerCache(LayerCache):
         return QuantizedKV(self.buffers[1], self.buffers[3]).dequantize(torch.float32)
 
 
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros that may be written to with and without torch.inference_mode, whichever is active now."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def quantize_kv(x: Tensor) -> QuantizedKV:
     """Quantize (B, KV, T, D) to -127 .. 127, with the scale that maps each head's largest absolute entry to 127."""
     scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN if x holds one, so that dequantizing returns NaN too
-    steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)
+    steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)  # (B, KV, T, 1)
     return QuantizedKV((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
 
 
@@ -137,7 +144,9 @@ class KVCache:
         commit()                     length is 5. A forward pass that failed before this leaves length unchanged
         trim(4)                      drops the last token
 
-    length is the number of cached tokens, max_len the largest number, batch the number of rows, B.
+    length is the number of cached tokens, max_len the largest number, batch the number of rows, B. A cache is for
+    inference: call the model under torch.no_grad or torch.inference_mode, otherwise each pass keeps the graph of all
+    passes before it.
 
     `rows` gives access to rows of a batch that are filled to different lengths (generation/batch.py).
     """
@@ -166,12 +175,13 @@ class KVCache:
         self._check_free(slots, slots, devices)
         self.layers = [layer_cache.empty(shape, dtype, devices[i]) for i in range(n_layers)]
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
-        self.device = self.layers[-1].buffers[0].device  # where tokens and positions are created
-        self.length = 0  # tokens whose keys are complete in every layer
-        self.end = 0  # tokens whose keys are complete once the current forward pass is done
+        # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
+        self.device = self.layers[-1].buffers[0].device
+        # Before the current forward pass: tokens whose keys are in every layer, at most and for each row of the batch
+        self.length, self._filled = 0, [0] * batch
+        # Once the current forward pass is done: the same two numbers
+        self.end, self._placed = 0, [0] * batch
         self.width = 0  # keys that attention sees in the current forward pass, masked ones included
-        self._filled = [0] * batch  # per row of the batch, since rows may differ
-        self._placed = [0] * batch
 
     @property
     def k(self) -> Tensor:
@@ -192,7 +202,7 @@ class KVCache:
 
         They follow the cached tokens unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
         tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if they
-        do not fit: a write past the end of a slice would silently change nothing.
+        do not fit.
         """
         if batch not in (None, self.batch):
             raise UsageError(f"the cache is for a batch of {self.batch}, not {batch}; use new_cache(batch={batch})")
@@ -282,14 +292,14 @@ class KVCache:
         self.reserve(end)
         self.end = end
         for layer in self.layers:
-            layer.end = None if every_slot else end
+            layer.visible = None if every_slot else end
         self.width = self.slots if every_slot else end
 
     def _place_at(self, positions: Tensor) -> int:
         rows = positions.expand(self.batch, -1).tolist()  # (B, T)
         self._placed = []
         for filled, row in zip(self._filled, rows, strict=True):
-            for position in row:
+            for position in sorted(row):
                 if position > filled:
                     raise ValueError(f"position {position} leaves a gap: the next free one is {filled}")
                 filled = max(filled, position + 1)

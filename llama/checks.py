@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from .errors import LlamaError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -65,6 +68,22 @@ def known_ids(ids: Iterable[int], size: int) -> None:
     """Raise UsageError for the first id that is not in a vocabulary of `size` ids."""
     if (unknown := next((id for id in ids if not 0 <= id < size), None)) is not None:
         raise UsageError(f"token id {unknown} is not in the vocabulary; expected 0 to {size - 1}")
+
+
+def shapes(tokens: object, positions: Tensor | None) -> None:
+    """Raise ValueError unless tokens are (B, T), and positions, if given, (T,) or (B, T) and not negative."""
+    from torch import Tensor  # not above, since the command line uses this module before it imports torch
+
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise ValueError(f"tokens must be a tensor (B, T), got {getattr(tokens, 'shape', type(tokens))}")
+    if positions is None:
+        return
+    length = tokens.shape[1]
+    if positions.shape not in ((length,), (1, length), tokens.shape):
+        found, expected = tuple(positions.shape), tuple(tokens.shape)
+        raise ValueError(f"positions must be (T,) or (B, T), got {found} for tokens {expected}")
+    if bool((positions < 0).any()):
+        raise ValueError(f"positions must not be negative, got {int(positions.min())}")
 
 
 def shown(value: object) -> str:

@@ -183,7 +183,7 @@ def history_of(
 
 def most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest log-probabilities of logits (.., V), and their ids: (.., k) each."""
-    values, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[-1]))
+    values, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[-1]))  # (.., k) each
     return values, ids
 
 

@@ -36,7 +36,7 @@ from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
 
 Cache = KVCache | None
-Choose = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and other values to yield with it
+Pick = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and other values to yield with it
 
 
 class RMSNorm(nn.Module):
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.attention_bias)
         self.apply_rotary_emb = RotaryEmb(rope, rotates=layer not in config.no_rope_layers)
-        self.attend = Attend(ATTENTION[attention])
+        self.attend = Attend(ATTENTION[checks.choice("attention", attention, ATTENTION)])
 
     def forward(
         self, x: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: LayerCache | None
@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
         self.w_down = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))  # (.., hidden_dim), then (.., C)
 
 
 class TransformerBlock(nn.Module):
@@ -125,9 +125,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.runner = config, Runner()
         self.max_seq_len = reach(config) if max_seq_len is None else max_seq_len
-        self.rope = Rope(
-            rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling, config.max_seq_len
-        )
+        scaling, trained_len = config.rope_scaling, config.max_seq_len
+        self.rope = Rope(rope, config.head_dim, self.max_seq_len, config.rope_theta, scaling, trained_len)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(TransformerBlock(config, i, rope, attention) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -143,11 +142,13 @@ class Transformer(nn.Module):
 
         positions  (T,) or (B, T) int64; None: after the cached tokens, or from 0 if there is no cache
         cache      stores the new keys and values and supplies the old ones
-        Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError beyond the cache's room.
+        Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError for a position beyond
+        max_seq_len or the cache's room.
         """
+        # Tensors on "meta", in a graph that is being compiled, and of subclasses such as FakeTensor may have no values.
         if type(tokens) is Tensor and tokens.numel() and not (tokens.is_meta or torch.compiler.is_compiling()):
             checks.known_ids((int(tokens.min()), int(tokens.max())), self.config.vocab_size)
-        return self.output(self.hidden(tokens, positions, cache)).float()
+        return self.output(self.hidden(tokens, positions, cache)).float()  # (B, T, V)
 
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, length: int | None = None
@@ -156,22 +157,18 @@ class Transformer(nn.Module):
 
         length  tokens in the complete text, if frequencies depend on it (rope_scaling.BY_LENGTH); None: tokens so far
         """
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            raise ValueError(f"tokens must be a tensor (B, T), got {getattr(tokens, 'shape', type(tokens))}")
-        if positions is not None and bool((positions < 0).any()):
-            raise ValueError(f"positions must not be negative, got {int(positions.min())}")
+        checks.shapes(tokens, positions)
         T = tokens.shape[1]
-        sees_all = T == 1 and positions is None  # one token after all others sees every key, so it needs no mask
+        # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
+        masked = T != 1 or positions is not None or (cache is not None and cache.fixed)
         if cache is not None:
             positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
-            keys: Tensor | None = torch.arange(cache.width, device=tokens.device)  # (S,)
-            sees_all = sees_all and not cache.fixed  # a fixed cache has slots that are not filled yet
+            keys = torch.arange(cache.width, device=tokens.device) if masked else None  # (S,)
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
-            keys = positions  # (S,) or (B, S): the keys are the tokens themselves
-        end = max(end, length or 0)
-        h = self.runner.run(self, tokens, positions, None if sees_all else keys, end, cache)  # (B, T, C)
+            keys = positions if masked else None  # (S,) or (B, S): the keys are the tokens themselves
+        h = self.runner.run(self, tokens, positions, keys, max(end, length or 0), cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h
@@ -196,34 +193,36 @@ class Runner:
         self.cache_kind, self.check_memory = cache_kind, check_memory
 
     def run(
-        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, end: int, cache: Cache
+        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: Cache
     ) -> Tensor:
-        """All blocks and the last norm: tokens (B, T) at positions (T,) or (B, T), all below `end` -> (B, T, C).
+        """All blocks and the last norm: tokens (B, T) at positions (T,) or (B, T) -> (B, T, C).
 
-        keys: positions of the keys, (S,) or (B, S); None if every query sees every key.
+        keys     positions of the keys, (S,) or (B, S); None if every query sees every key
+        seq_len  the length that the frequencies are for; all positions are below it
         """
         h = model.tok_embeddings(tokens)  # (B, T, C)
-        freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2), once for all layers
+        freqs_cis = model.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2), once for all layers
         mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
         for i, block in enumerate(model.layers):
             h = block(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
-        return model.norm(h)
+        return model.norm(h)  # (B, T, C)
 
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
 
         For batches and CUDA graphs: no shape or branch depends on the values of positions; `cache.length` is unchanged.
+        The cache must be new, a view made by `KVCache.rows`, or one after `place_next`, whose layers return every slot.
         """
         slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
         h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)
-        return model.output(h[:, -1]).float()
+        return model.output(h[:, -1]).float()  # (B, C), then (B, V)
 
     def decode(
-        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
+        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, pick: Pick
     ) -> Generator[list[Any]]:
-        """Yield the values of `choose(logits)`, `steps` times; feed each chosen token but the last. logits (V,)."""
+        """Yield the values of `pick(logits)`, `steps` times; feed each picked token but the last. logits (V,)."""
         for step in range(steps):
-            choice = choose(logits)
+            choice = pick(logits)
             yield [values.item() for values in choice]
             if step + 1 < steps:
                 logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)

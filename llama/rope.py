@@ -41,9 +41,10 @@ def precompute_freqs_cis(
     *,
     max_seq_len: int | None = None,
 ) -> Tensor:
-    """Compute the table of rotations as Meta's code does: row m, column i is `cis(m * inv_freq[i])`.
+    """Compute the table of rotations of Meta's function: row m, column i is `cis(m * inv_freq[i])`.
 
-    dim is D, end the number of positions; scaling and max_seq_len as in `inverse_frequencies`.
+    dim is D, end the number of positions; scaling and max_seq_len as in `inverse_frequencies`, which computes in
+    float64. Meta's code computes inv_freq in float32, so its table differs by up to 5e-4 at 8,192 positions.
     Returns (end, D/2) complex64.
     """
     inv_freq, attention_factor = inverse_frequencies(dim, theta, scaling, seq_len=end, max_seq_len=max_seq_len)
@@ -66,7 +67,9 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
     cis = freqs_cis.unsqueeze(-2)  # (.., T, 1, D/2): the same rotation for every head
     q = torch.view_as_complex(xq.float().unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
     k = torch.view_as_complex(xk.float().unflatten(-1, (-1, 2)))  # (B, T, KV, D/2) complex
-    return torch.view_as_real(q * cis).flatten(-2).type_as(xq), torch.view_as_real(k * cis).flatten(-2).type_as(xk)
+    rotated_q = torch.view_as_real(q * cis).flatten(-2)  # (B, T, H, D)
+    rotated_k = torch.view_as_real(k * cis).flatten(-2)  # (B, T, KV, D)
+    return rotated_q.type_as(xq), rotated_k.type_as(xk)
 
 
 # ------------------------------------------------------------------------------- real: the product, written out
@@ -85,8 +88,8 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
 # ---------------------------------------------------------------------------------- half: Hugging Face's pairing
 def rotate_half(x: Tensor) -> Tensor:
     """Turn every pair `(x[i], x[i + D/2])` by a quarter: `(a, b)` becomes `(-b, a)`. (.., D) -> (.., D)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
+    a, b = x.chunk(2, dim=-1)  # two of (.., D/2)
+    return torch.cat((-b, a), dim=-1)  # (.., D)
 
 
 def apply_rotary_pos_emb(
@@ -101,7 +104,7 @@ def apply_rotary_pos_emb(
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)  # (1, T, D)
     by_token = (q, k) if unsqueeze_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))  # (B, T, H, D)
     _check(*by_token, cos, q.shape[-1])
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)  # (B, 1, T, D), or (B, T, 1, D)
     rotated_q = q.float() * cos + rotate_half(q.float()) * sin
     rotated_k = k.float() * cos + rotate_half(k.float()) * sin
     return rotated_q.type_as(q), rotated_k.type_as(k)
@@ -118,16 +121,15 @@ def half_to_interleaved(x: Tensor) -> Tensor:
 
 
 def to_half_layout(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of wq or wk (or the last axis of a bias) from Meta's pairs to Hugging Face's.
-
-    weight is (heads * D, C) or (heads * D,); row 2i + j of a head becomes row j * D/2 + i.
-    """
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    """`interleaved_to_half` for the rows of wq or wk, (heads * D, C), or a bias (heads * D,): within each head."""
+    pairs = weight.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, C)
+    return pairs.transpose(1, 2).flatten(0, 2)  # (heads, 2, D/2, C), then (heads * D, C)
 
 
 def to_interleaved_layout(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of `to_half_layout`: from Hugging Face's pairs to Meta's."""
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))  # (heads, 2, D/2, C)
+    return halves.transpose(1, 2).flatten(0, 2)  # (heads, D/2, 2, C), then (heads * D, C)
 
 
 # -------------------------------------------------------------------- elementwise and matrix: the paper's notation
@@ -156,7 +158,8 @@ def rotation_matrix(cos: Tensor, sin: Tensor) -> Tensor:
     """
     blocks = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)  # (.., D/2, 2, 2)
     same_pair = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)  # (D/2, D/2)
-    return torch.einsum("...iab,ij->...iajb", blocks, same_pair).flatten(-2).flatten(-3, -2)  # (.., D, D)
+    placed = torch.einsum("...iab,ij->...iajb", blocks, same_pair)  # (.., D/2, 2, D/2, 2): 0 where i is not j
+    return placed.flatten(-2).flatten(-3, -2)  # (.., D, D)
 
 
 def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +175,7 @@ def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 # ------------------------------------------------------------------------------------------- what the model uses
-# A row of the table for one position: (.., D/2) complex64, or cos and sin as real tensors, depending on the form.
+# The table's rows for some positions: (.., D/2) complex64, or cos and sin, (.., D/2) or (.., D), depending on the form.
 FreqsCis = Tensor | tuple[Tensor, ...]
 
 
@@ -182,16 +185,16 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     q and k are reordered alike, so the scores would be the same without the second step. With it the products are also
     summed in the same order, and cached keys are the same, bit for bit, as in the other forms.
     """
-    q, k = apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)
+    q, k = apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)  # (B, T, H, D), (B, T, KV, D)
     return half_to_interleaved(q), half_to_interleaved(k)
 
 
 class Form(NamedTuple):
-    """A way to compute the rotation: the function, the layout of wq and wk, and its arguments made from freqs_cis."""
+    """A way to compute the rotation: the function, the layout of wq and wk, and what makes its table from freqs_cis."""
 
     apply: Callable[..., tuple[Tensor, Tensor]]
     layout: Layout
-    table: Callable[[Tensor], tuple[Tensor, ...]] = lambda cis: (cis.real.contiguous(), cis.imag.contiguous())
+    make_table: Callable[[Tensor], tuple[Tensor, ...]] = lambda cis: (cis.real.contiguous(), cis.imag.contiguous())
 
 
 FORMS: dict[str, Form] = {
@@ -255,31 +258,31 @@ class Rope:
         self.form, self.max_seq_len = form, max_seq_len
         self.table = self._table(min(max_seq_len, 1024))
 
-    def freqs_cis(self, positions: Tensor, end: int) -> FreqsCis:
-        """The table's rows for positions (T,) or (B, T), all below `end`, on their device: (T, D/2) or (B, T, D/2).
+    def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
+        """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
 
-        `end` is an argument because reading the largest position from a GPU would wait for it. Raises
-        ContextLengthError if it is beyond max_seq_len.
+        seq_len is the length that the frequencies are for. It is an argument because reading the largest position from
+        a GPU would wait for it. Raises ContextLengthError if it is beyond max_seq_len.
         """
-        if end > self.max_seq_len:
+        if seq_len > self.max_seq_len:
             raise ContextLengthError(
-                f"position {end - 1} lies outside the {self.max_seq_len} positions the model was made for;"
+                f"position {seq_len - 1} lies outside the {self.max_seq_len} positions that this model may use;"
                 f" shorten the input, or raise max_seq_len (--max-seq-len)"
             )
         if self.by_length:
-            inv_freq, factor = self.frequencies(end)
-            rows = FORMS[self.form].table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
+            inv_freq, factor = self.frequencies(seq_len)
+            rows = FORMS[self.form].make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
         else:
             table = self.table  # a local reference, since another thread may replace it by one that is too short
-            if end > len(table[0]):
-                table = self._table(min(max(end, 2 * len(table[0])), self.max_seq_len))
+            if seq_len > len(table[0]):
+                table = self._table(min(max(seq_len, 2 * len(table[0])), self.max_seq_len))
             if table[0].device != positions.device:
                 table = tuple(t.to(positions.device) for t in table)
-            if table is not self.table:
+            if table is not self.table and not positions.is_meta:  # a table on "meta" has no values to move back
                 with GROWING:
                     if len(table[0]) >= len(self.table[0]):
                         self.table = table
-            rows = tuple(t[positions] for t in table)
+            rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); D/2 is D in two of the forms
         return rows[0] if len(rows) == 1 else rows
 
     @property
@@ -289,7 +292,7 @@ class Rope:
 
     def _table(self, end: int) -> tuple[Tensor, ...]:
         with torch.device("cpu"):  # the model may be under construction on the meta device
-            return FORMS[self.form].table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
+            return FORMS[self.form].make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
 
     def frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         """inv_freq (D/2,) and the factor of cos and sin for a sequence of this length."""

@@ -60,7 +60,7 @@ def ntk(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Dynamic NTK (emozilla, 2023): unchanged up to the trained length, then a base that grows with the length."""
-    trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(base, scaling)  # as in transformers
+    trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(None, scaling)  # as in transformers
     factor, length = _number(scaling, "factor"), max(base.seq_len or 0, trained)
     return base.inv_freq(stretch=(factor * length / trained - (factor - 1)) ** (base.dim / (base.dim - 2))), 1.0
 
@@ -70,7 +70,7 @@ def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
     Fast pairs make more than beta_fast full turns within the trained context, slow pairs less than beta_slow.
     """
-    trained = _trained_length(base, scaling)
+    trained = _trained_length(base.max_seq_len, scaling)
     given = scaling.get("factor") is not None or base.max_seq_len is None
     factor = _number(scaling, "factor") if given else (base.max_seq_len or 0) / trained
 
@@ -101,7 +101,7 @@ def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
 
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """LongRoPE (arXiv:2402.13753): a divisor per pair, from a short list up to the trained length, then a long one."""
-    trained = _trained_length(base, scaling)
+    trained = _trained_length(base.max_seq_len, scaling)
     if trained <= 1:
         raise ConfigError(f"rope scaling longrope: the trained length must be above 1, got {trained:g}")
     factor = (base.max_seq_len or trained) / trained if scaling.get("factor") is None else _number(scaling, "factor")
@@ -116,7 +116,8 @@ def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
     Source: apply_scaling in meta-llama/llama-models models/llama3/model.py, with its constants as parameters.
     """
-    inv_freq, factor, trained = base.inv_freq(), _number(scaling, "factor"), _trained_length(base, scaling)
+    inv_freq, factor = base.inv_freq(), _number(scaling, "factor")
+    trained = _trained_length(base.max_seq_len, scaling)
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if low >= high:
         raise ConfigError(f"rope scaling llama3: low_freq_factor must be below high_freq_factor, got {low} and {high}")
@@ -211,7 +212,7 @@ def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict
     given = {key: value for key, value in scaling.items() if value is not None}
     if "rope_type" not in given and "type" not in given:
         raise ConfigError(f"rope_scaling has no rope_type; known: {', '.join(SCALINGS)}")
-    if given.get("type", given.get("rope_type")) != given.get("rope_type", given.get("type")):
+    if "type" in given and "rope_type" in given and given["type"] != given["rope_type"]:
         raise ConfigError(f"rope scaling {_short(given)}: type and rope_type contradict each other; pass one of them")
     inner = given.pop("rope_theta", theta)
     if theta is not None and inner != theta:
@@ -224,7 +225,7 @@ def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict
     if kind in STRETCHING and "factor" not in given:
         raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
     if kind == "llama3":  # the constants of Meta's apply_scaling
-        given = given | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
+        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
     if kind == "yarn" and _number(given, "beta_fast", default=32) < _number(given, "beta_slow", default=1):
         raise ConfigError(f"rope scaling {_short(given)}: beta_fast must not be below beta_slow")
     return given, inner
@@ -232,8 +233,7 @@ def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict
 
 def trained_length(config: ModelConfig) -> float:
     """The length in tokens that a model's unscaled frequencies were trained for."""
-    scaling = config.rope_scaling or {}
-    return _trained_length(Base(config.head_dim, config.rope_theta, max_seq_len=config.max_seq_len), scaling)
+    return _trained_length(config.max_seq_len, config.rope_scaling or {})
 
 
 def reach(config: ModelConfig) -> int:
@@ -253,7 +253,7 @@ def stretched(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
     if kind_of(scaling) == "llama3" and scaling.get("original_max_position_embeddings") is not None:
         return max_seq_len  # the official files: max_seq_len is the extended length, which is not factor * original
     own = kind_of(scaling) == "yarn"
-    trained = _trained_length(Base(2, 1.0, max_seq_len=max_seq_len), scaling) if own else float(max_seq_len)
+    trained = _trained_length(max_seq_len, scaling) if own else float(max_seq_len)
     return max(max_seq_len, int(min(trained * _number(scaling, "factor"), LARGEST_SIZE)))
 
 
@@ -299,11 +299,11 @@ def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) 
     return checks.positive(f"rope scaling {_short(scaling)}: {key!r}", value, 1e300, ConfigError)
 
 
-def _trained_length(base: Base, scaling: Mapping[str, Any]) -> float:
-    """The length the unscaled frequencies were trained for."""
+def _trained_length(max_seq_len: int | None, scaling: Mapping[str, Any]) -> float:
+    """The length the unscaled frequencies were trained for: the scaling's own, otherwise the model's context."""
     key = "original_max_position_embeddings"
-    if scaling.get(key) is None and base.max_seq_len is not None:
-        return float(base.max_seq_len)
+    if scaling.get(key) is None and max_seq_len is not None:
+        return float(max_seq_len)
     return _number(scaling, key)
 
 

@@ -19,6 +19,8 @@ from .errors import UsageError
 
 ORDER = "penalties, logit bias, processors, grammar, temperature, top-k, top-p, min-p"
 LARGEST_SEED = 2**63 - 1
+# Below this value, neither a penalty nor a low temperature can make a logit infinite.
+LARGEST_LOGIT = 1e30
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -76,12 +78,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token is always chosen; of equal ones, that with the lowest id."""
         return self.temperature < 1e-5 or self.top_k == 1
 
     @property
     def plain(self) -> bool:
         """Whether the logits are used as they are, apart from temperature and the filters after it."""
-        return not any(enabled(self) for _, enabled in EDITS)
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return not (penalties or self.logit_bias or self.processors)
 
 
 class History(NamedTuple):
@@ -121,7 +125,8 @@ def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
     """Add each bias to the logit of its id. logits (.., V); ids without a logit are never chosen anyway."""
     known = {id: value for id, value in bias.items() if id < logits.shape[-1]}
     ids = torch.tensor(list(known), device=logits.device, dtype=torch.long)  # (N,)
-    return logits.index_add(-1, ids, logits.new_tensor(list(known.values())).expand(*logits.shape[:-1], -1))
+    added = logits.new_tensor(list(known.values())).expand(*logits.shape[:-1], -1)  # (.., N)
+    return logits.index_add(-1, ids, added)  # (.., V)
 
 
 def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
@@ -134,24 +139,26 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
         top = float(found.amax())
         if not math.isfinite(top) and math.isfinite(float(logits.amax())):
             raise UsageError(f"a processor must return logits with a finite maximum, got {top}")
-        logits = found
+        logits = found.clamp(max=LARGEST_LOGIT)  # dividing float32's largest number by a temperature would give inf
     return logits
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
     """Mask all but the k largest logits; ties with the k-th stay."""
     k = min(k, logits.shape[-1])
-    return logits.masked_fill(logits < logits.topk(k).values[..., -1:], -torch.inf)
+    kth = logits.topk(k).values[..., -1:]  # (.., 1)
+    return logits.masked_fill(logits < kth, -torch.inf)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
     """Mask the tokens outside the smallest set whose probability reaches p. At least one token stays."""
-    ordered, index = logits.sort(descending=True, stable=True)
-    probability = ordered.softmax(-1)
+    ordered, index = logits.sort(descending=True, stable=True)  # (.., V) each
+    probability = ordered.softmax(-1)  # (.., V), the largest first, as in the next two lines
     before = probability.cumsum(-1) - probability  # total probability of all more probable tokens
     outside = before >= p
     outside[..., 0] = False
-    return logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
+    outside = outside.scatter(-1, index, outside)  # (.., V) in the order of the ids
+    return logits.masked_fill(outside, -torch.inf)
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
@@ -159,36 +166,7 @@ def min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
 
 
-# (change of the logits, whether the parameters enable it), applied in this order, before a grammar
-EDITS: list[tuple[Callable[[Tensor, SamplingParams, History], Tensor], Callable[[SamplingParams], bool]]] = [
-    (
-        lambda logits, params, text: repetition_penalty(logits, text.ids, params.repetition_penalty),
-        lambda params: params.repetition_penalty != 1,
-    ),
-    (
-        lambda logits, params, text: count_penalties(
-            logits, text.ids[..., text.start :], params.presence_penalty, params.frequency_penalty
-        ),
-        lambda params: params.presence_penalty != 0 or params.frequency_penalty != 0,
-    ),
-    (lambda logits, params, text: add_bias(logits, params.logit_bias), lambda params: bool(params.logit_bias)),
-    (lambda logits, params, text: process(logits, text.ids, params.processors), lambda params: bool(params.processors)),
-]
-
-# (filter, whether the parameters enable it), applied in this order, after a grammar
-FILTERS: list[tuple[Callable[[Tensor, SamplingParams], Tensor], Callable[[SamplingParams], bool]]] = [
-    (lambda logits, params: logits / params.temperature, lambda params: params.temperature != 1),
-    (lambda logits, params: top_k(logits, params.top_k), lambda params: params.top_k > 0),
-    (lambda logits, params: top_p(logits, params.top_p), lambda params: params.top_p < 1),
-    (lambda logits, params: min_p(logits, params.min_p), lambda params: params.min_p > 0),
-]
-
-
 # ------------------------------------------------------------------------------------- probabilities and the draw
-# Below this value, neither a penalty nor a low temperature can make a logit infinite.
-LARGEST_LOGIT = 1e30
-
-
 def extreme(logits: Tensor) -> Tensor:
     """The largest of the logits (.., V) -> (..), or the smallest if that is NaN or below -LARGEST_LOGIT.
 
@@ -199,13 +177,27 @@ def extreme(logits: Tensor) -> Tensor:
 
 
 def edit(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
-    """The logits (.., V) after penalties, bias and processors, with -inf for tokens that `allowed` (V,) excludes."""
+    """The logits (.., V) after penalties, bias and processors, with -inf for tokens that `allowed` (V,) excludes.
+
+    Raises UsageError without the text that the parameters depend on, or if no token is left.
+    """
     logits = logits.float()
-    if text is not None:
-        for apply, enabled in EDITS:
-            if enabled(params):
-                logits = apply(logits, params, text)
-    return logits if allowed is None else logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+    if not params.plain:
+        if text is None:
+            raise UsageError("penalties, logit_bias and processors need the text so far: pass text=History(ids, start)")
+        if params.repetition_penalty != 1:
+            logits = repetition_penalty(logits, text.ids, params.repetition_penalty)
+        if params.presence_penalty != 0 or params.frequency_penalty != 0:
+            answer = text.ids[..., text.start :]
+            logits = count_penalties(logits, answer, params.presence_penalty, params.frequency_penalty)
+        if params.logit_bias:
+            logits = add_bias(logits, params.logit_bias)
+        logits = process(logits, text.ids, params.processors)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        if params.processors and bool(logits.amax() == -torch.inf):
+            raise UsageError("the processors exclude every token that the grammar allows")
+    return logits
 
 
 def probs(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
@@ -217,9 +209,13 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
     logits = edit(logits, params, text, allowed)
     if params.greedy:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    for apply, enabled in FILTERS:
-        if enabled(params):
-            logits = apply(logits, params)
+    logits = logits / params.temperature
+    if params.top_k > 0:
+        logits = top_k(logits, params.top_k)
+    if params.top_p < 1:
+        logits = top_p(logits, params.top_p)
+    if params.min_p > 0:
+        logits = min_p(logits, params.min_p)
     return logits.softmax(-1)
 
 
@@ -235,8 +231,8 @@ def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Ten
     Of exponential variables with rates p, the smallest is at x with probability p(x) (the Gumbel-max trick), and E / p
     has rate p if E has rate 1.
     """
-    noise = torch.empty_like(probabilities).exponential_(1, generator=generator)
-    return (probabilities / noise).argmax(-1)
+    noise = torch.empty_like(probabilities).exponential_(1, generator=generator)  # (.., V)
+    return (probabilities / noise).argmax(-1)  # (..)
 
 
 def choose(
@@ -249,11 +245,11 @@ def choose(
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    text and allowed are those of `probs`. Nothing waits for the device. NaN chooses an arbitrary id; the extreme
-    reveals it (`generate.check_extreme`).
+    text and allowed are those of `probs`. Nothing waits for the device, except for a bias, a processor or `allowed`.
+    NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
     """
     if params.greedy:
-        next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,)
+        next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,): the first of equal logits
     else:
         next_id = draw(probs(logits, params, text, allowed)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)

@@ -53,18 +53,20 @@ inline void fake_move(int tile, char* base, int64_t stride, bool load) {
         else std::memcpy(base + row * stride, line, 64);
     }
 }
-inline void fake_dpbf16ps(int c, int a, int b) {  // c[m][n] += a[m][2k] b[k][2n] + a[m][2k + 1] b[k][2n + 1]
-    auto number = [](int tile, int row, int column) {
+inline void fake_numbers(int tile, float* numbers) {  // 16 rows of 32 numbers in bfloat16
+    const char* at = fake_tiles().data[check(tile)];
+    for (int i = 0; i < 512; i++) {
         uint16_t half;
-        std::memcpy(&half, fake_tiles().data[tile] + 64 * row + 2 * column, 2);
+        std::memcpy(&half, at + 2 * i, 2);
         const uint32_t bits = uint32_t(half) << 16;
-        float x;
-        std::memcpy(&x, &bits, 4);
-        return x;
-    };
-    auto* sums = (float*)fake_tiles().data[check(c)];
+        std::memcpy(numbers + i, &bits, 4);
+    }
+}
+inline void fake_dpbf16ps(int c, int a, int b) {  // c[m][n] += a[m][2k] b[k][2n] + a[m][2k + 1] b[k][2n + 1]
+    float x[512], y[512], *sums = (float*)fake_tiles().data[check(c)];
+    fake_numbers(a, x), fake_numbers(b, y);
     for (int m = 0; m < 16; m++)
         for (int n = 0; n < 16; n++)
             for (int k = 0; k < 16; k++)
-                for (int i = 0; i < 2; i++) sums[16 * m + n] += number(check(a), m, 2 * k + i) * number(check(b), k, 2 * n + i);
+                for (int i = 0; i < 2; i++) sums[16 * m + n] += x[32 * m + 2 * k + i] * y[32 * k + 2 * n + i];
 }

@@ -451,10 +451,9 @@ def test_every_form_computes_the_same(run: Python, tmp_path: Path, form: str) ->
 
 
 TILES = """
-from pathlib import Path
 from llama.engine import kernels
-from tests import kernel_edges
-kernels.FORMS["amx"] = f"{kernels.AVX512} -include {Path(kernel_edges.__file__).with_name('fake_amx.h')}"
+kernels.FORMS["amx"] = f"{kernels.AVX512} -include {sys.argv[1]}"
+from tests import kernel_edges  # builds the kernels
 for check in (kernel_edges.panels, kernel_edges.prompts):
     check()
 """
@@ -466,7 +465,9 @@ def test_the_tile_registers_of_amx_are_used_as_their_manual_says(run: Python, tm
     """The instructions are replaced by plain C++, which ends the process if they are used wrongly."""
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("the rest of this form needs AVX-512")
-    done = run(TILES, CLEARLLAMA_KERNELS="amx", CLEARLLAMA_CACHE=str(tmp_path))
+    done = run(
+        TILES, str(Path(__file__).with_name("fake_amx.h")), CLEARLLAMA_KERNELS="amx", CLEARLLAMA_CACHE=str(tmp_path)
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -28,6 +28,7 @@ class Family(NamedTuple):
     bias_keys             whether attention_bias and mlp_bias have an effect
     qkv_bias              whether q_proj, k_proj and v_proj always add a bias
     window                the default of sliding_window
+    n_kv_heads            the value without a key num_key_value_heads; None: that of num_attention_heads
     """
 
     architecture: str
@@ -37,13 +38,14 @@ class Family(NamedTuple):
     bias_keys: bool = True
     qkv_bias: bool = False
     window: int | None = None
+    n_kv_heads: int | None = None
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", 2048),
-    "mistral": Family("MistralForCausalLM", 131072, bias_keys=False, window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, window=4096),
-    "smollm3": Family("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True),
+    "mistral": Family("MistralForCausalLM", 131072, bias_keys=False, window=4096, n_kv_heads=8),
+    "qwen2": Family("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, window=4096, n_kv_heads=32),
+    "smollm3": Family("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, n_kv_heads=4),
 }
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
 # Hugging Face's permutation for all but qwen2. Mistral's files have the architecture llama.
@@ -128,7 +130,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         last = fields.integer("max_window_layers", 28)
         if not fields.boolean("use_sliding_window", False):
             return None
-        slides = kind == "smollm3" or last < n_layers if types is None else SLIDING in types
+        slides = (kind == "smollm3" or last < n_layers) if types is None else SLIDING in types
         given = given if slides else None
     if given is None:
         return None

@@ -63,23 +63,23 @@ NO_EFFECT = {
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
 }  # fmt: skip
-# Keys that would change what is computed, and the values that change nothing
+# Keys that would change what is computed, and the values that change nothing; neither does null
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "qk_layernorm": (None, False),
-    "use_qk_norm": (None, False),
-    "num_local_experts": (None, 0),
-    "num_experts": (None, 0),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
+    "partial_rotary_factor": (1,),
+    "qk_layernorm": (False,),
+    "use_qk_norm": (False,),
+    "num_local_experts": (0,),
+    "num_experts": (0,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "rope_interleaved": (None, False),
-    "use_mrope": (None, False),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
 }
 # Options of generation_config.json that are not supported, and the values under which they have no effect
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -265,11 +265,14 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         context = fields.integer("max_position_embeddings", family.context)
         theta, scaling = self._rope(fields, family.theta)
+        default_kv = (
+            n_heads if "num_key_value_heads" in fields.values else family.n_kv_heads or n_heads
+        )  # null: n_heads
         config = ModelConfig(
             dim=dim,
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=fields.integer("num_key_value_heads", n_heads),
+            n_kv_heads=fields.integer("num_key_value_heads", default_kv),
             head_dim=fields.integer("head_dim", dim // n_heads),
             hidden_dim=fields.integer("intermediate_size"),
             vocab_size=fields.integer("vocab_size"),

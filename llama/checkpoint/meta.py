@@ -295,7 +295,7 @@ class MetaCheckpoint(Checkpoint):
     def _merged_shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._stored(name).shape)
         axis = self._names[name][1]
-        if axis is not None and axis < len(shape):
+        if axis is not None:
             shape[axis] *= len(self.shards)
         if self._has_copies(name):
             shape[0] //= self._kv_copies
@@ -308,8 +308,7 @@ class MetaCheckpoint(Checkpoint):
         if weight.dtype in FLOATS:
             return weight
         if weight.dtype == torch.float8_e4m3fn and self._scales:
-            layer, key = re.sub(r"^layers\.(\d+)\.", r"\1 ", source).split(" ")
-            scale = self._scales[rank].get(f"{layer}_{key}_{rank}")
+            scale = self._scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
             if scale is None or scale.numel() not in (1, len(weight)):
                 raise CheckpointError(
                     f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}; download"
@@ -334,7 +333,7 @@ class MetaCheckpoint(Checkpoint):
                 f"{self.path}: the copies of the key/value heads in {name} differ; a shard is damaged, download them"
                 " again"
             )
-        return heads[:, 0].flatten(0, 1)
+        return heads[:, 0].flatten(0, 1)  # (KV, copies, D, C), then (KV * D, C)
 
     def _is_spun(self, name: str) -> bool:
         """Whether SpinQuant's code multiplies the input of this layer by a Hadamard matrix at run time.
@@ -419,14 +418,17 @@ class MetaCheckpoint(Checkpoint):
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
         copies = 1
         while stored % (2 * copies) == 0 and stored > copies:
-            pairs = heads[::copies].unflatten(0, (-1, 2))
+            pairs = heads[::copies].unflatten(0, (-1, 2))  # (heads / 2, 2, D, C)
             if not torch.equal(pairs[:, 0], pairs[:, 1]):
                 break
             copies *= 2
         return copies
 
     def _tied(self, size: tuple[int, int]) -> bool:
-        """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B."""
+        """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B.
+
+        First rows are compared before all of them: most matrices differ there, and are not read further.
+        """
         if "output.weight" not in self._names:
             if size in SMALL_32:
                 return True
@@ -465,18 +467,21 @@ class MetaCheckpoint(Checkpoint):
 
     def _context(self, scaled: bool, theta: float) -> int:
         """The trained context, inferred from the family if params.json does not state it."""
-        half = self._stored("tok_embeddings.weight").dtype == torch.float16
-        if scaled:
-            context, family = 131072, "scaled RoPE, as Llama 3.1 and later"
-        elif theta == 500000:
-            context, family = 8192, "theta 500,000, as Llama 3"
-        elif theta == 1000000:
-            context, family = 16384, "theta 1,000,000, as Code Llama"
-        else:
-            context, family = (2048, "float16, as LLaMA 1") if half else (4096, "as Llama 2")
+        context, family = family_context(scaled, theta, self._stored("tok_embeddings.weight").dtype == torch.float16)
         if self.params.get("max_seq_len") is None:
             self.notes.append(f"{PARAMS} does not state the context; {context} tokens are assumed ({family})")
         return context
+
+
+def family_context(scaled: bool, theta: float, half: bool = False) -> tuple[int, str]:
+    """The context of Meta's models with these values in params.json, and the reason. half: weights in float16."""
+    if scaled:
+        return 131072, "scaled RoPE, as Llama 3.1 and later"
+    if theta == 500000:
+        return 8192, "theta 500,000, as Llama 3"
+    if theta == 1000000:
+        return 16384, "theta 1,000,000, as Code Llama"
+    return (2048, "float16, as LLaMA 1") if half else (4096, "as Llama 2")
 
 
 def read_params(file: Path) -> ModelConfig:
@@ -490,6 +495,7 @@ def read_params(file: Path) -> ModelConfig:
             f"{file} does not state the size of the vocabulary or of the feed-forward network; name the folder with"
             " the weights, or a file of configs/"
         )
+    context, _ = family_context(params.boolean("use_scaled_rope", False), params.number("rope_theta", 10000.0))
     return ModelConfig(
         dim=dim,
         n_layers=params.integer("n_layers"),
@@ -498,7 +504,7 @@ def read_params(file: Path) -> ModelConfig:
         head_dim=params.integer("head_dim", dim // n_heads),
         hidden_dim=hidden_dim,
         vocab_size=vocab_size,
-        max_seq_len=params.integer("max_seq_len", 131072 if params.boolean("use_scaled_rope", False) else 8192),
+        max_seq_len=params.integer("max_seq_len", context),
     )
 
 

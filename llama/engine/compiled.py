@@ -78,20 +78,21 @@ class CompiledRunner(KernelRunner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         step, whole = None, self.unchanged() and not self.hooked(model)
-        if whole and cache is not None and keys is not None and cache.layers[0].end is None and tokens.shape[1] == 1:
+        one_token = keys is not None and tokens.shape[1] == 1
+        if whole and one_token and cache is not None and cache.layers[0].visible is None:
             if len(tokens) == 1 and positions.dim() == 1:
                 step = self.step
             elif len(tokens) >= FEWEST_ROWS and positions.dim() == 2:  # a position for each row
                 step = self.rows_step()
         if cache is None or keys is None or step is None:
-            return super().run(model, tokens, positions, keys, end, cache)
+            return super().run(model, tokens, positions, keys, seq_len, cache)
         with kernels.own_threads():
             h = model.tok_embeddings(tokens)  # (B, 1, C)
-            freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
+            freqs_cis = model.rope.freqs_cis(positions, seq_len)  # cos and sin, (1, D/2) or (B, 1, D/2)
             still = unrotated(freqs_cis) if model.config.no_rope_layers else freqs_cis
             mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
             for fused, layer in zip(self.blocks, cache.layers, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import causal_mask
 from ..cache import KVCache, LayerCache, MemoryCheck
-from ..model import Choose, Runner, Transformer
+from ..model import Pick, Runner, Transformer
 from ..quant.tiles import TILE
 from . import kernels
 from .cpu_attention import FEW_QUERIES, kernel_attention
@@ -92,13 +92,13 @@ class KernelRunner(Runner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         if not self.fits(tokens.numel()) or not self.unchanged() or self.hooked(model):
-            return super().run(model, tokens, positions, keys, end, cache)
+            return super().run(model, tokens, positions, keys, seq_len, cache)
         with kernels.own_threads():
-            return self.run_blocks(model, tokens, positions, keys, end, cache)
+            return self.run_blocks(model, tokens, positions, keys, seq_len, cache)
 
     def fits(self, rows: int) -> bool:
         """Whether the kernels run this many rows. Without AMX, PyTorch multiplies many rows by a bfloat16 weight."""
@@ -114,11 +114,11 @@ class KernelRunner(Runner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         """`run` on the kernels."""
-        rows = model.rope.freqs_cis(positions, end)
+        rows = model.rope.freqs_cis(positions, seq_len)
         angles = tuple(torch.view_as_real(rows).unbind(-1)) if isinstance(rows, Tensor) else rows
         mask = None if keys is None else causal_mask(positions, keys).contiguous()
         step = Step(angles, positions.contiguous(), mask, model.config.norm_eps)
@@ -136,9 +136,9 @@ class KernelRunner(Runner):
         return ops.add_norm(h, added, model.norm.weight, step.eps).view(*tokens.shape, -1)
 
     def decode(
-        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
+        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, pick: Pick
     ) -> Generator[list[Any]]:
-        chosen = super().decode(model, logits, cache, steps, choose)
+        chosen = super().decode(model, logits, cache, steps, pick)
         while True:
             with self.threads(1):  # logits are long enough for PyTorch to use several threads
                 values = next(chosen, None)
@@ -161,7 +161,7 @@ class KernelRunner(Runner):
 def one_operation(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None, cache: LayerCache) -> Tensor:
     """A block with packed weights: h (B T, C) is changed in place -> what is to be added to it."""
     norms = [fused.block.attention_norm.weight, fused.block.ffn_norm.weight]
-    end = cache.buffers[0].shape[2] if cache.end is None else cache.end
+    end = cache.buffers[0].shape[2] if cache.visible is None else cache.visible
     y: Tensor = ops.block(
         h,
         added,
@@ -188,7 +188,7 @@ def nine_operations(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | No
     values: Any
     if type(cache) is LayerCache:  # the kernel writes to the cache
         q = ops.rotate(q, k, v, *step.angles, step.positions, *cache.buffers)  # (B, T, H, D)
-        keys, values = (buffer[:, :, : cache.end] for buffer in cache.buffers)
+        keys, values = (buffer[:, :, : cache.visible] for buffer in cache.buffers)
     else:
         keys, values = (x.new_empty(len(x), x.shape[-1] // D, T, D) for x in (k, v))
         q = ops.rotate(q, k, v, *step.angles, None, keys, values)

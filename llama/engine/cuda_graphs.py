@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache, MemoryCheck
-from ..model import Choose, Runner, Transformer
+from ..model import Pick, Runner, Transformer
 from .hooks import HookWatch
 
 STRIDE = 4  # steps whose tokens are read together
@@ -42,10 +42,10 @@ class GraphRunner(Runner):
         self._last: torch.cuda.Event | None = None  # recorded at the end of the previous pass
 
     def decode(
-        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
+        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, pick: Pick
     ) -> Generator[list[Any]]:
         if cache.batch != 1 or model.rope.by_length or self.hooked(model):
-            yield from super().decode(model, logits, cache, steps, choose)
+            yield from super().decode(model, logits, cache, steps, pick)
             return
         start, yielded = cache.length, 0
         step = self.step_for(cache, torch.full((1,), start, device=cache.device))
@@ -57,7 +57,7 @@ class GraphRunner(Runner):
                     cache.place_next()
                     logits = step.next_logits(model, cache)[0]  # (V,)
                     cache.commit()
-                choices.append(choose(logits))
+                choices.append(pick(logits))
                 step.tokens.copy_(choices[-1][0][None])
                 at_once = count in (0, steps - 1)  # read the first token before the next step is launched
                 if at_once or len(choices) == STRIDE:

@@ -74,12 +74,12 @@ class FusedRunner(GraphRunner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         if cache is None or not self.fits(model, cache) or cache.end - cache.length != tokens.shape[1]:
-            return super().run(model, tokens, positions, keys, end, cache)
-        model.rope.freqs_cis(positions[:0], end)  # reads no rows, but extends the table
+            return super().run(model, tokens, positions, keys, seq_len, cache)
+        model.rope.freqs_cis(positions[:0], seq_len)  # reads no rows, but extends the table
         h = model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
         if len(h) == 1:
             with self.turn(h.device):

@@ -439,11 +439,11 @@ class StageRunner(Runner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         world = self.world
-        freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2)
+        freqs_cis = model.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2)
         mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
         if world.rank.stage == 0:
             h = model.tok_embeddings(tokens)  # (B, T, C)
@@ -479,20 +479,20 @@ class LeaderRunner(StageRunner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         world = self.world
         with world.lock:
             if world.broken is not None:
                 raise ParallelError(f"a rank failed in an earlier call ({world.broken}); restart all ranks")
-            model.rope.freqs_cis(positions[:0], end)  # extends the table, or raises before the others are involved
+            model.rope.freqs_cis(positions[:0], seq_len)  # extends the table, or raises before the others are involved
             order = {
                 "do": "run",
                 "tokens": tokens.tolist(),
                 "positions": positions.tolist(),
                 "keys": None if keys is None else keys.shape[-1],
-                "end": end,
+                "seq_len": seq_len,
                 "cache": None if cache is None else self.describe(cache),
             }
             with no_interrupt():
@@ -500,7 +500,7 @@ class LeaderRunner(StageRunner):
                     deleted, self.deleted = self.deleted, []
                     world.send_order({**order, "deleted": deleted})
                 try:
-                    return super().run(model, tokens, positions, keys, end, cache)
+                    return super().run(model, tokens, positions, keys, seq_len, cache)
                 except Exception as error:
                     raise world.break_off(error) from error
 
@@ -518,7 +518,7 @@ class LeaderRunner(StageRunner):
             "slots": parent.slots,
             "moves": moves,
             "rows": None if parent is cache else [first, first + cache.batch],
-            "end": cache.layers[0].end,
+            "end": cache.layers[0].visible,
         }
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
@@ -556,7 +556,7 @@ def follow(model: Transformer, world: World) -> None:
         if order["rows"] is not None:
             cache = cache.rows(*order["rows"])
         for layer in cache.layers:
-            layer.end = order["end"]
+            layer.visible = order["end"]
         return cache
 
     def run(order: Any) -> None:
@@ -567,7 +567,7 @@ def follow(model: Transformer, world: World) -> None:
         positions = torch.tensor(order["positions"], device=device)  # (T,) or (B, T)
         keys = positions if cache is None else torch.arange(order["keys"] or 0, device=device)  # (S,) or (B, S)
         sees_all = order["keys"] is None
-        model.runner.run(model, tokens, positions, None if sees_all else keys, order["end"], cache)
+        model.runner.run(model, tokens, positions, None if sees_all else keys, order["seq_len"], cache)
 
     def output(order: Any) -> None:
         if isinstance(model.output, GatheredOutput):

@@ -142,13 +142,13 @@ class PlacedRunner(Runner):
         tokens: Tensor,
         positions: Tensor,
         keys: Tensor | None,
-        end: int,
+        seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
         """The result is on the last device; the arguments may be on any one device."""
         placement = self.placement
         h = model.tok_embeddings(tokens.to(placement.embedding))  # (B, T, C)
-        freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2)
+        freqs_cis = model.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2)
         mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
         blocks = enumerate(zip(model.layers, placement.layers, strict=True))
         for device, group in groupby(blocks, key=lambda item: item[1][1]):

@@ -63,9 +63,8 @@ class DraftToken(NamedTuple):
     q: Tensor | None
 
 
-Pick = Callable[
-    [Tensor, Sequence[int]], DraftToken
-]  # logits (V,) and the ids before -> a token, drawn as the model's are
+# Logits (V,) and the ids before -> a token, drawn as the model's are
+DraftPick = Callable[[Tensor, Sequence[int]], DraftToken]
 
 
 # ----------------------------------------------------------------------------------------- the rule, and its loop
@@ -81,8 +80,8 @@ def residual(p: Tensor, drafted: DraftToken) -> Tensor:
     if q is None:
         q = torch.zeros_like(p)  # (V,)
         q[x] = 1
-    rest = (p - q).clamp(min=0)
-    total = rest.sum()
+    rest = (p - q).clamp(min=0)  # (V,)
+    total = rest.sum()  # ()
     return torch.where(total > 0, rest / total, p)  # if p exceeds q nowhere, they are equal up to rounding
 
 
@@ -196,7 +195,7 @@ class Draft(ABC):
         self.rate, self.drafted, self.accepted = FIRST_RATE, 0, 0
 
     @abstractmethod
-    def propose(self, tokens: list[int], limit: int, pick: Pick) -> list[DraftToken]:
+    def propose(self, tokens: list[int], limit: int, pick: DraftPick) -> list[DraftToken]:
         """Up to `limit` tokens that may follow `tokens`, the prompt and the answer so far."""
 
     def forget(self) -> None:
@@ -226,7 +225,7 @@ class NGramDraft(Draft):
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its last occurrence
         self._indexed = 0  # positions that are in the table
 
-    def propose(self, tokens: list[int], limit: int, pick: Pick) -> list[DraftToken]:
+    def propose(self, tokens: list[int], limit: int, pick: DraftPick) -> list[DraftToken]:
         for at in range(self._indexed, len(tokens)):  # each position once, so that a step costs the same in a long text
             for n in range(SHORTEST, min(LONGEST, at) + 1):
                 self._after[tuple(tokens[at - n : at])] = at
@@ -258,7 +257,7 @@ class ModelDraft(Draft):
         super().forget()
         self.cache, self._cached = self.model.new_cache(), []
 
-    def propose(self, tokens: list[int], limit: int, pick: Pick) -> list[DraftToken]:
+    def propose(self, tokens: list[int], limit: int, pick: DraftPick) -> list[DraftToken]:
         shared = shared_prefix(self._cached, tokens)
         self.cache.trim(shared)  # drop rejected tokens
         self._cached, text, drafted = tokens[:shared], list(tokens), list[DraftToken]()

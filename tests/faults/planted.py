@@ -304,7 +304,7 @@ SAMPLING: tuple[Defect, ...] = (
         "G21",
         "positions beyond the freqs_cis table use its last row",
         "llama/rope.py",
-        "            table = self._table(min(max(end, 2 * len(table[0])), self.max_seq_len))\n",
+        "            table = self._table(min(max(seq_len, 2 * len(table[0])), self.max_seq_len))\n",
         "            positions = positions.clamp(max=len(table[0]) - 1)\n",
     ),
 )
