@@ -364,7 +364,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
     "last missing": (
         lambda d: (d / "consolidated.01.pth").unlink(),
-        r"the model has 2 shards, up to consolidated\.01\.pth",
+        r"the model has 2 shards: download consolidated\.01\.pth$",
     ),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "is a copy of"),
     "stranger": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "not shards of one model"),
@@ -470,6 +470,16 @@ def test_each_fault_is_a_one_line_error(two_shards: Path, tmp_path: Path, fault:
     assert "\n" not in str(caught.value)
     assert "weights_only=False" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_all_missing_shards_at_the_end_are_named(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3-70b", shards=4)
+    for shard in (2, 3):
+        (folder / f"consolidated.{shard:02d}.pth").unlink()
+    with pytest.raises(
+        LlamaError, match=r"the model has 4 shards: download consolidated\.02\.pth to consolidated\.03\.pth$"
+    ):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

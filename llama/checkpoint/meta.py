@@ -362,10 +362,9 @@ class MetaCheckpoint(Checkpoint):
         if rows * n != dim:
             found = f"{n} shard{'s' * (n > 1)} with {rows * n} rows of wq, but {PARAMS} requires {dim}"
             if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
-                last = f"consolidated.{dim // rows - 1:02d}.pth"
-                raise ConfigError(
-                    f"{found}; the model has {dim // rows} shards, up to {last}: download the missing ones"
-                )
+                missing = [f"consolidated.{shard:02d}.pth" for shard in range(n, dim // rows)]
+                absent = missing[0] if len(missing) == 1 else f"{missing[0]} to {missing[-1]}"
+                raise ConfigError(f"{found}; the model has {dim // rows} shards: download {absent}")
             raise ConfigError(f"{found}; the files belong to different models, download them again")
         expected_kv = params.integer("n_kv_heads", n_heads)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
