@@ -340,10 +340,10 @@ class Llama:
     ) -> Iterator[tuple[int, Piece | LlamaError]]:
         """Answers to many prompts at once, each as from `stream_ids`: (number of the prompt, its next piece).
 
-        prompts are pairs of ids and options (those of the class, without draft), read whenever a slot is free. At most
-        batch_size answers are in progress; the next prompt uses the slot of an answer that ended (generation/batch.py).
-        There is a piece for each token, so its text may be empty. A prompt that can't be run, or whose logits are not
-        finite, yields its error instead of its last piece; invalid options raise UsageError.
+        prompts are pairs of ids and options (those of the class, without draft). At most batch_size answers are in
+        progress. The next prompt is read when fewer are, and uses the row of an answer that ended
+        (generation/batch.py). There is a piece for each token, so its text may be empty. A prompt that can't be run, or
+        whose logits are not finite, yields its error instead of its last piece; invalid options raise UsageError.
         """
         numbers: dict[Prompt, int] = {}
 

@@ -7,7 +7,7 @@ FOLDER holds a model in Hugging Face's format. This makes it from the default mo
     clearllama convert smollm2-135m-instruct FOLDER --to hf --dtype float32
 
 The first table has a row for each name of docs/guides/inside.md: the largest value of the tensor, the largest
-difference, and the largest difference divided by the largest value of the same row (of a token; of a head, if the
+difference, and the largest difference divided by the largest value of the same vector (of a token; of a head, if the
 tensor has heads). The second compares two patching grids: each entry of nnsight's is a run of its own, also where the
 two texts are equal. Exit code 1 if a number exceeds its bound. It needs nnsight 0.8 and transformers 5.
 """
@@ -27,7 +27,7 @@ import llama
 from llama import study
 from llama.rope import half_to_interleaved
 
-BOUND = 1e-4  # of a difference, divided by the largest value of the row; of a share in the grid
+BOUND = 1e-4  # of a difference, divided by the largest value of the vector; of a share in the grid
 TEXT = (
     "The capital of France is Paris. Rotary embeddings rotate each query and each key by an angle that grows with its"
     " position, so that a score depends on the distance between two tokens and on nothing else about their places."
@@ -125,7 +125,7 @@ def main() -> int:
         found = float(largest.max()), float(difference.max()), float((difference / largest).max())
         worst[site] = tuple(map(max, found, worst.get(site, found)))  # type: ignore[assignment]
     print(f"{len(ids)} tokens, {llm.model.config.n_layers} layers")
-    print("| name | largest value | largest difference | relative to the row |\n|---|---:|---:|---:|")
+    print("| name | largest value | largest difference | relative to the vector |\n|---|---:|---:|---:|")
     for site, (largest_value, absolute, relative) in worst.items():
         print(f"| `{site}` | {largest_value:,.4g} | {absolute:.1e} | {relative:.1e} |")
 

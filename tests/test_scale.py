@@ -67,7 +67,7 @@ def test_the_table_has_the_numbers_of_the_command(capsys: pytest.CaptureFixture[
             "tensor x pipeline": f"{split['tensor']} x {split['pipeline']}",
             "weights, GB": f"{memory['weights'] / 1e9:.1f}",
             "keys, values, GB": f"{memory['kv_cache'] / 1e9:.1f}",
-            "in all, GB": f"{memory['total'] / 1e9:.1f}",
+            "in all, with activations and reserve, GB": f"{memory['total'] / 1e9:.1f}",
             "fits in 80": "yes" if found["fits"] else "no",
             **dict(zip(("tok/s each", "tok/s in all", "prefill tok/s", "most sequences"), speeds, strict=True)),
         }

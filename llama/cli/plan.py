@@ -374,10 +374,13 @@ def _speed(facts: dict[str, Any]) -> list[str]:
 
     decode, prefill, traffic = facts["decode"], facts["prefill"], facts["traffic"]
     slow = max(facts["stages"], key=lambda stage: stage["weights_read"] + stage["kv_cache_read"])
-    groups = f"{decode['groups']} x " if decode["groups"] > 1 else ""
-    text = [
-        "each step, one token per sequence",
-        f"  read per GPU        {groups}{slow['weights_read'] / 1e9:.2f} GB of weights,"
+    groups = decode["groups"]
+    text = ["each step, one token per sequence"]
+    if groups > 1:
+        rows = f"{decode['rows']:.3g}"
+        text.append(f"  groups              {groups} of {rows} sequences each; a stage processes one group at a time")
+    text += [
+        f"  read per GPU        {f'{groups} x ' if groups > 1 else ''}{slow['weights_read'] / 1e9:.2f} GB of weights,"
         f" {slow['kv_cache_read'] / 1e9:.2f} GB of keys and values",
         f"  compute per GPU     {slow['flops_per_token'] * facts['batch'] / 1e9:,.1f} GFLOP",
     ]
@@ -390,12 +393,11 @@ def _speed(facts: dict[str, Any]) -> list[str]:
     if sent:
         per_step = f"{sent * facts['batch'] / 1e6:.2f} MB per step"
         text.append(f"  sent per GPU        {sent / 1e6:.2f} MB per token, {per_step}")
-    shared = f", {decode['groups']} times for {decode['rows']:g}" if decode["groups"] > 1 else ""
     text += [
         "",
         "upper bounds from the data sheets, with perfect overlap and no overhead",
         f"  slowest GPU         memory {decode['memory_s'] * 1e3:.3f} ms, compute {decode['compute_s'] * 1e3:.3f} ms,"
-        f" links {decode['links_s'] * 1e3:.3f} ms{shared}",
+        f" links {decode['links_s'] * 1e3:.3f} ms" + (" per group" if groups > 1 else ""),
         f"  decoding            {decode['step_s'] * 1e3:.2f} ms per step, bound by {decode['bound_by']}:"
         f" {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total",
         f"  prefill             {prefill['tps']:,.0f} tok/s, bound by {prefill['bound_by']}:"

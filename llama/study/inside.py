@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     name       of the tensor: "resid_post.3"
     layer      3; None outside the layers
-    positions  of the tokens, (T,) or (B, T); None for "embed", "logits" and modules outside the layers
+    positions  of the tokens, (T,) or (B, T); None outside the layers
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Activation patching: which part of the residual stream carries the answer (arXiv:2202.05262, arXiv:2404.15255).
 
 Two texts of equally many tokens have different answers. The residual stream of the source, before one layer at one
-token, is put into the model's run on the target. The number in the grid is the share of the difference of the two
-answers' logits that this restores: 0 changes nothing, 1 makes the target answer like the source.
+token, is put into the model's run on the target. The number in the grid is the effect on the difference of the two
+answers' logits: 0 is the difference after the target, 1 the difference after the source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..model import Transformer
 from ..text import Llama
 from .inside import Place, activations, patch, transformer
 
-LEGEND = ". below 5 %, 1 to 9 tenths, # 95 % and more, - below -5 %"
+LEGEND = ". = -5 to 5 %, 1 to 9 = tenths, # = 95 % or more, - = below -5 %"
 ROWS = 16  # positions that one pass patches, each in its own row of a batch
 
 

@@ -449,7 +449,8 @@ def _grid(patching: Mapping[str, Any]) -> list[str]:
         "",
         "patching: each cell copies the residual stream of the other text, before one layer at one token, into"
         " this run",
-        f"share of the logit difference {show(other)} - {show(own)} that the copy restores: {LEGEND}",
+        f"effect on the logit difference {show(other)} - {show(own)}: 0 % as in this text, 100 % as in the other text",
+        f"legend: {LEGEND}",
         f"token  layers {layers[0]} to {layers[-1]}",
     ]
     for t, (row, now, then) in enumerate(zip(rows, patching["target"], patching["source"], strict=True)):
