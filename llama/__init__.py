@@ -1,4 +1,4 @@
-"""clearllama: a LLaMA whose code you can read. The public API; each name is imported on first use.
+"""clearllama: the LLaMA you can see through. The public API; each name is imported on first use.
 
 >>> import llama
 >>> llm = llama.load("smollm2-135m-instruct")

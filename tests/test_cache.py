@@ -93,6 +93,34 @@ def test_8_bits_use_about_half_the_memory_of_16() -> None:
     assert size[1] / size[0] == (64 + 4) / 128
 
 
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_a_cache_that_grew_while_generating_can_be_used_without_inference_mode(
+    kind: str, made_in_inference_mode: bool
+) -> None:
+    model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=4000))
+    model.runner.cache_kind = kind
+    text = tiny.random_tokens(FIRST_SLOTS + 30)
+    with torch.inference_mode(made_in_inference_mode):
+        cache = model.new_cache()
+    prefill(model, text[0, :-1].tolist(), cache)
+    whole = model.new_cache()
+    expected = prefill(model, text[0].tolist(), whole)
+    with torch.no_grad():
+        found = model(text[:, -1:], cache=cache)[0, -1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+def test_positions_of_a_pass_may_be_in_any_order_but_leave_no_gap() -> None:
+    model, text = tiny.model(), tiny.random_tokens(4)
+    cache, order = model.new_cache(), torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        torch.testing.assert_close(model(text[:, order], order, cache), model(text)[:, order], rtol=0, atol=1e-5)
+    assert cache.length == 4
+    with pytest.raises(ValueError, match="position 6 leaves a gap: the next free one is 5"):
+        model(text[:, :2], torch.tensor([6, 4]), cache)
+
+
 def test_an_unknown_kind_is_an_error_that_names_it(tiny_gguf: Path) -> None:
     with pytest.raises(UsageError, match=r"'int3'.*model, int8"):
         KVCache(1, 1, 16, 10, kind="int3")

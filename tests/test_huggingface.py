@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -85,6 +85,27 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
 @pytest.mark.row("B09")
 def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     compare(tmp_path, write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv"), [("llama", 4, 4), ("mistral", 16, 8), ("qwen2", 64, 32), ("smollm3", 16, 4)]
+)
+def test_the_number_of_key_value_heads_has_the_default_of_transformers(
+    tmp_path: Path, kind: str, heads: int, kv: int
+) -> None:
+    torch.manual_seed(0)
+    given = {**BASE, "num_attention_heads": heads, "hidden_size": 4 * heads, "num_key_value_heads": kv}
+    config = AutoConfig.for_model(kind, **given, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    edit(tmp_path, remove=("num_key_value_heads",))
+    assert AutoConfig.from_pretrained(tmp_path).num_key_value_heads == kv
+    assert open_checkpoint(tmp_path).config.n_kv_heads == kv
+    edit(tmp_path, num_key_value_heads=None)
+    if kind != "mistral":  # its configuration refuses null
+        assert AutoConfig.from_pretrained(tmp_path).num_key_value_heads == heads
+    if heads != kv:  # as in transformers, null stands for all heads, which the files do not have
+        with pytest.raises(CheckpointError, match="k_proj"):
+            loader.build(open_checkpoint(tmp_path), device="cpu")
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -201,6 +201,15 @@ def test_scales_of_float8_apply_to_no_other_dtype(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).tensor("layers.1.feed_forward.w_gate.weight")
 
 
+def test_float8_without_scales_is_an_error_in_every_tensor(tmp_path: Path) -> None:
+    make_tiny.make(tmp_path, "llama-3.1-405b", shards=8, quantization="fp8")
+    for file in tmp_path.glob("consolidated.*.pth"):
+        state = torch.load(file)
+        torch.save({**state, "output.weight": state["output.weight"].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(LlamaError, match=r"fp8_scales_0.pt has no scales for the .* rows of output"):
+        open_checkpoint(tmp_path).tensor("output.weight")
+
+
 @pytest.mark.parametrize("kind", ["qlora", "spinquant"])
 def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization=kind)

@@ -209,6 +209,27 @@ def test_positions_outside_the_context_are_errors() -> None:
         model(tiny.random_tokens(1), torch.tensor([-1]))
 
 
+@pytest.mark.parametrize("shape", [(2,), (3, 4), (1, 5), (2, 1, 4), ()])
+def test_positions_of_another_shape_are_errors(shape: tuple[int, ...]) -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(4, batch=2)
+    for cache in (None, model.new_cache(batch=2)):
+        with pytest.raises(ValueError, match=r"positions must be \(T,\) or \(B, T\), got .* for tokens \(2, 4\)"):
+            model(tokens, torch.zeros(shape, dtype=torch.long), cache)
+    for right in (torch.arange(4), torch.arange(4)[None], torch.arange(4).expand(2, 4)):
+        torch.testing.assert_close(model(tokens, right), model(tokens), **TOLERANCE)
+
+
+def test_an_unknown_attention_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(UsageError, match=r"'flash'.*sdpa, reference"):
+        Transformer(tiny.CONFIG, attention="flash")
+
+
+def test_a_pass_on_meta_leaves_the_table_as_it_is() -> None:
+    model = tiny.model()
+    model.rope.freqs_cis(torch.arange(5, device="meta"), 5)
+    assert model.rope.freqs_cis(torch.arange(5), 5).device.type == "cpu"
+
+
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 5), (3, 1)])
 def test_a_batch_that_is_not_the_cache_s_is_refused_before_anything_is_written(rows: int, length: int) -> None:
     model = tiny.model()

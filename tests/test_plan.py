@@ -569,6 +569,10 @@ def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "params.json"
     file.write_text(json.dumps(metas))
     assert architecture(str(file))[1].n_params == 405_853_388_800
+    assert architecture(str(file))[1].max_seq_len == 131072
+    for theta, context in ((500000.0, 8192), (1000000.0, 16384), (10000.0, 4096)):  # as the loader infers it
+        file.write_text(json.dumps(metas | {"use_scaled_rope": False, "rope_theta": theta}))
+        assert architecture(str(file))[1].max_seq_len == context
     file.write_text(json.dumps(metas | {"vocab_size": -1}))
     with pytest.raises(ConfigError, match="does not state the size of the vocabulary"):
         architecture(str(file))

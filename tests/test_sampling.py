@@ -311,6 +311,35 @@ def test_a_mask_leaves_the_renormalized_distribution() -> None:
     assert int((probs(logits, SamplingParams(temperature=1.0, top_k=3), allowed=allowed) > 0).sum()) == 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.7, 1.0, 1e6])
+def test_a_processor_may_force_a_token_with_the_largest_float(temperature: float) -> None:
+    def force(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([7]), torch.finfo(logits.dtype).max)
+
+    params = SamplingParams(max_new_tokens=3, temperature=temperature, seed=1, processors=[force])
+    assert [token.id for token in generate(tiny.model(), [1, 2], params)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_processors_that_exclude_what_a_grammar_allows_are_an_error(temperature: float) -> None:
+    def only_7(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, -torch.inf).index_copy(-1, torch.tensor([7]), logits[7:8])
+
+    params = SamplingParams(temperature=temperature, processors=[only_7])
+    logits, text = torch.randn(20), History(torch.tensor([1]), 1)
+    with pytest.raises(UsageError, match="exclude every token that the grammar allows"):
+        sampling.choose(logits, params, text, allowed=torch.arange(20) == 9)
+    assert int(sampling.choose(logits, params, text, allowed=torch.arange(20) < 9)[0]) == 7
+
+
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"logit_bias": {3: 100.0}}], ids=str
+)
+def test_parameters_that_depend_on_the_text_need_it(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="need the text so far"):
+        probs(torch.zeros(4), SamplingParams(temperature=1.0, **options))
+
+
 @pytest.mark.parametrize(
     "bad",
     [

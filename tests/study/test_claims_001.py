@@ -75,7 +75,7 @@ def test_001_03_the_encoding_is_added_and_changes_nothing_else(seed: int, positi
 def test_001_05_a_stored_and_a_computed_table_are_equal(form: str, start: int, base: float) -> None:
     at = torch.arange(start, start + 4)
     stored = rope.Rope(form, 16, 4096, base)
-    fresh = rope.FORMS[form].table(rope.freqs_cis_at(at, inverse_frequencies(16, base)[0]))
+    fresh = rope.FORMS[form].make_table(rope.freqs_cis_at(at, inverse_frequencies(16, base)[0]))
     for a, b in zip(tiny.rows(stored, at, start + 4), fresh, strict=True):
         assert torch.equal(a, b)
     d = 16
