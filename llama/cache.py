@@ -57,7 +57,7 @@ class LayerCache:
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
-            else:  # each row of the batch at its own positions; compiled, scatter_ would copy the complete buffer
+            else:  # each row of the batch at its own positions; in compiled code, scatter_ would copy the buffer
                 rows = torch.arange(part.shape[0], device=positions.device).view(-1, 1, 1)  # (B, 1, 1)
                 heads = torch.arange(part.shape[1], device=positions.device).view(-1, 1)  # (KV, 1)
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
@@ -112,7 +112,7 @@ class QuantizedLayerCache(LayerCache):
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros that may be written to with and without torch.inference_mode, whichever is active now."""
+    """Zeros that can be written to inside and outside torch.inference_mode, even if they are made inside it."""
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -177,9 +177,9 @@ class KVCache:
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
         # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
         self.device = self.layers[-1].buffers[0].device
-        # Before the current forward pass: tokens whose keys are in every layer, at most and for each row of the batch
+        # Tokens whose keys are in every layer before the current forward pass: the largest number, and that of each row
         self.length, self._filled = 0, [0] * batch
-        # Once the current forward pass is done: the same two numbers
+        # The same two numbers once the current forward pass is done
         self.end, self._placed = 0, [0] * batch
         self.width = 0  # keys that attention sees in the current forward pass, masked ones included
 

@@ -41,10 +41,10 @@ def precompute_freqs_cis(
     *,
     max_seq_len: int | None = None,
 ) -> Tensor:
-    """Compute the table of rotations of Meta's function: row m, column i is `cis(m * inv_freq[i])`.
+    """Compute the table of rotations: row m, column i is `cis(m * inv_freq[i])`.
 
-    dim is D, end the number of positions; scaling and max_seq_len as in `inverse_frequencies`, which computes in
-    float64. Meta's code computes inv_freq in float32, so its table differs by up to 5e-4 at 8,192 positions.
+    dim is D, end the number of positions; scaling and max_seq_len as in `inverse_frequencies`. Meta's function of this
+    name computes inv_freq in float32, this one in float64: at 8,192 positions the tables differ by up to 5e-4.
     Returns (end, D/2) complex64.
     """
     inv_freq, attention_factor = inverse_frequencies(dim, theta, scaling, seq_len=end, max_seq_len=max_seq_len)
@@ -121,7 +121,7 @@ def half_to_interleaved(x: Tensor) -> Tensor:
 
 
 def to_half_layout(weight: Tensor, head_dim: int) -> Tensor:
-    """`interleaved_to_half` for the rows of wq or wk, (heads * D, C), or a bias (heads * D,): within each head."""
+    """Reorder the rows of wq or wk (heads * D, C), or a bias (heads * D,): `interleaved_to_half` in each head."""
     pairs = weight.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, C)
     return pairs.transpose(1, 2).flatten(0, 2)  # (heads, 2, D/2, C), then (heads * D, C)
 
@@ -261,8 +261,9 @@ class Rope:
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
         """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
 
-        seq_len is the length that the frequencies are for. It is an argument because reading the largest position from
-        a GPU would wait for it. Raises ContextLengthError if it is beyond max_seq_len.
+        In the forms half and elementwise, the last axis is D. seq_len is the length that the frequencies are for. It is
+        an argument because reading the largest position from a GPU would wait for it. Raises ContextLengthError if it
+        is beyond max_seq_len.
         """
         if seq_len > self.max_seq_len:
             raise ContextLengthError(
@@ -282,7 +283,7 @@ class Rope:
                 with GROWING:
                     if len(table[0]) >= len(self.table[0]):
                         self.table = table
-            rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); D/2 is D in two of the forms
+            rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); half, elementwise: D
         return rows[0] if len(rows) == 1 else rows
 
     @property

@@ -179,7 +179,8 @@ def extreme(logits: Tensor) -> Tensor:
 def edit(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
     """The logits (.., V) after penalties, bias and processors, with -inf for tokens that `allowed` (V,) excludes.
 
-    Raises UsageError without the text that the parameters depend on, or if no token is left.
+    Raises UsageError if the parameters depend on the text and it is missing, or if the processors exclude every token
+    that `allowed` leaves.
     """
     logits = logits.float()
     if not params.plain:
@@ -245,8 +246,8 @@ def choose(
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    text and allowed are those of `probs`. Nothing waits for the device, except for a bias, a processor or `allowed`.
-    NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
+    text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make this function wait for the
+    device. NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
     """
     if params.greedy:
         next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,): the first of equal logits

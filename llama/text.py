@@ -341,7 +341,7 @@ class Llama:
         """Answers to many prompts at once, each as from `stream_ids`: (number of the prompt, its next piece).
 
         prompts are pairs of ids and options (those of the class, without draft). At most batch_size answers are in
-        progress. The next prompt is read when fewer are, and uses the row of an answer that ended
+        progress. When an answer ends, the next prompt is read and uses its row
         (generation/batch.py). There is a piece for each token, so its text may be empty. A prompt that can't be run, or
         whose logits are not finite, yields its error instead of its last piece; invalid options raise UsageError.
         """

@@ -373,7 +373,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
     "last missing": (
         lambda d: (d / "consolidated.01.pth").unlink(),
-        r"the model has 2 shards: download consolidated\.01\.pth$",
+        r"the model has 2 shards: consolidated\.01\.pth is missing, download it$",
     ),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "is a copy of"),
     "stranger": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "not shards of one model"),
@@ -486,7 +486,7 @@ def test_all_missing_shards_at_the_end_are_named(tmp_path: Path) -> None:
     for shard in (2, 3):
         (folder / f"consolidated.{shard:02d}.pth").unlink()
     with pytest.raises(
-        LlamaError, match=r"the model has 4 shards: download consolidated\.02\.pth to consolidated\.03\.pth$"
+        LlamaError, match=r"4 shards: consolidated\.02\.pth up to consolidated\.03\.pth are missing, download them$"
     ):
         open_checkpoint(folder)
 

@@ -63,7 +63,7 @@ NO_EFFECT = {
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
 }  # fmt: skip
-# Keys that would change what is computed, and the values that change nothing; neither does null
+# Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1,),

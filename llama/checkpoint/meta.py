@@ -363,8 +363,10 @@ class MetaCheckpoint(Checkpoint):
             found = f"{n} shard{'s' * (n > 1)} with {rows * n} rows of wq, but {PARAMS} requires {dim}"
             if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
                 missing = [f"consolidated.{shard:02d}.pth" for shard in range(n, dim // rows)]
-                absent = missing[0] if len(missing) == 1 else f"{missing[0]} to {missing[-1]}"
-                raise ConfigError(f"{found}; the model has {dim // rows} shards: download {absent}")
+                absent = f"{missing[0]} up to {missing[-1]} are missing, download them"
+                if len(missing) == 1:
+                    absent = f"{missing[0]} is missing, download it"
+                raise ConfigError(f"{found}; the model has {dim // rows} shards: {absent}")
             raise ConfigError(f"{found}; the files belong to different models, download them again")
         expected_kv = params.integer("n_kv_heads", n_heads)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
@@ -426,7 +428,7 @@ class MetaCheckpoint(Checkpoint):
     def _tied(self, size: tuple[int, int]) -> bool:
         """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B.
 
-        First rows are compared before all of them: most matrices differ there, and are not read further.
+        The first rows are compared first: in most models they differ, and then the other rows are not read.
         """
         if "output.weight" not in self._names:
             if size in SMALL_32:

@@ -377,7 +377,7 @@ def _speed(facts: dict[str, Any]) -> list[str]:
     groups = decode["groups"]
     text = ["each step, one token per sequence"]
     if groups > 1:
-        rows = f"{decode['rows']:.3g}"
+        rows = f"{'' if decode['rows'] == int(decode['rows']) else 'about '}{decode['rows']:.3g}"
         text.append(f"  groups              {groups} of {rows} sequences each; a stage processes one group at a time")
     text += [
         f"  read per GPU        {f'{groups} x ' if groups > 1 else ''}{slow['weights_read'] / 1e9:.2f} GB of weights,"
@@ -396,8 +396,8 @@ def _speed(facts: dict[str, Any]) -> list[str]:
     text += [
         "",
         "upper bounds from the data sheets, with perfect overlap and no overhead",
-        f"  slowest GPU         memory {decode['memory_s'] * 1e3:.3f} ms, compute {decode['compute_s'] * 1e3:.3f} ms,"
-        f" links {decode['links_s'] * 1e3:.3f} ms" + (" per group" if groups > 1 else ""),
+        f"  slowest GPU         {'per group: ' if groups > 1 else ''}memory {decode['memory_s'] * 1e3:.3f} ms,"
+        f" compute {decode['compute_s'] * 1e3:.3f} ms, links {decode['links_s'] * 1e3:.3f} ms",
         f"  decoding            {decode['step_s'] * 1e3:.2f} ms per step, bound by {decode['bound_by']}:"
         f" {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total",
         f"  prefill             {prefill['tps']:,.0f} tok/s, bound by {prefill['bound_by']}:"

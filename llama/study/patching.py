@@ -115,7 +115,7 @@ def facts(grid: Grid, texts: Mapping[int, str]) -> dict[str, Any]:
 
 
 def cell(value: float) -> str:
-    """A share as one character, see LEGEND."""
+    """A value of the grid as one character, see LEGEND."""
     if value < -0.05:
         return "-"
     return "." if value < 0.05 else "#" if value >= 0.95 else str(int(10 * value + 0.5))
