@@ -165,6 +165,7 @@ class KVCache:
         kind: str = "model",
         check_memory: MemoryCheck | None = None,
     ):
+        self.sizes = n_layers, n_kv_heads, head_dim, dtype
         layer_cache = KINDS[checks.choice("kind of KV cache", kind, KINDS)]
         slots = max_len if fixed else min(max_len, FIRST_SLOTS)
         shape = (batch, n_kv_heads, slots, head_dim)
@@ -196,6 +197,15 @@ class KVCache:
     def slots(self) -> int:
         """Positions there is room for before the buffers grow."""
         return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, so right even if memory ran out midway
+
+    def check_sizes(self, *sizes: object) -> None:
+        """Raise UsageError unless the cache was made for these layers, key/value heads, head_dim and dtype."""
+        if sizes != self.sizes:
+            names = "{} layers, {} key/value heads of {} entries, {}"
+            raise UsageError(
+                f"the cache is for a model with {names.format(*self.sizes)}; this one has {names.format(*sizes)}:"
+                " use model.new_cache()"
+            )
 
     def place(self, tokens: int, positions: Tensor | None = None, batch: int | None = None) -> Tensor:
         """Make room for T new tokens and return their positions. Raises UsageError if `batch` is not the cache's.

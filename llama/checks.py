@@ -70,20 +70,26 @@ def known_ids(ids: Iterable[int], size: int) -> None:
         raise UsageError(f"token id {unknown} is not in the vocabulary; expected 0 to {size - 1}")
 
 
-def shapes(tokens: object, positions: Tensor | None) -> None:
-    """Raise ValueError unless tokens are (B, T), and positions, if given, (T,) or (B, T) and not negative."""
-    from torch import Tensor  # not above, since the command line uses this module before it imports torch
+def positions_of(tokens: object, positions: object) -> Tensor | None:
+    """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. (1, T) is given to every row.
 
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+    Raises ValueError unless the tokens are (B, T), and the positions integers of such a shape that are not negative.
+    """
+    import torch  # not above, since the command line uses this module before it imports torch
+
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
         raise ValueError(f"tokens must be a tensor (B, T), got {getattr(tokens, 'shape', type(tokens))}")
     if positions is None:
-        return
-    length = tokens.shape[1]
-    if positions.shape not in ((length,), (1, length), tokens.shape):
-        found, expected = tuple(positions.shape), tuple(tokens.shape)
-        raise ValueError(f"positions must be (T,) or (B, T), got {found} for tokens {expected}")
+        return None
+    if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        found = getattr(positions, "dtype", type(positions).__name__)
+        raise ValueError(f"positions must be a tensor of int64, got {found}")
+    B, T = tokens.shape
+    if positions.shape not in ((T,), (1, T), (B, T)):
+        raise ValueError(f"positions must be (T,) or (B, T), got {tuple(positions.shape)} for tokens {(B, T)}")
     if bool((positions < 0).any()):
         raise ValueError(f"positions must not be negative, got {int(positions.min())}")
+    return positions.long() if positions.dim() == 1 else positions.long().expand(B, T).contiguous()
 
 
 def shown(value: object) -> str:

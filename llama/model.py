@@ -157,11 +157,11 @@ class Transformer(nn.Module):
 
         length  tokens in the complete text, if frequencies depend on it (rope_scaling.BY_LENGTH); None: tokens so far
         """
-        checks.shapes(tokens, positions)
-        T = tokens.shape[1]
+        positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
         # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
         masked = T != 1 or positions is not None or (cache is not None and cache.fixed)
         if cache is not None:
+            cache.check_sizes(*self.runner.cache_sizes(self))
             positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
             keys = torch.arange(cache.width, device=tokens.device) if masked else None  # (S,)
         else:
@@ -229,19 +229,26 @@ class Runner:
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
+        n_layers, n_kv_heads, head_dim, dtype = self.cache_sizes(model)
         blocks: list[Any] = list(model.layers)
         return self.cache_type(
-            len(blocks),
-            blocks[0].attention.wk.out_features // model.config.head_dim,
-            model.config.head_dim,
+            n_layers,
+            n_kv_heads,
+            head_dim,
             model.max_seq_len if max_len is None else max_len,
             batch=batch,
-            dtype=model.norm.weight.dtype,
+            dtype=dtype,
             device=[block.attention_norm.weight.device for block in blocks],
             fixed=self.fixed_cache if fixed is None else fixed,
             kind=self.cache_kind,
             check_memory=self.check_memory,
         )
+
+    def cache_sizes(self, model: Transformer) -> tuple[int, int, int, torch.dtype]:
+        """Layers, key/value heads, head_dim and dtype of the model's caches."""
+        first: Any = model.layers[0]
+        head_dim = model.config.head_dim
+        return len(model.layers), first.attention.wk.out_features // head_dim, head_dim, model.norm.weight.dtype
 
     def module_by_module(self) -> Runner:
         """A runner for the same devices that calls every layer as a module, so that forward hooks work."""

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from llama.cache import KVCache
 from llama.config import ModelConfig
 from llama.engine import cpu_runner, kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import make_linear, quantize_
+from llama.errors import UsageError
 from llama.model import Runner, Transformer
 
 from . import tiny
@@ -121,3 +123,77 @@ def test_a_block_with_packed_weights_is_one_operation(
     net.runner = KernelRunner(net)
     net(torch.arange(3)[None], cache=net.new_cache(9) if cached else None)
     assert calls == [operation] * tiny.WIDE.n_layers
+
+
+# ------------------------------------------------------------------------------------------ what a user may change
+def quantized() -> Transformer:
+    """A model in int8 on the kernels."""
+    net = model("int8", torch.bfloat16)
+    net.runner = KernelRunner(net)
+    return net
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "packed weight": lambda net: setattr(
+        net.layers[0].attention.wo, "tiles", torch.zeros_like(net.layers[0].attention.wo.tiles)
+    ),
+    "layer appended": lambda net: net.layers.append(net.layers[0]),
+    "forward assigned": lambda net: setattr(net.layers[0].feed_forward, "forward", lambda x: x * 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_assignment_after_loading_has_its_effect(change: str) -> None:
+    net, ids = quantized(), tiny.random_tokens(8, tiny.WIDE)
+    before = net(ids)
+    CHANGES[change](net)
+    after = net(ids)
+    net.runner = Runner()
+    expected = net(ids)
+    assert float((after - expected).abs().max()) < 0.1 < float((before - expected).abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_casting_a_loaded_model_is_an_error(dtype: torch.dtype) -> None:
+    net = quantized().to(dtype)
+    with pytest.raises(UsageError, match=r"was loaded in torch\.bfloat16 and can't be cast"):
+        net(tiny.random_tokens(8, tiny.WIDE))
+
+
+@pytest.mark.parametrize("runner", [KernelRunner, lambda net: Runner()], ids=["kernels", "modules"])
+def test_one_row_of_positions_stands_for_all(runner: Callable[[Transformer], Runner]) -> None:
+    net, ids = quantized(), tiny.random_tokens(9, tiny.WIDE, batch=3)
+    net.runner = runner(net)
+    for at in (torch.arange(9)[None], torch.arange(9).expand(3, 9)):
+        torch.testing.assert_close(net(ids, at), net(ids), rtol=0, atol=0.1)
+        torch.testing.assert_close(net(ids, at, net.new_cache(batch=3)), net(ids), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 32), (2, 2, 16), (1, 2, 32), (3, 2, 32)], ids=str)
+def test_a_cache_of_another_model_is_refused(sizes: tuple[int, int, int]) -> None:
+    net, ids = quantized(), tiny.random_tokens(9, tiny.WIDE)
+    for cache in (KVCache(*sizes, 128, dtype=torch.bfloat16), KVCache(2, 2, 32, 128)):
+        with pytest.raises(UsageError, match=r"the cache is for a model with .* use model.new_cache\(\)"):
+            net(ids, cache=cache)
+        assert cache.length == 0
+
+
+@pytest.mark.parametrize("length", [3, 20])
+@torch.enable_grad()
+def test_gradients_are_those_of_the_modules_or_an_error(length: int) -> None:
+    ids, found = tiny.random_tokens(length, tiny.WIDE), []
+    for dtype in (torch.bfloat16, torch.float32):
+        net = model(None, torch.bfloat16).to(dtype)
+        net.runner = KernelRunner(net)
+        weight = net.layers[0].feed_forward.w_up.weight.requires_grad_(True)
+        found.append(torch.autograd.grad(net(ids)[0, -1].logsumexp(-1), weight)[0].float())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.05
+    net = quantized()
+    net.layers[0].attention_norm.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match="layers with packed weights have no gradients"):
+        net(ids)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
+def test_no_tokens_give_no_logits(shape: tuple[int, int]) -> None:
+    assert quantized()(torch.zeros(shape, dtype=torch.long)).shape == (*shape, tiny.WIDE.vocab_size)

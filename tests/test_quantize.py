@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import llama
 from llama.checkpoint import base, huggingface_write, open_checkpoint, quantized
 from llama.checkpoint.write import Model
 from llama.cli import main
@@ -259,6 +260,21 @@ def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_pa
     other = quantize(saved, tmp_path / "b", "int8")
     assert [AGAIN in warning and "(int4-g32+offset, int8-g32)" in warning for warning in other.warnings] == [True]
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "float32"}], ids=str)
+def test_the_default_dtype_of_the_process_changes_nothing(
+    sources: dict[str, Path], options: dict[str, str], dtype: torch.dtype
+) -> None:
+    for source in sources.values():
+        expected = llama.load(source, device="cpu", **options).model(TOKENS)
+        torch.set_default_dtype(dtype)
+        try:
+            found = llama.load(source, device="cpu", **options).model(TOKENS)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(found, expected)
 
 
 @needs_kernels

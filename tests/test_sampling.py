@@ -22,6 +22,7 @@ from llama import sampling
 from llama.cli import arguments
 from llama.errors import LlamaError, NumericalError, UsageError
 from llama.generate import check_finite, generate
+from llama.generation.speculative import NGramDraft, speculate
 from llama.sampling import History, SamplingParams, probs, sample
 
 from . import tiny
@@ -318,6 +319,35 @@ def test_a_processor_may_force_a_token_with_the_largest_float(temperature: float
 
     params = SamplingParams(max_new_tokens=3, temperature=temperature, seed=1, processors=[force])
     assert [token.id for token in generate(tiny.model(), [1, 2], params)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}], ids=str)
+def test_a_processor_may_change_its_arguments_in_place(options: dict[str, Any]) -> None:
+    def in_place(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits[:100] += 5
+        logits[5] = -torch.inf
+        ids.zero_()
+        return logits
+
+    def copied(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return in_place(ids.clone(), logits.clone())
+
+    model, found = tiny.model(), []
+    for processor in (in_place, copied):
+        params = SamplingParams(max_new_tokens=6, processors=[processor], **options)
+        found.append([(token.id, token.logprob) for token in generate(model, [1, 2], params, logprobs=True)])
+        drafted = speculate(model, [1, 2], params, NGramDraft(4), logprobs=True)
+        assert len(list(drafted)) == 6
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("bad", [lambda x: x.int(), lambda x: x > 0, lambda x: x.to("meta"), lambda x: x[:3], list])
+def test_what_a_processor_must_return(bad: Any) -> None:
+    params = SamplingParams(processors=[lambda ids, logits: bad(logits)])
+    with pytest.raises(UsageError, match="a processor must return"):
+        probs(torch.zeros(9), params, History(torch.tensor([1]), 1))
+    half = SamplingParams(processors=[lambda ids, logits: logits.half()])
+    assert float(probs(torch.zeros(9), half, History(torch.tensor([1]), 1)).sum()) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -156,7 +156,7 @@ def dequantized(rows: int, columns: int, blocks: Callable[[slice], Blocks]) -> T
 
 def dequantized_floats(rows: int, columns: int, floats: Callable[[slice], Tensor]) -> Tensor:
     """A weight whose rows are read piece by piece: (rows, columns) float32."""
-    weight = torch.empty(rows, columns)
+    weight = torch.empty(rows, columns, dtype=torch.float32)
     step = max(TILE, PIECE // columns // TILE * TILE)
     for first in range(0, rows, step):
         weight[first : first + step] = floats(slice(first, min(first + step, rows)))

@@ -717,6 +717,6 @@ def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, 
         if scaling["factor"] < 1:
             return None
         scaled, _ = inverse_frequencies(head_dim, theta, scaling)
-        if torch.allclose(plain / scaled, torch.tensor(divisors), rtol=2e-6, atol=0):
+        if torch.allclose(plain / scaled, torch.tensor(divisors, dtype=plain.dtype), rtol=2e-6, atol=0):
             return scaling
     return None

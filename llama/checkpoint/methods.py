@@ -423,7 +423,7 @@ def _groups(scale: Part, rows: int, columns: int) -> int:
 
 def _rows_of(part: Part | None, rows: int, groups: int) -> Tensor:
     """Scales or zero points expanded to (N, G); the file has one number, one for each row, or (N, G)."""
-    values = torch.zeros(1) if part is None else part.read()
+    values = torch.zeros(1, dtype=torch.float32) if part is None else part.read()
     return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
 
 

@@ -32,7 +32,7 @@ from ..model import RMSNorm, Transformer, TransformerBlock
 from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
-from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner
+from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner, has_gradients
 from .hooks import HookWatch
 from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
 from .no_rope import unrotated
@@ -68,6 +68,12 @@ class CompiledRunner(KernelRunner):
         self.weights: dict[nn.Module, list[Tensor]] = {
             block: [tensor for _, tensor in tensors(traced)] for block, traced in shells.items()
         }
+        self.tensors = [  # every weight, since the compiled step is called with these
+            (kept, *item)
+            for layer in (*model.layers.modules(), model.norm)
+            for kept in (layer._parameters, layer._buffers)
+            for item in kept.items()
+        ]
         first = shells[next((block for block in blocks if block.attention.apply_rotary_emb.rotates), blocks[0])]
         self.step = load_step(model, first, cache_kind)
         self.rows_step = functools.cache(functools.partial(load_step, model, first, cache_kind, rows=True))
@@ -81,7 +87,7 @@ class CompiledRunner(KernelRunner):
         seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
-        step, whole = None, self.unchanged() and not self.hooked(model)
+        step, whole = None, self.unchanged(model) and not self.hooked(model) and not has_gradients(model)
         one_token = keys is not None and tokens.shape[1] == 1
         if whole and one_token and cache is not None and cache.layers[0].visible is None:
             if len(tokens) == 1 and positions.dim() == 1:

@@ -30,6 +30,8 @@ def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor |
     multiplies matrices in bfloat16, so in float32 PyTorch's kernel runs.
     """
     few, D = q.shape[2] <= FEW_QUERIES, q.shape[3]
+    if torch.is_grad_enabled() and q.requires_grad:  # the kernels have no derivatives
+        return cpu_sdpa(q, k, v, mask)
     if D % 16 == 0 and D <= 256 and (q.dtype == torch.bfloat16 or (few and q.dtype == torch.float32)):
         if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
             return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)

@@ -4,7 +4,7 @@ A block with packed weights is one operation (cpp/block.h); with other weights, 
 them run on the kernels' threads, for one token, a prompt or a batch, and round their results where model.py does.
 Packed weights that read the same x are joined and multiplied at once; the model's layers become views of them.
 
-If layers were replaced or the model has hooks, it runs as model.py is written.
+If layers or weights were replaced, if the model has hooks or computes gradients, it runs as model.py is written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import causal_mask
 from ..cache import KVCache, LayerCache, MemoryCheck
+from ..errors import UsageError
 from ..model import Pick, Runner, Transformer
 from ..quant.tiles import TILE
 from . import kernels
@@ -81,9 +82,16 @@ class KernelRunner(Runner):
         self.known, self.any_rows = runs(model), kernels.has_tiles()
         self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
         self.hooked = HookWatch("the fused C++ kernels", rounds=True)
+        self.dtype, self.n_layers = model.norm.weight.dtype, len(model.layers)
         self.modules = [  # every module that the kernels stand for, and the dictionary that contains it
             *((model._modules, name, model._modules[name]) for name in ("layers", "norm")),
             *((parent._modules, *item) for parent in model.layers.modules() for item in parent._modules.items()),
+        ]
+        self.tensors: list[tuple[Any, str, Tensor | None]] = [  # the packed weights, which the kernels keep
+            (layer._buffers, *item)
+            for layer in model.layers.modules()
+            if isinstance(layer, TileLinear)
+            for item in layer._buffers.items()
         ]
 
     def run(
@@ -95,14 +103,15 @@ class KernelRunner(Runner):
         seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
-        if not self.fits(tokens.numel()) or not self.unchanged() or self.hooked(model):
+        whole = self.unchanged(model) and not self.hooked(model)
+        if not whole or not self.fits(tokens.numel()) or has_gradients(model):
             return super().run(model, tokens, positions, keys, seq_len, cache)
         with kernels.own_threads():
             return self.run_blocks(model, tokens, positions, keys, seq_len, cache)
 
     def fits(self, rows: int) -> bool:
         """Whether the kernels run this many rows. Without AMX, PyTorch multiplies many rows by a bfloat16 weight."""
-        return self.known and (self.packed or rows <= FEW_ROWS or self.any_rows)
+        return self.known and rows > 0 and (self.packed or rows <= FEW_ROWS or self.any_rows)
 
     def threads(self, rows: int) -> contextlib.AbstractContextManager[None]:
         """Give the threads to whoever runs so many rows. PyTorch's threads and the kernels' must not take turns."""
@@ -150,12 +159,28 @@ class KernelRunner(Runner):
         with self.threads(tokens.numel()):
             return super().next_logits(model, tokens, positions, cache)
 
-    def unchanged(self) -> bool:
-        """Whether the model still has the layers that it had."""
-        return all(modules.get(name) is child for modules, name, child in self.modules)
+    def unchanged(self, model: Transformer) -> bool:
+        """Whether the model still has the layers and the packed weights that it had. UsageError for another dtype."""
+        if model.norm.weight.dtype != self.dtype:
+            raise UsageError(
+                f"the model was loaded in {self.dtype} and can't be cast to {model.norm.weight.dtype}:"
+                " load it in that dtype (dtype=...), or with llama.load_model"
+            )
+        return (
+            len(model.layers) == self.n_layers
+            and all(
+                child is modules.get(name) and "forward" not in child.__dict__ for modules, name, child in self.modules
+            )
+            and all(tensor is tensors.get(name) for tensors, name, tensor in self.tensors)
+        )
 
     def module_by_module(self) -> Runner:
         return Runner(self.cache_kind, self.check_memory)
+
+
+def has_gradients(model: Transformer) -> bool:
+    """Whether PyTorch records operations on a weight. The kernels have no derivatives."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters())
 
 
 def one_operation(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None, cache: LayerCache) -> Tensor:

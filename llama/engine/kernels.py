@@ -260,7 +260,8 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
     rows = weight.contiguous()
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
-    tiles: Tensor = torch.ops.clearllama.quantize_to_tiles(rows, torch.tensor(clips), bits, group, offset)
+    shares = torch.tensor(clips, dtype=torch.float32)
+    tiles: Tensor = torch.ops.clearllama.quantize_to_tiles(rows, shares, bits, group, offset)
     return tiles
 
 

@@ -44,12 +44,18 @@ class FewRowsLinear(nn.Module):
         self.any_rows = kernels.has_tiles()
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        if (self.any_rows or x.numel() <= FEW_ROWS * self.in_features) and x.dtype == torch.bfloat16:
+        few = self.any_rows or x.numel() <= FEW_ROWS * self.in_features
+        if few and x.dtype == self.weight.dtype == torch.bfloat16 and not _records(x, self.weight):
             return kernels.linear_bf16(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bfloat16"
+
+
+def _records(*tensors: Tensor) -> bool:
+    """Whether PyTorch records operations on these tensors for a gradient. The C++ kernels have no derivatives."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class TileLinear(nn.Module):
@@ -82,6 +88,11 @@ class TileLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+        if _records(x):
+            raise UsageError(
+                "layers with packed weights have no gradients; load the model with llama.load_model, or use"
+                " torch.no_grad"
+            )
         y = kernels.linear_blocks(x, self.tiles, self.format, self.out_features)
         return y if self.bias is None else y + self.bias
 
