@@ -160,6 +160,14 @@ def test_casting_a_loaded_model_is_an_error(dtype: torch.dtype) -> None:
         net(tiny.random_tokens(8, tiny.WIDE))
 
 
+def test_casting_a_model_without_packed_weights_runs_its_modules() -> None:
+    net, ids = model(None, torch.bfloat16), tiny.random_tokens(3, tiny.WIDE)
+    net.runner = KernelRunner(net)
+    found = net.float()(ids)
+    net.runner = Runner()
+    assert torch.equal(found, net(ids))
+
+
 @pytest.mark.parametrize("runner", [KernelRunner, lambda net: Runner()], ids=["kernels", "modules"])
 def test_one_row_of_positions_stands_for_all(runner: Callable[[Transformer], Runner]) -> None:
     net, ids = quantized(), tiny.random_tokens(9, tiny.WIDE, batch=3)

@@ -160,18 +160,21 @@ class KernelRunner(Runner):
             return super().next_logits(model, tokens, positions, cache)
 
     def unchanged(self, model: Transformer) -> bool:
-        """Whether the model still has the layers and the packed weights that it had. UsageError for another dtype."""
+        """Whether the model still has the dtype, the layers and the packed weights that it had.
+
+        Raises UsageError if a model with packed weights was cast: they can't follow.
+        """
         if model.norm.weight.dtype != self.dtype:
-            raise UsageError(
-                f"the model was loaded in {self.dtype} and can't be cast to {model.norm.weight.dtype}:"
-                " load it in that dtype (dtype=...), or with llama.load_model"
-            )
+            if any(isinstance(layer, TileLinear) for layer in model.modules()):
+                raise UsageError(
+                    f"the model was loaded in {self.dtype} and can't be cast to {model.norm.weight.dtype}:"
+                    " load it in that dtype (dtype=...), or with llama.load_model"
+                )
+            return False
         return (
             len(model.layers) == self.n_layers
-            and all(
-                child is modules.get(name) and "forward" not in child.__dict__ for modules, name, child in self.modules
-            )
-            and all(tensor is tensors.get(name) for tensors, name, tensor in self.tensors)
+            and all(kept.get(name) is child and "forward" not in child.__dict__ for kept, name, child in self.modules)
+            and all(kept.get(name) is tensor for kept, name, tensor in self.tensors)
         )
 
     def module_by_module(self) -> Runner:
