@@ -16,7 +16,7 @@ from .chat import encode_chat
 from .engine.linears import describe_quantization
 from .engine.nonfinite import locate
 from .engine.placement import describe_devices
-from .errors import LlamaError, NumericalError, UsageError
+from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
 from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopText
 from .generation.batch import Batch, Ended, PromptScored, Request, Source, Started, TokenEvent
@@ -293,8 +293,8 @@ class Llama:
                     yield Piece(text, token=token)
                 if answer.done:
                     break
-        except NumericalError:
-            nonfinite = True
+        except Exception as error:
+            nonfinite = not isinstance(error, UsageError | ContextLengthError)  # NaN can cause any other error
             raise
         finally:
             tokens.close()  # type: ignore[attr-defined]

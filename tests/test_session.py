@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import llama.generation.session
-from llama import cli, loader
+from llama import cli, loader, study
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
@@ -468,3 +468,24 @@ def test_a_cleared_conversation_is_not_in_the_file(clearllama: Run, tiny_gguf: P
     session = Session.load(at, llm.model)
     assert [m["content"] for m in session.messages[:1]] == ["the"]
     assert "hello hello" not in llm.tokenizer.decode(session.tokens)
+
+
+# -------------------------------------------------------------------------------------------------- empty sessions
+def test_an_empty_session_belongs_to_no_model(tiny_llm: Llama) -> None:
+    def interrupt(x: torch.Tensor, at: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    session = Session()
+    with study.patch(tiny_llm, {"z.0": interrupt}), pytest.raises(KeyboardInterrupt):
+        tiny_llm.generate("abc", session=session)
+    assert not session.tokens
+    assert tiny_llm.generate("abc", session=session, max_new_tokens=2).tokens
+    with study.patch(tiny_llm, {"z.0": lambda x, at: x}):
+        session.forget()
+        assert tiny_llm.generate("abc", session=session, max_new_tokens=2).tokens
+
+
+def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
+    expected = tiny_llm.generate("abc", max_new_tokens=3).tokens
+    session = Session(tokens=tiny_llm.tokenizer.encode("abc"))
+    assert tiny_llm.generate("abc", session=session, max_new_tokens=3).tokens == expected

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import LlamaError
 from ..model import Transformer
 from .linears import BlockEmbedding, TileEmbedding, TileLinear
 
@@ -55,13 +54,13 @@ class Damage(NamedTuple):
 def locate(model: Transformer, tokens: Sequence[int]) -> str:
     """Half a sentence: where the numbers stop being finite on these tokens, the cause, and the remedy.
 
-    It never raises a LlamaError, since it is part of another error's message: a failure becomes text as well.
+    It raises no Exception, since it is part of another error's message: a failure becomes text as well.
     """
     if model.runner.distributed:  # the other ranks take no part in a second pass
         return f"the weights hold NaN or infinity, or the numbers overflow in {_dtype(model)}: {FLOAT32}"
     try:
         found = begins(model, tokens)
-    except (LlamaError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # of a hook, too
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         return f"the layer where non-finite numbers begin could not be found ({reason}); {FLOAT32}"
     if found is None:
@@ -75,6 +74,11 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
         return (
             f"non-finite numbers begin {where}; {bad.name} holds {' and '.join(counts)} of {bad.entries:,} numbers,"
             f" the first at {bad.first}: download the file again (clearllama verify --tensors checks every weight)"
+        )
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return (
+            f"non-finite numbers begin {where}; no weight there is NaN or infinite, and the model has hooks or a patch:"
+            " check that the tensors they return are finite"
         )
     dtype = _dtype(model)
     cause = f"non-finite numbers begin {where}; no weight there is NaN or infinite, so the numbers overflow in {dtype}"
@@ -131,14 +135,13 @@ def _where(found: Begins, n_layers: int) -> str:
         number, leaf = n_layers, "attention_norm"  # the norm after the last layer reads that layer's output
     else:
         number, leaf = int(rest[0]), ".".join(rest[1:])
+    part, name = "attention" if leaf.startswith("attention") else "feed-forward", leaf.rpartition(".")[2]
     if found.after:
-        part = "attention" if leaf.startswith("attention") else "feed-forward"
-        name = leaf.rpartition(".")[2]
         operation = OPERATIONS.get(name, f"at the output of {name}")
     elif leaf == "attention_norm":
         number, part, operation = number - 1, "feed-forward", "where its result is added to the hidden state"
     else:
-        part, operation = BEFORE[leaf]
+        part, operation = BEFORE.get(leaf, (part, f"at the input of {name}"))  # only a hook changes other inputs
     return f"in layer {number} (of 0 to {n_layers - 1}), in its {part}, {operation}"
 
 

@@ -48,7 +48,8 @@ ACQUIRING = Lock()  # makes the check and the reservation of a session one step,
 class Session:
     """The KV cache of one conversation and its ids. For a prompt with the same prefix, only the new part is computed.
 
-    A session belongs to the first model that uses it; another model, or the model under other settings, is refused.
+    A session belongs to the model that computed its tokens; another model, or the model under other settings, is
+    refused. Without tokens, it belongs to none.
 
     messages  the messages of a chat; they are for the caller, and are saved with the session
     """
@@ -81,8 +82,8 @@ class Session:
             raise
 
     def _share(self, model: Transformer, prompt: Sequence[int], tokenizer: Tokenizer | None) -> KVCache:
-        if self.cache is None:
-            self.cache, self._owner, self._tokenizer = model.new_cache(), None, None
+        if self.cache is None or not self.tokens:
+            self.cache, self.tokens, self._owner, self._tokenizer = model.new_cache(), [], None, None
         self._bind(model)
         if tokenizer is not None and tokenizer is not self._tokenizer:
             if not _same_tokenizer(self._tokenizer, tokenizer):
@@ -111,9 +112,7 @@ class Session:
     def forget(self) -> None:
         """Drop the cached tokens and the messages."""
         self._check_idle()
-        self.tokens, self.messages = [], []
-        if self.cache is not None:
-            self.cache.trim(0)
+        self.cache, self.tokens, self.messages, self._owner, self._tokenizer = None, [], [], None, None
 
     def save(self, path: str | os.PathLike[str], model: Transformer, *, new: bool = False) -> int:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.

@@ -27,7 +27,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from threading import local
+from threading import Lock, local
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,7 @@ SITES: dict[str, Site] = {
 }
 OUTSIDE = ("embed", "final_norm", "logits")  # sites that are not in a block
 OUTPUT = Site("", "")  # the output of a module that is named itself
+MARKING = Lock()  # makes a change of the identities and of the buffer one step
 
 
 class Tensors(NamedTuple):
@@ -135,10 +136,11 @@ def tensors_of(model: Transformer) -> dict[str, Tensors]:
 
 def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors]:
     """The tensors that names and patterns stand for. Raises UsageError for one that stands for none."""
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+    chosen = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(name, str) for name in chosen):
         raise UsageError(f"expected the name of a tensor or several names, got {checks.shown(names)}")
     known, found = tensors_of(model), dict[str, Tensors]()
-    for name in [names] if isinstance(names, str) else names:
+    for name in chosen:
         pattern = re.compile(re.escape(name).replace(r"\*", "[^.]*"))
         matches = {one: tensors for one, tensors in known.items() if pattern.fullmatch(one)}
         if not matches:
@@ -281,7 +283,7 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
 
     x is the tensor in the shape of SITES, and `at` a Place. The result must have the shape of x; it is converted to the
     dtype and device of x. x is a copy, so it may be changed in place. Functions for the same tensor run in the order in
-    which they were given.
+    which they were given. The change is for all threads; a pass that already runs is changed from its next layer on.
 
     identity  a name for the change. A `Session` that was used in the patch can be used again only in a patch with the
               same identity; None: only in this `with` block
@@ -294,7 +296,7 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
         raise UsageError(f"expected {{name: function(x, at)}}, got {checks.shown(changes)}")
     now = local()  # .positions: those of the pass that this thread runs
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_marked(model, identity or uuid.uuid4().hex))
+        stack.enter_context(marked(model, identity or uuid.uuid4().hex))
         blocks: list[Any] = list(model.layers)
         for block in dict.fromkeys(blocks):
             handle = block.register_forward_pre_hook(lambda _, inputs: setattr(now, "positions", inputs[3]))
@@ -311,27 +313,40 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
 def _checked(name: str, layer: int | None, function: Function, now: local) -> Visit:
     """The function as a visit that checks what it returns."""
 
-    def visit(x: Tensor) -> Tensor:
+    def visit(x: Tensor) -> Tensor | None:
+        if layer is not None and not hasattr(now, "positions"):  # the block began before the patch
+            return None
         copy = x.clone()  # x may also be recorded, or be part of a computation that follows
         new = function(copy, Place(name, layer, None if layer is None else now.positions))
         if not isinstance(new, Tensor) or new.shape != x.shape:
             found = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
             raise UsageError(f"the function for {name} must return a tensor of shape {tuple(x.shape)}, got {found}")
-        return x if new is copy and torch.equal(new, x) else new.to(x)
+        return x if new is copy and not new.requires_grad and torch.equal(new, x) else new.to(x)
 
     return visit
 
 
 @contextlib.contextmanager
-def _marked(model: Transformer, identity: str) -> Iterator[None]:
-    """Make a change part of the model's identity, a buffer that sessions compare (generation/session.py)."""
-    before = getattr(model, "patched", None)
-    digest = hashlib.sha256(identity.encode() + (b"" if before is None else bytes(before.tolist()))).digest()
-    model.register_buffer("patched", torch.frombuffer(bytearray(digest), dtype=torch.uint8), persistent=False)
+def marked(model: Transformer, identity: str) -> Iterator[None]:
+    """Make a change part of the model's identity, a buffer that sessions compare (generation/session.py).
+
+    Changes may end in any order, since several threads may patch a model.
+    """
+    _mark(model, list.append, identity)
     try:
         yield
     finally:
-        if before is None:
-            del model.patched
-        else:
-            model.register_buffer("patched", before, persistent=False)
+        _mark(model, list.remove, identity)
+
+
+def _mark(model: Transformer, change: Callable[[list[str], str], None], identity: str) -> None:
+    with MARKING:
+        identities = model.__dict__.setdefault("_identities", [])  # of the changes in force
+        change(identities, identity)
+        if not identities:
+            del model._identities, model.patched
+            return
+        digest = b""
+        for one in identities:
+            digest = hashlib.sha256(one.encode() + digest).digest()
+        model.register_buffer("patched", torch.frombuffer(bytearray(digest), dtype=torch.uint8), persistent=False)

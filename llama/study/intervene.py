@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..model import Transformer
 from ..rope import Rope
 from ..rope_scaling import with_rope
-from .inside import Place, patch
+from .inside import Place, marked, patch
 
 
 @contextlib.contextmanager
@@ -60,7 +60,8 @@ def only_layers(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
         raise UsageError(f"layers must be one or more of 0 to {len(everything) - 1}, got {list(layers)}")
     model.set_submodule("layers", nn.ModuleList([everything[layer] for layer in layers]))
     try:
-        yield
+        with marked(model, f"layers {list(layers)}"):
+            yield
     finally:
         model.set_submodule("layers", everything)
 
@@ -76,7 +77,7 @@ class _ZeroAngles(Rope):
 @contextlib.contextmanager
 def without_rope(model: Transformer) -> Iterator[None]:
     """Rotate nothing: attention has no positions, and only the causal mask depends on the order of the tokens."""
-    with _replaced_rope(model, model.config, _ZeroAngles):
+    with _replaced_rope(model, model.config, _ZeroAngles), marked(model, "no rope"):
         yield
 
 

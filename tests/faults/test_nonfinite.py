@@ -13,6 +13,7 @@ import gguf
 import pytest
 import torch
 
+from llama import study
 from llama.engine import kernels, nonfinite
 from llama.engine.linears import BlockLinear, TileLinear, quantize_
 from llama.errors import CheckpointError, NumericalError
@@ -334,3 +335,29 @@ def test_quantizing_nonfinite_weights_is_an_error() -> None:
     damage(net, "layers.0.attention.wq.weight", math.nan)
     with pytest.raises(CheckpointError, match="not finite"):
         quantize_(net, "int8")
+
+
+# --------------------------------------------------------------------------------------------------- hooks and patches
+@pytest.mark.parametrize("name", ["q.1", "z.1", "mlp_in.1", "resid_post.0"])
+def test_a_patch_that_returns_nan_is_named_as_the_cause(name: str) -> None:
+    net = tiny.model()
+    llm, session = Llama(net, _tokenizer()), Session()
+    with study.patch(net, {name: lambda x, at: x * math.nan}), pytest.raises(NumericalError) as error:
+        llm.generate("abc", session=session)
+    assert f"layer {name[-1]} (of" in str(error.value)
+    assert "hooks or a patch: check that the tensors they return are finite" in str(error.value)
+
+
+def test_the_diagnosis_of_a_failing_hook_is_text() -> None:
+    net = tiny.model()
+    net.layers[1].register_forward_pre_hook(lambda *_: {}["missing"])
+    assert "could not be found ('missing')" in nonfinite.locate(net, PROMPT)
+
+
+def test_a_session_drops_its_cache_after_an_error_that_is_not_of_this_package() -> None:
+    llm, session = Llama(tiny.model(), _tokenizer()), Session()
+    hook = llm.model.output.register_forward_hook(lambda *_: {}["missing"])
+    with pytest.raises(KeyError):
+        llm.generate("abc", session=session)
+    hook.remove()
+    assert session.cache is None

@@ -487,6 +487,52 @@ def test_reading_a_tensor_changes_no_result_of_a_model_without_fast_code(
     assert not lines(caplog)
 
 
+# ------------------------------------------------------------------------------------------------ overlapping patches
+def test_patches_may_end_in_any_order() -> None:
+    model = tiny.model()
+    first, second = (study.patch(model, {f"z.{layer}": lambda x, at: x}, "same") for layer in range(2))
+    first.__enter__()
+    alone = model.patched.clone()
+    second.__enter__()
+    assert not torch.equal(model.patched, alone)
+    first.__exit__(None, None, None)
+    assert torch.equal(model.patched, alone)
+    second.__exit__(None, None, None)
+    assert not hasattr(model, "patched")
+
+
+def test_a_patch_that_begins_within_a_layer_applies_from_the_next() -> None:
+    """As if another thread entered the patch."""
+    model, visited = tiny.model(), list[str]()
+
+    def visit(x: Tensor, at: study.Place) -> Tensor:
+        visited.append(at.name)
+        return x
+
+    with contextlib.ExitStack() as stack:
+
+        def begin(*_: Any) -> None:
+            hook.remove()
+            stack.enter_context(study.patch(model, {"z.*": visit}))
+
+        hook = model.layers[0].attention.wq.register_forward_hook(begin)
+        model(TOKENS)
+    assert visited == ["z.1"]
+
+
+def test_names_may_come_from_a_generator() -> None:
+    model = tiny.model()
+    with study.activations(model, (f"z.{layer}" for layer in range(2))) as seen:
+        model(TOKENS)
+    assert list(seen) == ["z.0", "z.1"]
+
+
+def test_a_patch_may_make_a_tensor_require_its_gradient() -> None:
+    model = tiny.model()
+    with torch.enable_grad(), study.patch(model, {"embed": lambda x, at: x.requires_grad_()}):
+        assert model(TOKENS).requires_grad
+
+
 # ---------------------------------------------------------------------------------------------------------- documents
 def test_the_page_lists_every_name_with_its_shape() -> None:
     rows = re.findall(r"^\| `([a-z_]+)(\.N)?` \| ([^|]+) \|", PAGE.split("\n### ")[0], re.MULTILINE)

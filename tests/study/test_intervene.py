@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from llama.errors import UsageError
+from llama.generate import prefill
+from llama.generation.session import Session
 from llama.model import Transformer
 from llama.study import intervene
 from llama.study.intervene import Intervention
@@ -218,3 +220,19 @@ def test_the_functions_check_their_arguments(model: Transformer, call: Callable[
     for bad in ([(7, 0)], [(-1, 0)]) if call is intervene.ablated else ([], [9], [-1]):
         with pytest.raises(UsageError, match="0 to 4"), contextlib.ExitStack() as stack:
             stack.enter_context(call(model, bad))
+
+
+@pytest.mark.parametrize(
+    "change", [intervene.without_rope, lambda model: intervene.only_layers(model, [3, 2, 1, 0, 4])]
+)
+def test_a_session_of_a_changed_model_is_refused_by_the_model(
+    model: Transformer, change: Callable[[Transformer], contextlib.AbstractContextManager[None]]
+) -> None:
+    session = Session()
+    with change(model):
+        session.reuse(model, [1, 2, 3])
+        session.give_back([1, 2, 3], False)
+        prefill(model, [1, 2, 3], session.cache)
+        session.tokens = [1, 2, 3]
+    with pytest.raises(UsageError, match="patched"):
+        session.reuse(model, [1, 2, 3, 4])
