@@ -468,3 +468,12 @@ def test_a_cleared_conversation_is_not_in_the_file(clearllama: Run, tiny_gguf: P
     session = Session.load(at, llm.model)
     assert [m["content"] for m in session.messages[:1]] == ["the"]
     assert "hello hello" not in llm.tokenizer.decode(session.tokens)
+
+
+def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
+    prompt = tiny_llm.tokenizer.encode_prompt("hello")
+    for session in (Session(tokens=prompt), Session(tiny_llm.model.new_cache(), prompt)):
+        *_, last = tiny_llm.stream_ids(prompt, session=session, max_new_tokens=3)
+        assert last.completion is not None
+        assert last.completion.stats.cached_tokens == 0
+        assert last.completion.tokens == tiny_llm.generate("hello", max_new_tokens=3).tokens
