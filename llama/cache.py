@@ -167,6 +167,8 @@ class KVCache:
     ):
         self.sizes = n_layers, n_kv_heads, head_dim, dtype
         layer_cache = KINDS[checks.choice("kind of KV cache", kind, KINDS)]
+        checks.integer("max_len of a KV cache", max_len)
+        checks.integer("batch of a KV cache", batch)
         slots = max_len if fixed else min(max_len, FIRST_SLOTS)
         shape = (batch, n_kv_heads, slots, head_dim)
         devices = [device] * n_layers if isinstance(device, str | torch.device) else list(device)  # one per layer
@@ -239,8 +241,11 @@ class KVCache:
 
     def trim(self, length: int) -> None:
         """Drop everything from position `length` on."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
+        if not checks.is_integer(length) or not 0 <= length <= self.length:
+            raise UsageError(
+                f"the cache holds {self.length} tokens and can't be trimmed to {checks.shown(length)}; pass an integer"
+                f" from 0 to {self.length}"
+            )
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
@@ -265,6 +270,9 @@ class KVCache:
 
         The view's number of slots is fixed; do not use the view after this cache has grown.
         """
+        checks.integer("the first row", first, 0, self.batch - 1)
+        checks.integer("the end of the rows", last, first + 1, self.batch)
+        checks.integer("the length of the rows", length, 0, self.slots)
         part = copy.copy(self)
         part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
         part.batch, part.max_len, part.fixed = last - first, self.slots, True

@@ -489,3 +489,12 @@ def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
     expected = tiny_llm.generate("abc", max_new_tokens=3).tokens
     session = Session(tokens=tiny_llm.tokenizer.encode("abc"))
     assert tiny_llm.generate("abc", session=session, max_new_tokens=3).tokens == expected
+
+
+def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
+    prompt = tiny_llm.tokenizer.encode_prompt("hello")
+    for session in (Session(tokens=prompt), Session(tiny_llm.model.new_cache(), prompt)):
+        *_, last = tiny_llm.stream_ids(prompt, session=session, max_new_tokens=3)
+        assert last.completion is not None
+        assert last.completion.stats.cached_tokens == 0
+        assert last.completion.tokens == tiny_llm.generate("hello", max_new_tokens=3).tokens

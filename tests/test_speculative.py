@@ -495,6 +495,7 @@ def test_a_conversation_is_the_same_with_a_draft(tiny_llm: Llama) -> None:
     [
         ({"draft": "ngrams"}, "unknown draft 'ngrams'; expected 'ngram' or a loaded model"),
         ({"draft": 5}, "unknown draft 5"),
+        ({"draft": ["ngram"]}, r"unknown draft \['ngram'\]"),
         ({"draft": "ngram", "draft_tokens": 0}, "at least 1, got 0"),
         ({"draft_tokens": 3}, "needs a draft"),
         ({"draft": NGramDraft(), "draft_tokens": 3}, "needs a draft"),

@@ -28,15 +28,20 @@ class HookWatch:
 
     def __init__(self, instead: str, rounds: bool):
         self.instead, self.rounds = instead, rounds
-        self._searched: int | None = None  # the number of the next hook when the model was searched last
-        self._found = self._logged = False
+        # The number of the next hook when the model was searched last, and what was found. One tuple, so that two
+        # threads never leave the number of one search with the result of another.
+        self._state: tuple[int | None, bool] = None, False
+        self._logged = False
 
     def __call__(self, model: nn.Module) -> bool:
-        following = RemovableHandle.next_id
-        if self._found or following != self._searched:
-            self._found = has_hooks(model)
-            self._searched = following
-        if self._found and not self._logged:
+        searched, found = self._state
+        if found:  # it may have been removed, which changes no number
+            searched = None
+        while searched != RemovableHandle.next_id:  # again if a hook was added during the search
+            searched = RemovableHandle.next_id
+            found = has_hooks(model)
+            self._state = searched, found
+        if found and not self._logged:
             self._logged = True
             LOG.log(
                 logging.WARNING if self.rounds else logging.INFO,
@@ -44,7 +49,7 @@ class HookWatch:
                 self.instead,
                 "; its logits differ in rounding from those of a run without hooks" if self.rounds else "",
             )
-        return self._found
+        return found
 
 
 def has_hooks(model: nn.Module) -> bool:

@@ -92,7 +92,8 @@ class Session:
                 )
             self._tokenizer = tokenizer
         # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
-        shared = 0 if model.rope.by_length else shared_prefix(self.tokens, prompt)
+        # A session made of tokens alone has an empty cache: tokens beyond its length are computed again.
+        shared = 0 if model.rope.by_length else shared_prefix(self.tokens[: self.cache.length], prompt)
         self.cache.trim(shared)
         self.tokens = self.tokens[:shared]
         return self.cache

@@ -290,7 +290,9 @@ def make_draft(draft: str | Transformer | Draft | None, most: int | None = None)
                 " 'ngram', or leave draft_tokens out"
             )
         return draft
-    if not isinstance(draft, Transformer) and draft not in DRAFTS:
-        raise UsageError(f"unknown draft {draft!r}; expected {', '.join(map(repr, DRAFTS))} or a loaded model")
+    if not isinstance(draft, Transformer) and not (isinstance(draft, str) and draft in DRAFTS):
+        raise UsageError(
+            f"unknown draft {checks.shown(draft)}; expected {', '.join(map(repr, DRAFTS))} or a loaded model"
+        )
     most = DRAFT_TOKENS if most is None else most
     return ModelDraft(draft, most) if isinstance(draft, Transformer) else DRAFTS[draft](most)
