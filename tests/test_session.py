@@ -491,7 +491,7 @@ def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
     assert tiny_llm.generate("abc", session=session, max_new_tokens=3).tokens == expected
 
 
-def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
+def test_tokens_beyond_an_empty_cache_are_computed(tiny_llm: Llama) -> None:
     prompt = tiny_llm.tokenizer.encode_prompt("hello")
     for session in (Session(tokens=prompt), Session(tiny_llm.model.new_cache(), prompt)):
         *_, last = tiny_llm.stream_ids(prompt, session=session, max_new_tokens=3)
