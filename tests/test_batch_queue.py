@@ -289,7 +289,7 @@ def test_processors_see_the_text_and_change_the_choice(tiny_llm: Llama) -> None:
         text.append(id)
     assert tiny_llm.generate(["abc"], max_new_tokens=12, processors=[never_twice])[0].tokens == found.tokens
     for bad, message in [
-        (lambda ids, logits: logits[:3], "shape"),
+        (lambda ids, logits: logits[:3], "floating-point logits"),
         (lambda ids, logits: None, "NoneType"),
         (lambda ids, logits: logits - torch.inf, "finite"),
     ]:
