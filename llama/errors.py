@@ -32,6 +32,13 @@ class CheckpointError(LlamaError):
     """A checkpoint is damaged, incomplete or of another format than expected."""
 
 
+class DamagedError(CheckpointError):
+    """A file contradicts itself or is truncated. The remedy is added to the message, so it is written once."""
+
+    def __init__(self, found: str):
+        super().__init__(f"{found}; the file is damaged or incomplete, download it again")
+
+
 class TokenizerError(LlamaError, ValueError):
     """A vocabulary is damaged, or a text or id cannot be tokenized."""
 

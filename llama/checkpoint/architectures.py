@@ -93,7 +93,7 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
     The name suggests the opposite (transformers' issue 43756), but transformers' modeling_smollm3.py reads the list in
     this way. Its default list and llama.cpp's smollm3.cpp also leave out RoPE in layers 3, 7, 11 and so on.
     """
-    where, listed = fields.where, fields.get("no_rope_layers")
+    where, listed = fields.where, fields.get("no_rope_layers", object, None)
     if kind != "smollm3":
         if listed not in (None, []):
             raise ConfigError(
@@ -101,7 +101,7 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
                 f" {listed!r:.60}"
             )
         return ()
-    interval = fields.integer("no_rope_layer_interval", INTERVAL)
+    interval = fields.get("no_rope_layer_interval", int, INTERVAL)
     integer(f"{where}: no_rope_layer_interval", interval, error=ConfigError)
     if listed is None:
         return every(interval, n_layers)
@@ -115,8 +115,8 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
 
 def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
     """The sliding window in tokens; None if no layer has one."""
-    where, types = fields.where, fields.get("layer_types")
-    given = fields.get("sliding_window") if "sliding_window" in fields.values else FAMILIES[kind].window
+    where, types = fields.where, fields.get("layer_types", object, None)
+    given = fields.get("sliding_window", object, None) if "sliding_window" in fields.values else FAMILIES[kind].window
     known = {FULL} if kind == "llama" else {FULL, SLIDING}
     if types is not None and (not isinstance(types, list) or set(map(str, types)) - known):
         raise ConfigError(
@@ -127,8 +127,8 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
             raise ConfigError(f"{where}: sliding_window of a llama model must be null, got {describe(given)}")
         return None
     if kind != "mistral":
-        last = fields.integer("max_window_layers", 28)
-        if not fields.boolean("use_sliding_window", False):
+        last = fields.get("max_window_layers", int, 28)
+        if not fields.get("use_sliding_window", bool, False):
             return None
         slides = (kind == "smollm3" or last < n_layers) if types is None else SLIDING in types
         given = given if slides else None

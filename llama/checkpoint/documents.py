@@ -1,33 +1,112 @@
-"""Strict reading of a checkpoint's JSON files: bad input that json.loads accepts is an error here."""
+"""A checkpoint's JSON files: read by Python's json, then each entry checked for its type where it is used."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import stat
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
-from ..checks import is_integer, is_number
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DamagedError
 
-# Largest file in bytes. Parsing 4 MiB takes up to a second and 150 MB. The index of a 405B model has 0.1 million bytes.
-LARGEST = 2**22
-LARGEST_TOKENIZER = 2**28  # a tokenizer.json has 10 to 20 million bytes
+# Largest file in bytes: 150 MB of JSON take gigabytes as Python objects. The index of a 405B model has 0.1 million
+# bytes, a tokenizer.json 10 to 20 million.
+LARGEST, LARGEST_TOKENIZER = 2**22, 2**28
+
+T = TypeVar("T")
+REQUIRED: Any = object()
+KINDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", list: "a list",
+         dict: "an object"}  # fmt: skip
+
+
+def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError for a file that is not regular, too large, or not an object."""
+    if size_of(path) > largest:
+        raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {largest:,}")
+    try:
+        return parse_json(path.read_bytes(), str(path), DamagedError)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+
+
+def parse_json(raw: bytes, where: str, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
+    """`read_json` for bytes in memory. Error messages begin with `where`."""
+    if raw.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
+    try:
+        value = json.loads(raw, object_pairs_hook=_no_repeats)
+    except (ValueError, RecursionError) as cause:  # not UTF-8, not JSON, or nested too deeply
+        raise error(f"{where} is not valid JSON ({cause})") from None
+    if not isinstance(value, dict):
+        raise error(f"{where} must be an object, got {describe(value)}")
+    return value
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; json itself would keep the last of two values of one key."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a key occurs twice in an object")
+    return out
+
+
+class Fields:
+    """Typed access to a mapping. `unknown` returns the keys that were never read."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = values, where
+        self.keys_read: set[str] = set()
+
+    def get(self, key: str, type: type[T], default: T | None = REQUIRED) -> T:
+        """The value of a key, which must have the type; `object` accepts all. A null counts as missing.
+
+        float accepts integers too, and refuses NaN and infinity; int refuses true and false. Raises ConfigError with
+        the key, the value and the type; also if the key is missing and there is no default.
+        """
+        self.keys_read.add(key)
+        value = self.values.get(key)
+        if value is None:
+            if default is REQUIRED:
+                raise ConfigError(f"{self.where}: the key {key} is missing")
+            return default  # type: ignore[return-value]
+        if not _matches(value, type):
+            raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {describe(value)}")
+        return value  # type: ignore[no-any-return]
+
+    def unknown(self) -> list[str]:
+        return sorted(self.values.keys() - self.keys_read)
+
+
+def _matches(value: Any, type: type) -> bool:
+    if isinstance(value, bool):
+        return type in (bool, object)
+    if type is float:
+        return isinstance(value, int | float) and abs(value) < math.inf  # false for NaN too
+    return isinstance(value, Mapping if type is dict else type)
+
+
+def describe(value: Any) -> str:
+    """A JSON value for an error message, cut to 60 characters: null, true, [1, 2]."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python refuses to write an int of more than 4,300 digits
+        return "an integer of thousands of digits"
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file. Raises CheckpointError for a folder, a device, or a pipe (opening one may hang)."""
+    """Bytes of a regular file. Raises CheckpointError for anything else, since opening a pipe could block."""
     try:
-        found = path.stat()
+        if not path.is_file():
+            reason = "is missing" if not os.path.lexists(path) else "is not a regular file"
+            raise CheckpointError(f"{path} {reason}")
+        return path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((kind for matches, kind in KINDS if matches(found.st_mode)), "not a regular file")
-        raise CheckpointError(f"{path} is {kind}; expected a file, download it again")
-    return found.st_size
 
 
 @contextlib.contextmanager
@@ -42,159 +121,7 @@ def utf8_name(path: Path) -> Iterator[str]:
         yield str(path)
 
 
-KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
-
-def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, with line and column of a syntax error.
-
-    Also refused: duplicate keys, NaN, Infinity, numbers beyond float64 or of more than 4,300 digits, a byte order
-    mark, nesting beyond Python's stack, files of more than `largest` bytes.
-    """
-    size = size_of(path)
-    try:
-        if size > largest:
-            raise CheckpointError(
-                f"{path} has {size:,} bytes, expected at most {largest:,}; its content does not match its name,"
-                f" download it again"
-            )
-        raw = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    return parse_json(raw, str(path))
-
-
-def parse_json(raw: bytes, where: str, damaged: str = "; the file is damaged, download it again") -> dict[str, Any]:
-    """`read_json` for bytes in memory. Error messages begin with `where`, and end with `damaged` if it is not JSON."""
-    if not raw.strip():
-        raise CheckpointError(f"{where} is empty; download it again")
-    if raw.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull' in the repository it was copied"
-            " from"
-        )
-    try:
-        text = raw.decode()
-        if text.startswith("\ufeff"):
-            raise CheckpointError(
-                f"{where} begins with a byte order mark, which JSON does not allow; save it without one"
-            )
-        value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite)
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where} is not valid JSON: byte {error.start} is not UTF-8{damaged}") from None
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " * ("\n" in text.strip())
-        place = f"{line}column {error.colno}"
-        raise CheckpointError(f"{where} is not valid JSON: {error.msg} ({place}){damaged}") from None
-    except _Refused as error:
-        raise CheckpointError(f"{where}: {error}{damaged}") from None
-    except RecursionError:
-        raise CheckpointError(f"{where} is nested too deeply{damaged}") from None
-    except ValueError:  # the only cause left: Python refuses to parse an int of more than 4,300 digits
-        raise CheckpointError(f"{where} contains a number of thousands of digits{damaged}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected an object {{...}}, got {_kind(value)}{damaged}")
-    return value
-
-
 def with_remedy(error: ConfigError, remedy: str) -> str:
     """The message of a bad configuration, with `remedy` if it names none. In messages, a remedy follows a semicolon."""
     text = str(error)
     return text if ";" in text else f"{text}; {remedy}"
-
-
-class _Refused(Exception):
-    pass
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise _Refused(f"the key {key!r:.60} occurs twice, so it is unclear which value applies")
-        out[key] = value
-    return out
-
-
-def _no_constants(name: str) -> NoReturn:
-    raise _Refused(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    """Parse a float; refuse what exceeds float64, which JSON allows and Python makes infinite."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise _Refused(f"the number {text:.40} is too large for a float")
-    return value
-
-
-class Fields:
-    """Typed access to a mapping. Each invalid entry is a ConfigError with its key, its value and what was expected.
-
-    The keys that were read are remembered; `unknown` returns the others.
-    """
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values, self.where = values, where
-        self.keys_read: set[str] = set()
-
-    def get(self, key: str) -> Any:
-        """The value, unchecked; None if there is none."""
-        self.keys_read.add(key)
-        return self.values.get(key)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An int. Required if there is no default, as in the methods below."""
-        value = self._required(key, default)
-        if not is_integer(value):
-            raise ConfigError(f"{self.where}: {key} must be an integer, got {describe(value)}")
-        return int(value)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """An int or a float."""
-        value = self._required(key, default)
-        if not is_number(value) or value in (math.inf, -math.inf):
-            raise ConfigError(f"{self.where}: {key} must be a finite number, got {describe(value)}")
-        return value
-
-    def boolean(self, key: str, default: bool | None = None) -> bool:
-        """True or False."""
-        value = self._required(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} must be true or false, got {describe(value)}")
-        return value
-
-    def mapping(self, key: str) -> Mapping[str, Any] | None:
-        """An object, or None if there is none."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{self.where}: {key} must be an object, got {describe(value)}")
-        return value
-
-    def unknown(self) -> list[str]:
-        """The keys that were never read."""
-        return sorted(self.values.keys() - self.keys_read)
-
-    def _required(self, key: str, default: Any) -> Any:
-        value = self.get(key)
-        if value is None and default is None:
-            raise ConfigError(f"{self.where}: the key {key} is missing")
-        return default if value is None else value
-
-
-def describe(value: Any) -> str:
-    """A JSON value and its type for an error message: null, true, [1, 2] (a list)."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value!r:.60} ({_kind(value)})"
-
-
-def _kind(value: Any) -> str:
-    names = {str: "a string", int: "an integer", float: "a float", list: "a list", dict: "an object"}
-    return "null" if value is None else "true/false" if isinstance(value, bool) else names.get(type(value), "unknown")

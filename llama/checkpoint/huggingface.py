@@ -242,28 +242,28 @@ class HuggingFaceCheckpoint(Checkpoint):
     # ------------------------------------------------------------------------------------------- configuration
     def _config(self, fields: Fields) -> ModelConfig:
         where = fields.where
-        kind, named = fields.get("model_type"), fields.get("architectures")
+        kind, named = fields.get("model_type", object, None), fields.get("architectures", object, None)
         if kind is None and isinstance(named, list) and len(named) == 1:
             kind = next((kind for kind, family in FAMILIES.items() if family.architecture == named[0]), None)
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ConfigError(f"{where}: {refusal('model_type', kind, FAMILIES)}")
         family = FAMILIES[kind]
-        self._check_quantization(fields.mapping("quantization_config"), where)
+        self._check_quantization(fields.get("quantization_config", dict, None), where)
         for key, allowed in MUST_BE.items():
-            if fields.get(key) not in (None, *allowed):
+            if fields.get(key, object, None) not in (None, *allowed):
                 raise ConfigError(
-                    f"{where}: {key} is {describe(fields.get(key))}, but a LLaMA has {describe(allowed[0])}; run the"
+                    f"{where}: {key} is {describe(fields.get(key, object, None))}, but a LLaMA has {describe(allowed[0])}; run the"
                     " model with transformers or vLLM"
                 )
-        n_layers = fields.integer("num_hidden_layers")
-        dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+        n_layers = fields.get("num_hidden_layers", int)
+        dim, n_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
         integer(f"{where}: num_attention_heads", n_heads, error=ConfigError)
-        if fields.get("head_dim") is None and dim % n_heads:
+        if fields.get("head_dim", object, None) is None and dim % n_heads:
             raise ConfigError(
                 f"{where}: hidden_size {dim} is not a multiple of num_attention_heads {n_heads}, and there is no"
                 f" head_dim"
             )
-        context = fields.integer("max_position_embeddings", family.context)
+        context = fields.get("max_position_embeddings", int, family.context)
         theta, scaling = self._rope(fields, family.theta)
         default_kv = (
             n_heads if "num_key_value_heads" in fields.values else family.n_kv_heads or n_heads
@@ -272,23 +272,23 @@ class HuggingFaceCheckpoint(Checkpoint):
             dim=dim,
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=fields.integer("num_key_value_heads", default_kv),
-            head_dim=fields.integer("head_dim", dim // n_heads),
-            hidden_dim=fields.integer("intermediate_size"),
-            vocab_size=fields.integer("vocab_size"),
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            n_kv_heads=fields.get("num_key_value_heads", int, default_kv),
+            head_dim=fields.get("head_dim", int, dim // n_heads),
+            hidden_dim=fields.get("intermediate_size", int),
+            vocab_size=fields.get("vocab_size", int),
+            norm_eps=fields.get("rms_norm_eps", float, 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_seq_len=context,
-            tie_embeddings=fields.boolean("tie_word_embeddings", family.tied),
-            attention_bias=family.bias_keys and fields.boolean("attention_bias", False),
+            tie_embeddings=fields.get("tie_word_embeddings", bool, family.tied),
+            attention_bias=family.bias_keys and fields.get("attention_bias", bool, False),
             qkv_bias=family.qkv_bias,
-            mlp_bias=family.bias_keys and fields.boolean("mlp_bias", False),
+            mlp_bias=family.bias_keys and fields.get("mlp_bias", bool, False),
             no_rope_layers=no_rope_layers(fields, kind, n_layers),
             sliding_window=sliding_window(fields, kind, n_layers),
         )
         for key in ("bos_token_id", "eos_token_id"):
-            fields.get(key)
+            fields.get(key, object, None)
         for key in fields.unknown():
             if key not in NO_EFFECT and (near := difflib.get_close_matches(key, fields.keys_read, 1, 0.9)):
                 raise ConfigError(f"{where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
@@ -305,17 +305,17 @@ class HuggingFaceCheckpoint(Checkpoint):
 
         theta  the default
         """
-        where, old, new = fields.where, fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
+        where, old, new = fields.where, fields.get("rope_scaling", dict, None), fields.get("rope_parameters", dict, None)
         if old and new:
             theirs = {key: value for key, value in new.items() if key != "rope_theta"}
             if _spelled_out(theirs) != _spelled_out(old):
                 raise ConfigError(f"{where}: rope_scaling and rope_parameters contradict each other; remove one")
         scaling = dict(new or old or {})
         inner = scaling.pop("rope_theta", None)
-        outer = fields.get("rope_theta")
+        outer = fields.get("rope_theta", object, None)
         if inner is not None and outer is not None and inner != outer:
             raise ConfigError(f"{where}: rope_theta is {outer!r:.40}, but {inner!r:.40} in rope_parameters; remove one")
-        theta = Fields({"rope_theta": outer if inner is None else inner}, where).number("rope_theta", theta)
+        theta = Fields({"rope_theta": outer if inner is None else inner}, where).get("rope_theta", float, theta)
         scaling = _spelled_out(scaling)
         kind = scaling.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in SCALINGS:
@@ -323,7 +323,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if scaling.get("partial_rotary_factor") in (1, 1.0) and kind != "proportional":
             del scaling["partial_rotary_factor"]
         if kind in ("llama3", "yarn", "longrope"):
-            length = fields.get("original_max_position_embeddings")  # as in Phi-3; transformers prefers it
+            length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
             if length is not None:
                 scaling["original_max_position_embeddings"] = length
         known = PARAMETERS.get(kind, ())

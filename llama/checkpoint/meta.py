@@ -261,7 +261,7 @@ class MetaCheckpoint(Checkpoint):
         if "tok_embeddings.weight" not in names:
             raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; download the file again")
         columns = self.shards[0]["tok_embeddings.weight"].shape[-1]
-        if columns < Fields(self.params, PARAMS).integer("dim"):
+        if columns < Fields(self.params, PARAMS).get("dim", int):
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
 
@@ -349,7 +349,7 @@ class MetaCheckpoint(Checkpoint):
     def _config(self) -> ModelConfig:
         """The architecture, by params.json and the shapes. Sets how often each key/value head is stored."""
         params, n = Fields(self.params, PARAMS), len(self.shards)
-        dim, n_layers, n_heads = params.integer("dim"), params.integer("n_layers"), params.integer("n_heads")
+        dim, n_layers, n_heads = params.get("dim", int), params.get("n_layers", int), params.get("n_heads", int)
         integer(f"{PARAMS}: dim", dim, 1, LARGEST_SIZE, ConfigError)
         if n_heads < 1 or dim % n_heads:
             raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {str(n_heads)[:40]}")
@@ -368,14 +368,14 @@ class MetaCheckpoint(Checkpoint):
                     absent = f"{missing[0]} is missing, download it"
                 raise ConfigError(f"{found}; the model has {dim // rows} shards: {absent}")
             raise ConfigError(f"{found}; the files belong to different models, download them again")
-        expected_kv = params.integer("n_kv_heads", n_heads)
+        expected_kv = params.get("n_kv_heads", int, n_heads)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, expected_kv, head_dim)
         n_kv_heads = stored_kv // self._kv_copies
         if expected_kv not in (stored_kv, n_kv_heads):
             raise ConfigError(f"{PARAMS} specifies {expected_kv} key/value heads, but the files have {stored_kv}")
         vocab_size, _ = self._merged_shape("tok_embeddings.weight")
-        expected_vocab = params.integer("vocab_size", -1)
+        expected_vocab = params.get("vocab_size", int, -1)
         if expected_vocab not in (-1, vocab_size):  # -1 in Llama 2: the size of the tokenizer
             raise ConfigError(
                 f"{PARAMS} specifies vocab_size {expected_vocab}, but the embedding has {vocab_size} rows"
@@ -387,8 +387,8 @@ class MetaCheckpoint(Checkpoint):
                 f"multiple_of and ffn_dim_multiplier in {PARAMS} imply a feed-forward width of {expected_hidden},"
                 f" but the files have {hidden_dim}"
             )
-        theta = params.number("rope_theta", 10000.0)
-        scaled = params.boolean("use_scaled_rope", False)
+        theta = params.get("rope_theta", float, 10000.0)
+        scaled = params.get("use_scaled_rope", bool, False)
         tied = self._tied((dim, n_layers))
         for name in ("tok_embeddings.weight", "output.weight"):  # read for the comparison
             if name in self._names:
@@ -401,10 +401,10 @@ class MetaCheckpoint(Checkpoint):
             head_dim=head_dim,
             hidden_dim=hidden_dim,
             vocab_size=vocab_size,
-            norm_eps=params.number("norm_eps", 1e-5),
+            norm_eps=params.get("norm_eps", float, 1e-5),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(params, scaled, tied, (dim, n_layers)),
-            max_seq_len=params.integer("max_seq_len", self._context(scaled, theta)),
+            max_seq_len=params.get("max_seq_len", int, self._context(scaled, theta)),
             tie_embeddings=tied,
         )
 
@@ -460,7 +460,7 @@ class MetaCheckpoint(Checkpoint):
         if not scaled:
             return None
         small = tied or size in SMALL_32
-        factor = params.number("rope_scaling_factor", 32.0 if small else 8.0)
+        factor = params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
         if params.get("rope_scaling_factor") is None:
             family = "Llama 3.2 1B and 3B, by the tied output matrix or the size" if small else "Llama 3.1 and 3.3"
             self.notes.append(f"{PARAMS} sets use_scaled_rope without a factor; {factor:g} is used, as in {family}")
@@ -489,23 +489,23 @@ def read_params(file: Path) -> ModelConfig:
     """The sizes in a params.json without weights. Raises ConfigError if only the weights have one, as in Llama 2."""
     values = read_json(file)
     params = Fields(values["model"] if isinstance(values.get("model"), dict) else values, str(file))
-    dim, n_heads, vocab_size = params.integer("dim"), params.integer("n_heads"), params.integer("vocab_size", -1)
+    dim, n_heads, vocab_size = params.get("dim", int), params.get("n_heads", int), params.get("vocab_size", int, -1)
     hidden_dim = _hidden_dim(params, dim)
     if vocab_size < 1 or hidden_dim is None or n_heads < 1:
         raise ConfigError(
             f"{file} does not state the size of the vocabulary or of the feed-forward network; name the folder with"
             " the weights, or a file of configs/"
         )
-    context, _ = family_context(params.boolean("use_scaled_rope", False), params.number("rope_theta", 10000.0))
+    context, _ = family_context(params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0))
     return ModelConfig(
         dim=dim,
-        n_layers=params.integer("n_layers"),
+        n_layers=params.get("n_layers", int),
         n_heads=n_heads,
-        n_kv_heads=params.integer("n_kv_heads", n_heads),
-        head_dim=params.integer("head_dim", dim // n_heads),
+        n_kv_heads=params.get("n_kv_heads", int, n_heads),
+        head_dim=params.get("head_dim", int, dim // n_heads),
         hidden_dim=hidden_dim,
         vocab_size=vocab_size,
-        max_seq_len=params.integer("max_seq_len", context),
+        max_seq_len=params.get("max_seq_len", int, context),
     )
 
 
@@ -545,11 +545,11 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
     """Width of the feed-forward network as Meta's code computes it; None if params.json does not determine it."""
     if params.get("multiple_of") is None:
         return None
-    multiple = params.integer("multiple_of")
+    multiple = params.get("multiple_of", int)
     integer(f"{PARAMS}: multiple_of", multiple, 1, error=ConfigError)
     hidden = int(8 * dim / 3)
     if params.get("ffn_dim_multiplier") is not None:
-        multiplier = params.number("ffn_dim_multiplier")
+        multiplier = params.get("ffn_dim_multiplier", float)
         factor = positive(f"{PARAMS}: ffn_dim_multiplier", multiplier, LARGEST_SIZE, ConfigError)
         hidden = int(factor * hidden)
     return multiple * -(-hidden // multiple)

@@ -97,7 +97,7 @@ def _part(parts: Parts, name: str, layer: str) -> Part:
 
 def _choice(fields: Fields, key: str, allowed: Sequence[Any], what_to_do: str) -> Any:
     """A value that must be one of `allowed`, ignoring case; the first of them if it is missing."""
-    value = fields.get(key)
+    value = fields.get(key, object, None)
     if value is None:
         return allowed[0]
     same = value.lower() if isinstance(value, str) else value
@@ -109,8 +109,8 @@ def _choice(fields: Fields, key: str, allowed: Sequence[Any], what_to_do: str) -
 
 def _group_size(fields: Fields, *keys: str) -> int:
     """The number of columns in a group; -1 for a complete row."""
-    key = next((key for key in keys if fields.get(key) is not None), keys[0])
-    size = fields.integer(key)
+    key = next((key for key in keys if fields.get(key, object, None) is not None), keys[0])
+    size = fields.get(key, int)
     if size != -1 and not 0 < size < 2**31:
         raise ConfigError(f"{fields.where}: {key} must be above 0, or -1 for a complete row, got {size}; {REMEDY}")
     return size
@@ -146,18 +146,18 @@ class GPTQ(Method):
 
     def __init__(self, fields: Fields):
         super().__init__(fields)
-        fields.integer("bits")
+        fields.get("bits", int)
         self.bits = _choice(fields, "bits", (2, 3, 4, 8), "run it with GPTQModel, or get a version in 4 bits")
         self.group = _group_size(fields, "group_size")
         formats = [_choice(fields, key, ("gptq", "gptq_v2"), GPU_LAYOUT) for key in ("checkpoint_format", "format")]
         self.first = 0 if "gptq_v2" in formats else 1
         _choice(fields, "is_marlin_format", (False,), GPU_LAYOUT)
         _choice(fields, "pack_dtype", ("int32",), GPU_LAYOUT)
-        if rotation := fields.get("rotation"):
+        if rotation := fields.get("rotation", object, None):
             raise ConfigError(
                 f"{fields.where}: rotation is {describe(rotation)}, expected none; get the weights in BF16"
             )
-        self.mixed = bool(fields.get("dynamic"))  # layers may have different bits and groups
+        self.mixed = bool(fields.get("dynamic", object, None))  # layers may have different bits and groups
 
     def matrix(self, parts: Parts, layer: str) -> tuple[Matrix, str]:
         """The weight of a layer. In mixed models, its bits and groups are computed from the shapes."""
@@ -207,8 +207,8 @@ class AWQ(Method):
 
     def __init__(self, fields: Fields):
         super().__init__(fields)
-        key = "bits" if fields.get("w_bit") is None else "w_bit"
-        fields.integer(key)
+        key = "bits" if fields.get("w_bit", object, None) is None else "w_bit"
+        fields.get(key, int)
         _choice(fields, key, (4,), "get a version in 4 bits, or the weights in BF16")
         self.group = _group_size(fields, "group_size", "q_group_size")
         versions = ("gemm", "gemv", "exllama", "ipex")  # the last two are ways to run gemm's layout
@@ -277,7 +277,7 @@ def _scaled_floats(
 
 def _block_sizes(fields: Fields, key: str) -> set[tuple[int, int]]:
     """Rows and columns of a block, from a list of both; empty if there are no blocks."""
-    value = fields.get(key)
+    value = fields.get(key, object, None)
     if value is None:
         return set()
     if not isinstance(value, list) or len(value) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in value):
@@ -324,22 +324,22 @@ class CompressedTensors(Method):
         super().__init__(fields)
         run = "run it with vLLM, or get it in one of these"
         _choice(fields, "format", self.FORMATS, run)
-        if fields.get("transform_config"):
+        if fields.get("transform_config", object, None):
             raise ConfigError(
                 f"{fields.where}: transform_config rotates the inputs of layers, which is not supported; {run}"
             )
-        if (sparsity := fields.mapping("sparsity_config")) and sparsity.get("format") not in (None, "dense"):
+        if (sparsity := fields.get("sparsity_config", dict, None)) and sparsity.get("format") not in (None, "dense"):
             _choice(Fields(sparsity, f"{fields.where}: sparsity_config"), "format", ("dense",), run)
-        groups = fields.mapping("config_groups") or {}
+        groups = fields.get("config_groups", dict, None) or {}
         self.bits: set[int] = set()
         self.blocks: set[tuple[int, int]] = set()
         for key in groups:
             where = f"{fields.where}: config_groups: {key}"
-            group = Fields(groups, where).mapping(key) or {}
+            group = Fields(groups, where).get(key, dict, None) or {}
             inner = Fields(group, where)
             _choice(inner, "format", self.FORMATS, run)
-            weights = Fields(inner.mapping("weights") or {}, f"{where}: weights")
-            self.bits.add(weights.integer("num_bits", 8))
+            weights = Fields(inner.get("weights", dict, None) or {}, f"{where}: weights")
+            self.bits.add(weights.get("num_bits", int, 8))
             self.blocks |= _block_sizes(weights, "block_structure")
             if inner.get("input_activations") is not None and NO_ACTIVATIONS not in self.notes:
                 self.notes.append(NO_ACTIVATIONS)
@@ -469,9 +469,9 @@ class BitsAndBytes(Method):
             raise state.wrong("U8 with a JSON text of at most 4096 bytes")
         fields = Fields(parse_json(state.read().numpy().tobytes(), where), where)
         try:
-            shape, block = fields.get("shape"), fields.integer("blocksize")
-            nested = fields.integer("nested_blocksize") if "weight.nested_absmax" in parts else 0
-            offset = fields.number("nested_offset") if nested else 0.0
+            shape, block = fields.get("shape", object, None), fields.get("blocksize", int)
+            nested = fields.get("nested_blocksize", int) if "weight.nested_absmax" in parts else 0
+            offset = fields.get("nested_offset", float) if nested else 0.0
         except ConfigError as error:
             raise CheckpointError(f"{error}; the file is damaged; {REMEDY}") from None
         if not isinstance(shape, list) or len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in shape):
@@ -535,8 +535,8 @@ OTHERS = {
 def method_of(scheme: Mapping[str, Any], where: str) -> Method:
     """The method of a quantization_config. Raises ConfigError if it is not supported."""
     fields = Fields(scheme, where)
-    kind = fields.get("quant_method")
-    if kind is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+    kind = fields.get("quant_method", object, None)
+    if kind is None and (fields.get("load_in_4bit", object, None) or fields.get("load_in_8bit", object, None)):
         kind = "bitsandbytes"  # as written by transformers before 4.35
     known = ", ".join(METHODS)
     if isinstance(kind, str) and kind in METHODS:

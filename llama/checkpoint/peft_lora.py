@@ -112,7 +112,7 @@ def read(folder: Path, base: Checkpoint) -> Adapter:
 # ------------------------------------------------------------------------------------------------ the configuration
 def _check_kind(fields: Fields, folder: Path) -> None:
     """Raise CheckpointError unless the adapter is a LoRA that can be merged by adding B A."""
-    kind = fields.get("peft_type")
+    kind = fields.get("peft_type", object, None)
     if kind != "LORA":
         if not isinstance(kind, str):
             hint = "peft_type is missing" if kind is None else f"peft_type is {describe(kind)}"
@@ -128,9 +128,9 @@ def _check_kind(fields: Fields, folder: Path) -> None:
         remedy = "run it with peft" if kind in PROMPTS else MERGE
         raise CheckpointError(f"adapter {folder} has the PEFT type {kind:.40}: {why}; {remedy}")
     for key, what in REFUSED.items():
-        if fields.get(key) not in (None, False, [], {}):
+        if fields.get(key, object, None) not in (None, False, [], {}):
             raise CheckpointError(f"adapter {folder} {what}; {MERGE}")
-    start = fields.get("init_lora_weights")
+    start = fields.get("init_lora_weights", object, None)
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise CheckpointError(
             f"adapter {folder} was initialized by {start:.40}, which also changes the weights of its base; {MERGE}, or"
@@ -142,7 +142,7 @@ def _check_kind(fields: Fields, folder: Path) -> None:
 
 def _check_keys(fields: Fields, folder: Path) -> None:
     """Raise CheckpointError for a key that is set, unknown, and may change the result."""
-    fields.get("base_model_name_or_path")
+    fields.get("base_model_name_or_path", object, None)
     odd = [
         key for key in fields.unknown() if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, "")
     ]
@@ -173,7 +173,7 @@ def _weight(module: str) -> str:
 
 def _names(fields: Fields, key: str) -> list[str] | None:
     """A list of names, or None."""
-    value = fields.get(key)
+    value = fields.get(key, object, None)
     if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         raise ConfigError(f"{fields.where}: {key} must be a list of names, got {describe(value)}")
     return value
@@ -181,9 +181,9 @@ def _names(fields: Fields, key: str) -> list[str] | None:
 
 def _targets(fields: Fields, modules: list[str], tied: bool) -> list[str]:
     """The modules that have a LoRA, from target_modules, exclude_modules, layers_to_transform and modules_to_save."""
-    chosen, excluded = fields.get("target_modules"), fields.get("exclude_modules")
-    layers, saved = fields.get("layers_to_transform"), _names(fields, "modules_to_save") or []
-    pattern = fields.get("layers_pattern")
+    chosen, excluded = fields.get("target_modules", object, None), fields.get("exclude_modules", object, None)
+    layers, saved = fields.get("layers_to_transform", object, None), _names(fields, "modules_to_save") or []
+    pattern = fields.get("layers_pattern", object, None)
     matches = _matcher(fields, "target_modules", modules)
     excludes = _matcher(fields, "exclude_modules", modules) if excluded else lambda module: False
     numbers = [layers] if is_integer(layers) else layers
@@ -201,14 +201,14 @@ def _targets(fields: Fields, modules: list[str], tied: bool) -> list[str]:
         return not numbers or (layer is not None and int(layer[1]) in numbers)
 
     found = [module for module in modules if wanted(module)]
-    if tied and fields.boolean("ensure_weight_tying", False) and _module(EMBEDDING) in found:
+    if tied and fields.get("ensure_weight_tying", bool, False) and _module(EMBEDDING) in found:
         found.append(_module(OUTPUT))  # peft then gives the output the same change, and saves it
     return list(dict.fromkeys(found))
 
 
 def _matcher(fields: Fields, key: str, modules: list[str]) -> Callable[[str], bool]:
     """Whether a key selects a module (a function): 'all-linear', a regular expression or a list of suffixes."""
-    value = fields.get(key)
+    value = fields.get(key, object, None)
     if isinstance(value, str) and value.lower() == "all-linear":
         return lambda module: _weight(module) not in (EMBEDDING, OUTPUT)
     if isinstance(value, str):
@@ -268,9 +268,9 @@ class _Scales:
     """Rank and scale of each module, from r, lora_alpha, rank_pattern, alpha_pattern and use_rslora."""
 
     def __init__(self, fields: Fields, modules: list[str]):
-        self.rank, self.alpha = fields.integer("r", 8), fields.number("lora_alpha", 8)
-        self.root = fields.boolean("use_rslora", False)
-        self.ranks, self.alphas = fields.mapping("rank_pattern") or {}, fields.mapping("alpha_pattern") or {}
+        self.rank, self.alpha = fields.get("r", int, 8), fields.get("lora_alpha", float, 8)
+        self.root = fields.get("use_rslora", bool, False)
+        self.ranks, self.alphas = fields.get("rank_pattern", dict, None) or {}, fields.get("alpha_pattern", dict, None) or {}
         for rank in (self.rank, *self.ranks.values()):
             integer(f"{fields.where}: a rank", rank, 1, LARGEST_RANK, ConfigError)
         for alpha in (self.alpha, *self.alphas.values()):
@@ -288,7 +288,7 @@ class _Scales:
 
 def _biases(fields: Fields, targets: list[str], base: Checkpoint) -> set[str]:
     """The biases that were trained, by the model's names."""
-    kind = fields.get("bias")
+    kind = fields.get("bias", object, None)
     if kind not in (None, "none", "all", "lora_only"):
         raise ConfigError(f"{fields.where}: bias is {describe(kind)}; expected 'none', 'all' or 'lora_only'")
     found = {name for name in base.shapes if name.endswith(".bias")}

@@ -115,7 +115,7 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     # ------------------------------------------------------------------------------------------------ the tensors
     def _config(self, fields: Fields) -> ModelConfig:
         for key in SCHEMES:
-            fields.get(key)
+            fields.get(key, object, None)
         scheme, where = _scheme(self.path, self.settings)
         self._method: Method = method_of(scheme, where)
         self.notes += self._method.notes

@@ -112,7 +112,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
         where = f"{where}: quantization_config"
         fields = dict(scheme or {})
-        version, self.scheme = fields.get("format_version"), fields.get("scheme")
+        version, self.scheme = fields.get("format_version", object, None), fields.get("scheme", object, None)
         if not is_integer(version) or version != VERSION:
             raise ConfigError(
                 f"{where}: format_version must be {VERSION}, got {version!r:.40}; {AGAIN}, or use the version of"
@@ -120,7 +120,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
             )
         if not isinstance(self.scheme, str):
             raise ConfigError(f"{where}: scheme must be a name, got {self.scheme!r:.40}; {AGAIN}")
-        if fields.get("layout") != LAYOUT:
+        if fields.get("layout", object, None) != LAYOUT:
             raise ConfigError(f"{where}: layout must be {LAYOUT!r}, got {fields.get('layout')!r:.40}; {AGAIN}")
         if unknown := sorted(fields.keys() - {"quant_method", "format_version", "scheme", "layout"}):
             raise ConfigError(f"{where}: unknown keys: {', '.join(unknown):.80}; {AGAIN}")
@@ -153,9 +153,9 @@ def _parse_format(text: str | None, where: str) -> tuple[BlockFormat, tuple[int,
     if text is None:
         raise CheckpointError(f"{where} is missing, so the shape and the bits are unknown; {AGAIN}")
     try:
-        fields = Fields(parse_json(text.encode(), where, ""), where)
-        format = BlockFormat(fields.integer("bits"), fields.integer("group"), fields.boolean("offset"))
-        shape = fields.get("shape")
+        fields = Fields(parse_json(text.encode(), where), where)
+        format = BlockFormat(fields.get("bits", int), fields.get("group", int), fields.get("offset", bool))
+        shape = fields.get("shape", object, None)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{error}; {AGAIN}") from error
     supported = (

@@ -61,7 +61,7 @@ def read_header(path: Path) -> Header:
             f"{where} begins with {raw[:8]!r} instead of b'{{'; it is not a safetensors file or {REMEDY}"
         )
     try:
-        document = parse_json(raw, where, "")
+        document = parse_json(raw, where)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {REMEDY}") from None
     metadata = document.pop("__metadata__", None)

@@ -371,7 +371,7 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             " session again"
         )
     text = metadata.get("about", "")
-    about = parse_json(text.encode(), f"{path} (metadata)", f"; the file is damaged, {AGAIN}")
+    about = parse_json(text.encode(), f"{path} (metadata)")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
         raise CheckpointError(f"{path} is damaged: its metadata lacks the settings or the messages; {AGAIN}")
     return file, {**about, "text": text, "sha256": metadata.get("sha256")}

@@ -61,7 +61,7 @@ class UnknownModel(UsageError):
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises UsageError."""
     try:
-        body = parse_json(raw, "the body", "")
+        body = parse_json(raw, "the body")
     except CheckpointError as error:
         raise UsageError(str(error)) from None
     if deeper(body, DEEPEST):
