@@ -353,7 +353,7 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
     from ..errors import CheckpointError
 
     try:
-        return parse(data, source, "")
+        return parse(data, source)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
 
