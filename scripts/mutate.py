@@ -1,7 +1,7 @@
 """Mutation testing: change the package at random places and see whether a test fails.
 
-usage: python scripts/mutate.py --count 150 --seed 1 [--jobs 2] [--path llama] [--map FILE] [--results FILE]
-       [--equivalent FILE] [--limit SECONDS]
+usage: python scripts/mutate.py --count 150 --seed 1 [--jobs 2] [--path llama]... [--map FILE] [--results FILE]
+       [--again FILE] [--equivalent FILE] [--limit SECONDS]
 
 The first run executes the default tests once under coverage, including their child processes. It writes to --map which
 test executes which line and how long it takes. Each mutant is then tested in a copy of the repository with the tests
@@ -22,7 +22,8 @@ Not mutated, because no test on a CPU can or should detect the change:
 - docstrings, annotations, decorators, imports, __all__, blocks under TYPE_CHECKING, texts (strings with a space,
   f-strings, the strings of help, metavar, a raised error or a warning)
 
-Each result is appended to --results, and mutants in this file are not tested again. A mutant that survives is printed
+Each result is appended to --results, and mutants in this file are not tested again. --again FILE draws nothing: it tests
+the mutants of such a file, and names those whose line no longer exists. A mutant that survives is printed
 as a diff, for a person to judge. The file --equivalent lists survivors that change no behaviour, one key per line, as
 printed. The exit code is 1 if any other mutant survives. A mutant may do anything that wrong code can do, such as
 delete files: use a machine without valuable data.
@@ -278,13 +279,18 @@ class Places(ast.NodeVisitor):
         self.texts = before
 
 
-def places(root: Path, path: str) -> list[Mutant]:
-    """Return every possible mutant under a path of the repository."""
-    top = root / path
-    files = [top] if top.is_file() else sorted(top.rglob("*.py"))
+def places(root: Path, paths: list[str]) -> list[Mutant]:
+    """Return every possible mutant under some paths of the repository."""
+    tops = [root / path for path in paths]
+    files = [file for top in tops for file in ([top] if top.is_file() else sorted(top.rglob("*.py")))]
     names = [file.relative_to(root).as_posix() for file in files]
     names = [name for name in names if not any(part in name for part in EXCLUDED)]
     return [mutant for name in names for mutant in Places(name, (root / name).read_bytes()).found]
+
+
+def by_key(mutants: list[Mutant]) -> dict[str, Mutant]:
+    sources = {name: (ROOT / name).read_bytes() for name in {mutant.file for mutant in mutants}}
+    return {mutant.key(sources[mutant.file]): mutant for mutant in mutants}
 
 
 def draw(mutants: list[Mutant], root: Path, count: int, seed: int) -> list[Mutant]:
@@ -696,9 +702,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--path", default="llama", help="mutate only this file or folder")
+    parser.add_argument("--path", action="append", help="mutate only this file or folder; may be repeated")
     parser.add_argument("--map", type=Path, default=Path(tempfile.gettempdir()) / "clearllama-mutation-map.json")
     parser.add_argument("--results", type=Path, help="JSON lines; mutants in it are not tested again")
+    parser.add_argument("--again", type=Path, help="test the mutants of this file of results, and draw none")
     parser.add_argument("--equivalent", type=Path, help="keys of mutants that change no behaviour, one per line")
     parser.add_argument("--limit", type=float, default=400.0, help="most seconds of tests per mutant (default: 400)")
     parser.add_argument("--only-map", action="store_true", help="make the map and exit")
@@ -709,8 +716,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     known = Map.load(args.map)
     print(f"{len(known.tests)} tests, {known.passed.count(False)} of them not usable", flush=True)
-    mutants = draw(places(ROOT, args.path), ROOT, args.count, args.seed)
-    keys = {mutant.key((ROOT / mutant.file).read_bytes()): mutant for mutant in mutants}
+    possible = places(ROOT, args.path or ["llama"])
+    if args.again:
+        stored = {json.loads(line)["key"] for line in args.again.read_text().splitlines()}
+        keys = {key: mutant for key, mutant in by_key(possible).items() if key in stored}
+        for key in sorted(stored - keys.keys()):
+            print(f"no such line any more: {key}")
+    else:
+        keys = by_key(draw(possible, ROOT, args.count, args.seed))
     equivalent = set(args.equivalent.read_text().splitlines()) if args.equivalent else set()
     results: dict[str, dict[str, Any]] = {}
     if args.results and args.results.exists():
