@@ -22,9 +22,9 @@ Not mutated, because no test on a CPU can or should detect the change:
 - docstrings, annotations, decorators, imports, __all__, blocks under TYPE_CHECKING, texts (strings with a space,
   f-strings, the strings of help, metavar, a raised error or a warning)
 
-Each result is appended to --results, and mutants in this file are not tested again. --again FILE draws nothing: it tests
-the mutants of such a file, and names those whose line no longer exists. A mutant that survives is printed
-as a diff, for a person to judge. The file --equivalent lists survivors that change no behaviour, one key per line, as
+Each result is appended to --results, and mutants in this file are not tested again. --again FILE draws nothing: it
+tests the mutants of such a file, and names those whose line no longer exists. A mutant that survives is printed as a
+diff, for a person to judge. The file --equivalent lists survivors that change no behaviour, one key per line, as
 printed. The exit code is 1 if any other mutant survives. A mutant may do anything that wrong code can do, such as
 delete files: use a machine without valuable data.
 Needs Linux and pip install -e '.[test,mutation]'.

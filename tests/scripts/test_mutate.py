@@ -76,7 +76,7 @@ def test_texts_annotations_decorators_and_imports_are_not_mutated() -> None:
 
 
 def test_the_package_has_mutants_of_every_kind_and_a_seed_repeats_its_draw() -> None:
-    mutants = mutate.places(mutate.ROOT, "llama/sampling.py")
+    mutants = mutate.places(mutate.ROOT, ["llama/sampling.py"])
     one, two, other = (mutate.draw(mutants, mutate.ROOT, 9, seed) for seed in (1, 1, 2))
     assert one == two != other
     assert len({(mutant.start, mutant.file) for mutant in one}) == 9
