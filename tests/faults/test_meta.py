@@ -218,7 +218,7 @@ STATES: dict[str, Callable[[], State]] = {
 def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, name: str, zipped: bool) -> None:
     state = STATES[name]()
     if not zipped:
-        state.pop("torch.uint16", None)  # which torch.load can't read from such a file
+        state = {key: value for key, value in state.items() if "float8" not in key and "uint16" not in key}
     torch.save(state, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
     found = read_torch(tmp_path / "a.pth")
     assert list(found) == list(state)
