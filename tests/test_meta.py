@@ -320,7 +320,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
     "last missing": (
         lambda d: (d / "consolidated.01.pth").unlink(),
-        "has 2 shards, but 1 are here; download the others",
+        r"has 2 shards, but 1 are here; download consolidated\.01\.pth$",
     ),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "the same weights"),
     "other shape": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), f"01.pth: {WQ} is not as in .*not shards of one"),

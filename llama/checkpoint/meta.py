@@ -163,7 +163,10 @@ class MetaCheckpoint(Checkpoint):
         rows = self.config.vocab_size
         # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
         if tokenizer.n_vocab != rows and tokenizer.kind.startswith("tiktoken"):
-            raise DamagedError(f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows")
+            raise CheckpointError(
+                f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows; use the tokenizer that was"
+                " published with the weights"
+            )
         return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
@@ -275,7 +278,8 @@ class MetaCheckpoint(Checkpoint):
         head_dim = dim // n_heads
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows and n < dim // rows <= MOST_SHARDS:
-            raise ConfigError(f"the model has {dim // rows} shards, but {n} are here; download the others")
+            missing = ", ".join(f"consolidated.{i:02d}.pth" for i in range(n, dim // rows))
+            raise ConfigError(f"the model has {dim // rows} shards, but {n} are here; download {missing}")
         n_kv_heads, vocab_size = params.get("n_kv_heads", int, n_heads), params.get("vocab_size", int, -1)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, n_kv_heads, head_dim)
