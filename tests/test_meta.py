@@ -156,7 +156,6 @@ def test_embeddings_are_tied_only_if_all_rows_are_equal(tmp_path: Path, like: st
         ("fp8", lambda s: s.update({"output.weight": s["output.weight"].to(torch.float8_e4m3fn)}), "rows of output"),
         ("fp8", lambda s: s.update({WQ: s[WQ].float().to(torch.float8_e5m2)}), "stored as float8_e5m2"),
     ],
-    ids=str,
 )
 def test_parts_of_a_quantized_weight_that_do_not_fit_are_an_error(
     tmp_path: Path, quantization: str, change: Callable[[dict[str, torch.Tensor]], None], words: str

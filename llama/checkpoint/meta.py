@@ -59,6 +59,9 @@ MIXED = "the files are not shards of one model"
 MOST_SHARDS = 128  # official models have at most 16; a larger count means that dim is wrong
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 ALL = slice(None)
+# The weights whose shapes tell sizes that params.json may leave out
+NEEDED = [f"{name}.weight" for name in ("tok_embeddings", "layers.0.attention.wq", "layers.0.attention.wk",
+                                        "layers.0.feed_forward.w_gate")]  # fmt: skip
 
 
 def recognizes(folder: Path) -> bool:
@@ -184,7 +187,7 @@ class MetaCheckpoint(Checkpoint):
             if kind != kinds[0]:
                 odd = min(name for name, _ in kind.items() ^ kinds[0].items())
                 raise CheckpointError(f"{file}: {odd} is not as in {self.files[0].name}; {MIXED}")
-            if norm is not None and not torch.allclose(norm, shard["norm.weight"], 0.02, 0.02, True):
+            if norm is not None and not torch.allclose(norm.float(), shard["norm.weight"].float(), 0.02, 0.02, True):
                 raise CheckpointError(f"{file}: norm.weight differs from that of {self.files[0].name}; {MIXED}")
             rows.add(tuple(shard["layers.0.attention.wq.weight"][:1].flatten().tolist()))
         if len(rows) < len(self.shards):
@@ -202,9 +205,9 @@ class MetaCheckpoint(Checkpoint):
             layer, stem, suffix = match[1] or "", match[2], match[3]
             ours, axis = NAMES[stem]
             weight = shard.get(f"{layer}{stem}.weight")
-            if suffix != ".weight" and (weight is None or weight.dtype != torch.int8):
-                raise CheckpointError(f"{where}: {name} belongs to a quantized weight, but there is none")
             if suffix != ".weight":
+                if weight is None or weight.dtype != torch.int8:
+                    raise CheckpointError(f"{where}: {name} belongs to a quantized weight, but there is none")
                 continue
             if tensor.dim() != (1 if axis is None else 2):
                 raise DamagedError(f"{where}: {name} has the shape {tuple(tensor.shape)}")
@@ -213,14 +216,8 @@ class MetaCheckpoint(Checkpoint):
                 raise CheckpointError(f"{where}: {name} is stored as {dtype}; get the weights in bfloat16")
             names[f"{layer}{ours}.weight"] = (f"{layer}{stem}", axis)
         base.use_tied_output(names, self._size() in SMALL_32)
-        for ours in (
-            "tok_embeddings",
-            "layers.0.attention.wq",
-            "layers.0.attention.wk",
-            "layers.0.feed_forward.w_gate",
-        ):
-            if f"{ours}.weight" not in names:
-                raise DamagedError(f"{where}: {self.file_name(f'{ours}.weight')} is missing")
+        if missing := [name for name in NEEDED if name not in names]:
+            raise DamagedError(f"{where}: {self.file_name(missing[0])} is missing")
         if shard[f"{names['tok_embeddings.weight'][0]}.weight"].shape[1] < self._size()[0]:
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
