@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from llama.cli import main, with_options
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
 from llama.hub import families
-from llama.hub.named import DEFAULT, from_meta, resolve, similar
+from llama.hub.named import DEFAULT, from_meta, resolve
 from llama.hub.repository import hub_id
 from llama.tools.convert import convert
 
@@ -54,14 +53,6 @@ def test_the_parent_folder_of_one_model(clearllama: Run, root: Path, tmp_path: P
     assert line in result.stderr.decode().splitlines()
     direct = clearllama("generate", "-m", str(parent / "Llama3.2-1B"), "-n", "2", "--raw", TEXT)
     assert result.stdout == direct.stdout
-
-
-def test_python_warns_of_the_folder_it_chose(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.copytree(root / "llama-3", tmp_path / "download" / "Llama3.2-1B")
-    expected = f"{tmp_path / 'download'} is not a model, but contains one; using {tmp_path / 'download/Llama3.2-1B'}"
-    assert expected in llama.load(tmp_path / "download").warnings
-    llama.load_model(tmp_path / "download")
-    assert [record.getMessage() for record in caplog.records].count(f"clearllama: warning: {expected}") == 2
 
 
 def test_original_below_a_folder_of_the_hub(root: Path) -> None:
@@ -265,20 +256,6 @@ def test_an_absent_model_is_named_with_the_command_that_downloads_it(name: str, 
         resolve(name)
     assert str(caught.value).startswith(f"there is no file or folder {name!r}; {expected}")
     assert expected.endswith(",") or str(caught.value).endswith(expected)
-
-
-def test_a_name_that_is_nearly_that_of_a_model_on_disk_gets_its_path(clearllama: Run, tmp_path: Path) -> None:
-    for name in ("Meta-Llama-3-8B", "llama.gguf"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "notes.txt").touch()
-    wrong, meant = tmp_path / "meta_llama3-8b", f"did you mean {tmp_path / 'Meta-Llama-3-8B'}?"
-    with pytest.raises(CheckpointError, match=re.escape(f"{meant} Or: clearllama pull meta-llama/Meta-Llama-3-8B")):
-        resolve(wrong)
-    for command in (("verify", wrong), ("inspect", wrong), ("quantize", wrong, tmp_path / "new")):
-        done = clearllama(*map(str, command))
-        assert (done.returncode, done.stdout) == (1, b"")
-        assert meant in done.stderr.decode()
-    assert similar(str(tmp_path / "note.txt")) == similar(str(tmp_path / "other")) == similar("a\0b") == ""
 
 
 def test_usage_errors_name_the_option_of_a_parameter() -> None:

@@ -303,6 +303,8 @@ class MetaCheckpoint(Checkpoint):
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
+        if len(self.shards) == 1:
+            return 1
         if stored != expected or stored != len(self.shards):  # heads are repeated until every shard has one
             return stored // expected if 0 < expected < stored else 1
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
