@@ -42,15 +42,6 @@ hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary 
 hypothesis.settings.load_profile("clearllama")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--row", metavar="ID", help="run only the cases of a fault, such as A03, or of any")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if row := config.getoption("--row"):
-        items[:] = [item for item in items if any(row in (mark.args[0], "any") for mark in item.iter_markers("row"))]
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return one worker more than there are cores, because some tests wait for other processes."""
@@ -99,13 +90,6 @@ def default_gguf() -> Path:
 @pytest.fixture(scope="session")
 def default_llm(default_gguf: Path) -> Llama:
     return loader.load(default_gguf, dtype="float32", device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def _row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Record in the report, for docs/evidence/reliability.md, which fault a test is a case of."""
-    for mark in request.node.iter_markers("row"):
-        record_property("row", mark.args[0])
 
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]

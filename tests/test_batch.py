@@ -84,8 +84,6 @@ def assert_same(got: list[list[Token]], expected: list[list[Token]], tolerance: 
 
 # ---------------------------------------------------------------------------------------- equal to single requests
 @pytest.mark.parametrize("slots", [1, 3, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
-@pytest.mark.row("G12")
-@pytest.mark.row("G13")
 def test_each_request_gets_the_tokens_it_gets_alone(slots: int) -> None:
     net = tiny.model()
     for seed in range(4):
@@ -296,13 +294,11 @@ def test_a_cache_that_grows_does_not_change_the_tokens(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("slots", [0, -1, True, 1.5, "8", 10**6])
-@pytest.mark.row("G13")
 def test_an_invalid_number_of_slots_is_refused(slots: Any) -> None:
     with pytest.raises(UsageError, match="batch size"):
         Batch(tiny.model(), [], slots=slots)
 
 
-@pytest.mark.row("G13")
 def test_no_requests_yield_no_events() -> None:
     assert list(Batch(tiny.model(), [], slots=3)) == []
     assert list(Batch(tiny.model(), iter([]), slots=3)) == []
@@ -340,7 +336,6 @@ def test_a_short_shared_prefix_is_not_copied() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- ends
-@pytest.mark.row("G13")
 def test_finish_ends_one_request_at_once_and_no_other() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(5)]
@@ -386,8 +381,6 @@ def test_an_invalid_request_ends_no_other_request() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("attention", ["sdpa", "reference", "kernel"])
-@pytest.mark.row("G10")
-@pytest.mark.row("G20")
 def test_a_row_that_is_not_finite_ends_with_an_error_and_affects_no_other(attention: str, bad: float) -> None:
     """Token 300 has an embedding that is not finite. The next request in its slot must not read its keys and values."""
     net = tiny.model(attention=attention)

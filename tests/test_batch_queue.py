@@ -136,7 +136,6 @@ def test_one_answer_in_many_slots_costs_steps_of_one_row(monkeypatch: pytest.Mon
 
 # ------------------------------------------------------------------------------------------------------ cancellation
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.row("L03")
 def test_a_cancelled_request_frees_its_slot_before_the_next_step(slots: int) -> None:
     net, flag = tiny.model(), threading.Event()
     params = SamplingParams(max_new_tokens=50)
@@ -154,7 +153,6 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_step(slots: int) -> 
     ] * slots
 
 
-@pytest.mark.row("L03")
 def test_a_cancelled_prompt_is_not_fed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "CHUNK", 10)
     net, flag, fed = tiny.model(), threading.Event(), []
@@ -167,7 +165,6 @@ def test_a_cancelled_prompt_is_not_fed_to_its_end(monkeypatch: pytest.MonkeyPatc
 
 # ----------------------------------------------------------------------------------------------------- prompt scores
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-@pytest.mark.row("L05")
 def test_scores_of_a_prompt_equal_those_of_one_pass(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "CHUNK", chunk)
     net, prompt = tiny.model(), tiny.random_tokens(30, seed=4)[0].tolist()

@@ -33,7 +33,6 @@ controls = list(TOKENIZER.control)
 spelled = st.lists(st.sampled_from([*controls, "<", "|", ">", "<|", "|>", "im_end", " ", "\n", "x", "ü"]), max_size=8)
 
 
-@pytest.mark.row("H05")
 @given(st.lists(spelled.map("".join), min_size=1, max_size=4))
 def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> None:
     """Whatever the messages contain, the control ids are those of empty messages, in the same order."""
@@ -44,7 +43,6 @@ def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> No
     assert TOKENIZER.decode(ids) == turns + "assistant\n"
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("control", controls)
 def test_control_strings_split_over_template_and_messages(control: str) -> None:
     """Parts of a control string at the ends of adjacent texts do not form one."""
@@ -74,7 +72,6 @@ def test_templates_can_split_and_measure_the_text() -> None:
     assert TOKENIZER.decode(chat(spelled, template=without_length)) == "a <|im_end|> b"
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("control", controls)
 def test_rearranged_text_does_not_become_a_control_string(control: str) -> None:
     without_x = "{{ messages[0]['content'] | replace('X', '') }}<|im_end|>"
@@ -85,7 +82,6 @@ def test_rearranged_text_does_not_become_a_control_string(control: str) -> None:
     assert [id for id in chat(control[4:] + "," + control[:4], template=swapped) if id < 3] == [END]
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize(
     ("template", "content"),
     [
@@ -129,7 +125,6 @@ def test_the_environment_has_the_globals_that_templates_use() -> None:
     assert rendered.split() == ["assistant2024<|im_start|><|im_end|>"]
 
 
-@pytest.mark.row("H03")
 @pytest.mark.parametrize(
     "template",
     [
@@ -164,7 +159,6 @@ def test_a_base_model_has_no_template() -> None:
         encode_chat(TOKENIZER, None, [{"role": "user", "content": "x"}])
 
 
-@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     "messages",
     [

@@ -417,7 +417,6 @@ def schemas(texts: Sequence[str]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function}, {text: text for text in texts}]
 
 
-@pytest.mark.row("H05")
 def test_no_text_becomes_control_in_built_in_formats() -> None:
     """All control strings of a family in every field: the control ids equal those with harmless words."""
     words = [f"word{i}" for i in range(len(LLAMA3_NAMES))]
@@ -447,7 +446,6 @@ TOOL_TEMPLATES = {
 }
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize(("name", "count"), [("llama 3.1", 256), ("keys and values", 64), ("joined", 64)])
 def test_no_text_becomes_control_by_a_template(name: str, count: int) -> None:
     template = TOOL_TEMPLATES[name]
@@ -649,7 +647,6 @@ BAD: list[Bad] = [
 ]
 
 
-@pytest.mark.row("H06")
 @pytest.mark.parametrize("path", ["llama3", "jinja"])
 @pytest.mark.parametrize(("messages", "reason"), BAD)
 def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str, path: str) -> None:
@@ -677,7 +674,6 @@ def test_only_llama3_writes_a_message_that_continues() -> None:
             encode()
 
 
-@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     ("dialog", "reason"),
     [

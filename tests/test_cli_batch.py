@@ -361,7 +361,6 @@ def test_messages_need_a_chat(main: Command, tmp_path: Path, capsys: pytest.Capt
 
 
 # ----------------------------------------------------------------------------------------------------------- resuming
-@pytest.mark.row("F03")
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_resumes_wherever_the_output_was_cut(
     step: int, main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
@@ -449,7 +448,6 @@ def wait_until_larger(path: Path, size: int, process: subprocess.Popen[bytes]) -
         time.sleep(0.002)
 
 
-@pytest.mark.row("F03")
 @pytest.mark.slow
 def test_runs_that_are_killed_repeatedly_complete_the_same_file(main: Command, tiny_gguf: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", mixed(120, seed=3))
@@ -490,7 +488,6 @@ def test_an_interrupt_reports_how_far_an_output_is(
     assert (message in capsys.readouterr().err) == to_file
 
 
-@pytest.mark.row("F04")
 def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fcntl
 
@@ -503,7 +500,6 @@ def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytes
     assert len(read(target)) == 1
 
 
-@pytest.mark.row("F04")
 def test_two_processes_at_once_leave_one_complete_output(tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", mixed(30)), tmp_path / "out"
     args = ["-m", str(tiny_gguf), "--prompts", str(source), "--output", str(target), "-n", "30"]
@@ -514,7 +510,6 @@ def test_two_processes_at_once_leave_one_complete_output(tiny_gguf: Path, tmp_pa
     assert len(read(target)) == 30
 
 
-@pytest.mark.row("F01")
 def test_a_full_disk_is_an_error_and_leaves_complete_lines(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": f"hello {i}"} for i in range(20)]), tmp_path / "out.jsonl"
     command = ("generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3", "--output", str(target))

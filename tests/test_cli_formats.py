@@ -119,7 +119,6 @@ def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Pat
     assert result.stderr.count(b"\n") == 1
 
 
-@pytest.mark.row("E06")
 def test_a_tokenizer_of_another_model_is_a_mismatch(clearllama: Run, tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path / "llama2", "llama-2-7b")
     (folder / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))

@@ -58,7 +58,6 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, CONFIG.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.row("J07")
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
@@ -92,7 +91,6 @@ def test_compiled_and_eager_logits_agree_at_any_length_with_one_build(
 
 
 @pytest.mark.slow
-@pytest.mark.row("J07")
 @needs_kernels
 def test_every_layer_decodes_with_the_compiled_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fallback to the block's own code would compute the same tokens, so other tests would not notice it."""
@@ -168,7 +166,6 @@ def test_compile_must_be_a_boolean(tiny_gguf: Path) -> None:
         load(tiny_gguf, compile="no")
 
 
-@pytest.mark.row("J07")
 @needs_kernels
 @pytest.mark.slow
 def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> None:
@@ -181,7 +178,6 @@ def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> Non
     torch.testing.assert_close(fast(tokens), eager(tokens), rtol=0, atol=1e-4)
 
 
-@pytest.mark.row("I13")
 @pytest.mark.parametrize(("mode", "kept"), [(0o755, True), (0o777, False)])
 def test_code_is_compiled_in_a_folder_of_this_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, kept: bool
@@ -196,7 +192,6 @@ def test_code_is_compiled_in_a_folder_of_this_user(
         assert (used == folder, used.parent == work) == (kept, not kept)
 
 
-@pytest.mark.row("I13")
 def test_a_kept_step_is_loaded_from_the_file_that_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is opened by its descriptor, so its path may stand for another file by then."""
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))

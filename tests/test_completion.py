@@ -47,7 +47,6 @@ def test_bash_completes_commands_options_and_paths(script: Path, tmp_path: Path)
     assert "model.gguf" in completed(script, tmp_path, "inspect", "mod")
 
 
-@pytest.mark.row("I12")
 def test_without_shtab_the_error_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,6 @@ def streamed(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) ->
 @pytest.mark.parametrize("kind", KINDS)
 @given(ids=st.lists(st.integers(0, len(TOKENS) + 60), max_size=12), seed=st.integers(0, 99))
 @settings(max_examples=25)
-@pytest.mark.row("G23")
 def test_a_prompt_and_its_continuation_decode_to_the_joined_text(kind: str, ids: list[int], seed: int) -> None:
     """The oracle is `decode` of all ids. A prompt that ends inside a character has no text of its own there."""
     tokenizer = KINDS[kind]
@@ -94,7 +93,6 @@ def test_a_prompt_and_its_continuation_decode_to_the_joined_text(kind: str, ids:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].strips_leading_space])
-@pytest.mark.row("G23")
 def test_only_the_first_space_of_a_whole_text_is_dropped(kind: str) -> None:
     tokenizer = KINDS[kind]
     [space] = [id for id in range(tokenizer.n_vocab) if tokenizer.token_bytes(id) == b" "][-1:]
@@ -149,7 +147,6 @@ def spaced(llm: Llama, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.row("G23")
 def test_prompt_and_text_join_on_every_way(llm: Llama, way: str) -> None:
     """Most tokens of the vocabulary begin with a space, so most of the answers do."""
     spaces = 0
@@ -161,7 +158,6 @@ def test_prompt_and_text_join_on_every_way(llm: Llama, way: str) -> None:
     assert spaces
 
 
-@pytest.mark.row("G23")
 def test_a_stop_string_may_begin_with_the_space(llm: Llama) -> None:
     for way in WAYS:
         options = spaced(llm, way)
@@ -169,7 +165,6 @@ def test_a_stop_string_may_begin_with_the_space(llm: Llama) -> None:
         assert answer(llm, way, "12", stop=[whole[:2]], **options).text == ""
 
 
-@pytest.mark.row("G23")
 def test_an_answer_in_a_chat_is_a_text_of_its_own(llm: Llama) -> None:
     """As transformers decodes it: without the space that the vocabulary adds before every text."""
     messages = [{"role": "user", "content": "12"}]
@@ -191,7 +186,6 @@ def test_an_answer_in_a_chat_is_a_text_of_its_own(llm: Llama) -> None:
         assert piece.completion.text == expected
 
 
-@pytest.mark.row("G23")
 def test_the_command_prints_what_continues_the_prompt(
     llm: Llama, pieces_gguf: Path, clearllama: Run, tmp_path: Path
 ) -> None:

@@ -98,7 +98,6 @@ TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, *TOKENS, "the</s><|im_end|><|eot
 
 
 # --------------------------------------------------------------------------------------------- no text becomes one
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("name", [*TURNS, *OTHERS])
 def test_ids_that_begin_or_end_a_text_are_control_ids_that_no_text_becomes(name: str) -> None:
     tokenizer = {**TURNS, **OTHERS}[name]
@@ -110,7 +109,6 @@ def test_ids_that_begin_or_end_a_text_are_control_ids_that_no_text_becomes(name:
     assert not any(tokenizer.token_bytes(id) for id in marks)
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("name", TURNS)
 def test_only_the_template_writes_the_tokens_of_turns(name: str) -> None:
     tokenizer = TURNS[name]
@@ -126,7 +124,6 @@ def test_only_the_template_writes_the_tokens_of_turns(name: str) -> None:
     assert tokenizer.decode([tokenizer.control[END]]) == ""
 
 
-@pytest.mark.row("H05")
 def test_a_folder_names_its_stop_ids_before_the_tokenizer_is_built(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path / "m", "llama-3-8b", format="hf")
     source = json.loads((folder / "tokenizer.json").read_text())

@@ -54,7 +54,6 @@ def files(folder: Path) -> dict[str, str]:
             for file in sorted(folder.rglob("*")) if file.is_file()}  # fmt: skip
 
 
-@pytest.mark.row("F08")
 @pytest.mark.parametrize(
     "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
 )
@@ -82,7 +81,6 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
     assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
 
 
-@pytest.mark.row("F08")
 @pytest.mark.parametrize("sign", [1, -1])
 def test_gguf_entries_are_normal_float32_numbers(sign: int) -> None:
     largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -161,7 +159,6 @@ def test_metas_code_reads_the_written_shards(tmp_path: Path, ranks: int) -> None
 
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
-@pytest.mark.row("C08")
 def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -304,7 +301,6 @@ def source(tmp_path: Path) -> Path:
     return make_tiny.make(tmp_path / "source", "llama-3-8b")
 
 
-@pytest.mark.row("F05")
 def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "hf", "hf")
     before = files(tmp_path / "hf")
@@ -341,7 +337,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("message", FOREIGN)
 def test_a_folder_with_a_file_that_no_conversion_writes_is_never_replaced(
     source: Path, tmp_path: Path, message: str
@@ -358,7 +353,6 @@ def test_a_folder_with_a_file_that_no_conversion_writes_is_never_replaced(
     )
 
 
-@pytest.mark.row("F05")
 def test_all_that_the_writers_write_may_be_replaced(source: Path, tmp_path: Path) -> None:
     """Whatever the writer of the old folder, its shards and its tokenizer."""
     makers: list[Callable[[Path], object]] = [
@@ -372,8 +366,6 @@ def test_all_that_the_writers_write_may_be_replaced(source: Path, tmp_path: Path
     assert files(tmp_path / "x").keys() >= {"config.json", "model.safetensors"}
 
 
-@pytest.mark.row("F01")
-@pytest.mark.row("F02")
 def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"0 MB free, but the new files need"):
@@ -389,7 +381,6 @@ def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: 
     assert os.listdir(tmp_path) == ["source"]
 
 
-@pytest.mark.row("F05")
 def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +424,6 @@ def test_the_proof_finds_a_wrong_byte(source: Path, tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == ["source"]
 
 
-@pytest.mark.row("C08")
 def test_the_proof_finds_a_missing_permutation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llama.checkpoint import huggingface_write
 
@@ -446,7 +436,6 @@ KILLS = 12
 
 
 @pytest.mark.slow  # tests/faults/test_writes.py runs a shorter version by default
-@pytest.mark.row("F03")
 def test_a_killed_conversion_leaves_a_complete_target_or_none(forked: Forked, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
     target.parent.mkdir()
@@ -552,7 +541,6 @@ SCALED: dict[str, tuple[dict[str, Any], str | None]] = {  # (config.json's entri
 }
 
 
-@pytest.mark.row("F08")
 @pytest.mark.parametrize(
     ("name", "to"), [(name, to) for name in SCALED for to in ("gguf", "hf") if (name, to) != ("ntk", "hf")]
 )
@@ -576,7 +564,6 @@ def test_a_conversion_keeps_the_rotation_and_the_context_or_refuses(tmp_path: Pa
     torch.testing.assert_close(old(tokens), new(tokens), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.row("F08")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -164,7 +164,6 @@ def test_the_cache_may_grow_while_decoding(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.row("G10")
 def test_nonfinite_logits_are_reported_at_their_step(by_graph: Callable[..., list[Token]], bad: float) -> None:
     model, params = tiny.model(), SamplingParams(max_new_tokens=30)
     answer = [token.id for token in plain(model, PROMPT, params)]

@@ -327,7 +327,6 @@ def test_no_probe_uses_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "fail" not in {one.status for one in probe()}
 
 
-@pytest.mark.row("I10")
 @linux
 @pytest.mark.slow
 def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_path: Path) -> None:
@@ -368,7 +367,6 @@ def test_the_exit_code_shows_whether_anything_failed(monkeypatch: pytest.MonkeyP
 
 
 @linux
-@pytest.mark.row("J02")
 def test_an_address_space_too_small_for_torch_is_one_finding(clearllama: Run) -> None:
     command = f"ulimit -v 400000; exec {sys.executable} -m llama doctor"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False, text=True)

@@ -94,7 +94,6 @@ def test_a_file_is_found_by_its_name(tmp_path: Path) -> None:
     assert kept(tmp_path, NAME, ".pt2") is None
 
 
-@pytest.mark.row("F03")
 @pytest.mark.parametrize("damage", [b"", b"librar", b"librarz", b"library\0"])
 def test_a_damaged_file_is_removed(tmp_path: Path, damage: bytes) -> None:
     path = put(tmp_path, b"library")
@@ -104,14 +103,12 @@ def test_a_damaged_file_is_removed(tmp_path: Path, damage: bytes) -> None:
     assert kept(tmp_path, NAME, ".so") is None
 
 
-@pytest.mark.row("F03")
 def test_a_file_of_a_longer_name_is_not_a_damaged_file_of_this_name(tmp_path: Path) -> None:
     long = keep(put(tmp_path, b"rows").rename(tmp_path / "made.so"), tmp_path, f"{NAME}-rows")
     assert kept(tmp_path, NAME, ".so") is None
     assert kept(tmp_path, f"{NAME}-rows", ".so") == long
 
 
-@pytest.mark.row("I13")
 def test_a_folder_with_a_files_name_is_ignored(tmp_path: Path) -> None:
     (tmp_path / f"{NAME}-{0:016}.so").mkdir()  # its name is before the file's
     path = put(tmp_path, b"library")
@@ -144,7 +141,6 @@ def can_exchange(file: Path) -> bool:
 
 
 @only_root
-@pytest.mark.row("I13")
 @pytest.mark.parametrize("depth", range(4), ids=["its folder", "the cache", "the home", "above"])
 @pytest.mark.parametrize("owner", [0, NOBODY], ids=["root's", "nobody's"])
 @pytest.mark.parametrize("mode", [0o755, 0o555, 0o700, 0o775, 0o757, 0o777, 0o1777, 0o1775], ids=oct)
@@ -161,7 +157,6 @@ def test_a_folder_is_refused_if_another_user_can_exchange_its_files(
 
 
 @only_root
-@pytest.mark.row("I13")
 @pytest.mark.parametrize(("owner", "expected"), [(0, False), (NOBODY, False), (12345, True)])
 @pytest.mark.parametrize("depth", range(4))
 def test_a_user_trusts_its_own_and_roots_folders(deep: Path, depth: int, owner: int, expected: bool) -> None:
@@ -179,7 +174,6 @@ def namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @only_root
-@pytest.mark.row("I13")
 @pytest.mark.usefixtures("namespace")
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.parametrize(("mode", "safe"), [(0o755, True), (0o775, False), (0o757, False), (0o1777, True)])
@@ -196,7 +190,6 @@ def test_only_parents_may_belong_to_users_outside_of_the_namespace(
 
 
 @only_root
-@pytest.mark.row("I13")
 @pytest.mark.usefixtures("namespace")
 def test_a_user_that_the_namespace_lacks_owns_nothing(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mapping, this user has the id that stands for all others, too."""
@@ -212,7 +205,6 @@ def test_a_user_that_the_namespace_lacks_owns_nothing(deep: Path, monkeypatch: p
 NO_LISTS = [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS]
 
 
-@pytest.mark.row("I13")
 @pytest.mark.parametrize(
     ("user", "group", "members", "acl", "expected"),
     [
@@ -268,7 +260,6 @@ def test_a_folder_may_be_writable_by_a_group_of_this_user_alone(
     assert path.exists()
 
 
-@pytest.mark.row("I13")
 def test_a_folder_that_cannot_be_examined_is_not_trusted(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(deep, b"code")
     real = os.lstat
@@ -286,7 +277,6 @@ def test_a_folder_that_cannot_be_examined_is_not_trusted(deep: Path, monkeypatch
     assert not folders.is_private(deep)
 
 
-@pytest.mark.row("I13")
 def test_a_link_to_the_folder_is_followed_and_its_target_checked(deep: Path) -> None:
     path, link = put(deep, b"code"), deep.parents[1] / "link"
     link.symlink_to(deep.parent)
@@ -305,7 +295,6 @@ def piped(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.row("I13")
 @pytest.mark.parametrize(
     "change",
     [
@@ -324,7 +313,6 @@ def test_a_file_that_another_user_could_have_written_is_removed(tmp_path: Path, 
     assert not os.path.lexists(path)
 
 
-@pytest.mark.row("I13")
 def test_a_kept_file_is_not_writable_by_others(tmp_path: Path) -> None:
     made = tmp_path / "made.so"
     made.write_bytes(b"code")
@@ -334,7 +322,6 @@ def test_a_kept_file_is_not_writable_by_others(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- load what was checked
-@pytest.mark.row("I13")
 @pytest.mark.parametrize("suffix", [".so", ".pt2"])
 def test_a_file_exchanged_after_its_check_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
@@ -355,7 +342,6 @@ def test_a_file_exchanged_after_its_check_is_not_loaded(
     assert path.read_bytes() == b"evil"
 
 
-@pytest.mark.row("I13")
 def test_no_exchange_while_loading_has_an_effect(tmp_path: Path) -> None:
     """A thread exchanges the file all the time: by a file of the same name, and by a link."""
     folder = tmp_path / "kernels"
@@ -386,7 +372,6 @@ def test_no_exchange_while_loading_has_an_effect(tmp_path: Path) -> None:
     assert next(turns) > 20
 
 
-@pytest.mark.row("I13")
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_two_files_are_loaded_by_one_name(tmp_path: Path, fails: bool) -> None:
     """The system's loader takes a second library of the same name for the first, also if the first was not usable."""
@@ -417,7 +402,6 @@ def test_no_two_files_are_loaded_by_one_name(tmp_path: Path, fails: bool) -> Non
 
 
 @only_root
-@pytest.mark.row("I13")
 @pytest.mark.parametrize("suffix", [".so", ".pt2"])
 def test_code_in_another_users_folder_is_made_anew_for_this_process(
     deep: Path, caplog: pytest.LogCaptureFixture, suffix: str
@@ -441,7 +425,6 @@ def test_code_in_another_users_folder_is_made_anew_for_this_process(
 
 
 # ------------------------------------------------------------------------------------------------------ junk
-@pytest.mark.row("I13")
 def test_a_file_that_does_not_load_is_not_kept(tmp_path: Path) -> None:
     def load(path: str) -> NoReturn:
         raise OSError("file too short")
@@ -451,7 +434,6 @@ def test_a_file_that_does_not_load_is_not_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.row("I13")
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
 def test_a_kept_file_that_does_not_load_is_made_again_once(tmp_path: Path, error: type[Exception]) -> None:
     put(tmp_path, b"junk")
@@ -473,7 +455,6 @@ def test_a_kept_file_that_does_not_load_is_made_again_once(tmp_path: Path, error
 
 
 # ------------------------------------------------------------------------------------------------- other writes
-@pytest.mark.row("I13")
 def test_a_lock_does_not_follow_a_link(tmp_path: Path) -> None:
     (tmp_path / ".writing-file.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="Too many levels of symbolic links"), locked(tmp_path / "file", ".writing"):
@@ -481,7 +462,6 @@ def test_a_lock_does_not_follow_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.row("I13")
 def test_fetching_a_model_runs_no_code_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pip.py").write_text("open('run', 'w')")
     (tmp_path / "work").mkdir()

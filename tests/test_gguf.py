@@ -126,7 +126,6 @@ def test_k_quants_follow_the_layout_of_llama_cpp(
     torch.testing.assert_close(part.tensor("w"), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.row("D14")
 def test_every_tensor_type_has_a_reader_and_the_right_block_size() -> None:
     for type, (name, per_block, size) in TENSOR_TYPES.items():
         kind = gguf.GGMLQuantizationType(type)
@@ -183,7 +182,6 @@ def test_a_factor_that_is_not_one_finite_number_is_refused(tmp_path: Path, facto
         open_checkpoint(path)
 
 
-@pytest.mark.row("D12")
 def test_rope_freqs_are_applied(tmp_path: Path) -> None:
     divisors = torch.linspace(1, 8, 8)
     path = tiny.write_gguf(tmp_path / "x.gguf", extra={"rope_freqs.weight": divisors})
@@ -271,7 +269,6 @@ def test_longrope_tables_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0, 4.0])
 @pytest.mark.parametrize("length", [64, 8192])
-@pytest.mark.row("D12")
 def test_divisors_of_llama3_are_recognized(tmp_path: Path, factor: float, length: int) -> None:
     made = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": length}  # fmt: skip
@@ -304,7 +301,6 @@ def split(tmp_path: Path, tensors: int = 5) -> list[Path]:
     return sorted(tmp_path.glob("part-*.gguf"))
 
 
-@pytest.mark.row("D13")
 def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
     parts = split(tmp_path)
     assert len(parts) > 2
@@ -317,7 +313,6 @@ def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
         assert torch.equal(loader.build(checkpoint, "cpu", "float32")(tokens), expected)
 
 
-@pytest.mark.row("D13")
 def test_a_missing_or_renamed_part_is_an_error(tmp_path: Path) -> None:
     parts = split(tmp_path)
     with pytest.raises(CheckpointError, match=r"contains 2 GGUF models .*; name one of them"):
@@ -336,7 +331,6 @@ def test_a_missing_or_renamed_part_is_an_error(tmp_path: Path) -> None:
         open_checkpoint(stray)
 
 
-@pytest.mark.row("D13")
 def test_a_wrong_tensor_count_of_a_split_model_is_an_error(tmp_path: Path) -> None:
     parts = split(tmp_path)
     data = bytearray(parts[0].read_bytes())
@@ -424,7 +418,6 @@ def test_paths_that_are_not_regular_files_are_errors(tmp_path: Path) -> None:
         ({"split.count": 3, "split.no": 1}, r"part 1 \(from 0\) of 3"),
     ],
 )
-@pytest.mark.row("D10")
 def test_metadata_that_contradicts_the_tensors_is_an_error(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata)
     with pytest.raises(LlamaError, match=says):

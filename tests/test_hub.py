@@ -142,8 +142,6 @@ def test_after_a_pull_torchs_compiler_can_be_imported(wheel_index: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.row("F05")
-@pytest.mark.row("I10")
 def test_an_unwritable_cache_folder_is_an_error(
     wheel_index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +151,6 @@ def test_an_unwritable_cache_folder_is_an_error(
         hub.pull("tiny")
 
 
-@pytest.mark.row("F03")
 def test_a_pull_removes_the_files_of_a_killed_one(wheel_index: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -174,8 +171,6 @@ def test_unknown_names_are_errors() -> None:
         hub.resolve("no-such-model")
 
 
-@pytest.mark.row("F03")
-@pytest.mark.row("I06")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_a_pull_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
     """pip is a process that never ends here. A signal stops clearllama, which stops pip and removes its folder."""

@@ -197,7 +197,6 @@ def start(name: str, env: dict[str, str]) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.row("F03")
 def test_a_killed_transfer_is_resumed(server: Hub, env: dict[str, str]) -> None:
     server.pause = 0.01
     for moment in (0.3, 0.7):
@@ -217,7 +216,6 @@ def test_a_killed_transfer_is_resumed(server: Hub, env: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.row("F03")
 @pytest.mark.parametrize("moment", range(20))
 def test_a_transfer_killed_at_any_moment_leaves_all_or_nothing(server: Hub, env: dict[str, str], moment: int) -> None:
     server.pause = 0.03
@@ -298,7 +296,6 @@ def test_a_changed_file_is_fetched_by_pull_alone(clearllama: Run, server: Hub, e
     assert second.read_bytes() == changed
 
 
-@pytest.mark.row("F01")
 def test_a_disk_that_fills_up_keeps_what_arrived(server: Hub, env: dict[str, str]) -> None:
     code = (
         "import errno; from llama import hub; from llama.hub import transfer; write = transfer._Sink.write\n"

@@ -130,8 +130,6 @@ def test_a_repository_with_metas_files_alone_needs_no_option(clearllama: Run, se
     assert resolve("org/meta", {**env, "HF_HUB_OFFLINE": "1"}).endswith("/original")
 
 
-@pytest.mark.row("F03")
-@pytest.mark.row("I06")
 def test_an_interrupted_pull_ends_at_once_and_the_next_resumes(
     clearllama: Run, server: Hub, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -184,7 +182,6 @@ def test_missing_repositories_revisions_and_models_are_errors(
     assert server.served == []
 
 
-@pytest.mark.row("I10")
 def test_offline_mode_and_an_unreachable_hub_are_errors(clearllama: Run, env: dict[str, str]) -> None:
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
     assert "the Hugging Face cache has no complete copy of org/sharded, and HF_HUB_OFFLINE is set; unset it" in line
@@ -271,7 +268,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-@pytest.mark.row("C07")
 def test_only_complete_models_are_found(cache: Path) -> None:
     assert hub.find("org/name") is None
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
@@ -300,7 +296,6 @@ def test_gguf_models_in_the_cache(cache: Path) -> None:
         hub.find("org/name")
 
 
-@pytest.mark.row("C07")
 def test_a_broken_index_in_the_cache_is_an_error(cache: Path) -> None:
     (cache / "config.json").write_text("{}")
     (cache / "model.safetensors.index.json").write_text("<html>")
@@ -308,7 +303,6 @@ def test_a_broken_index_in_the_cache_is_an_error(cache: Path) -> None:
         hub.find("org/name")
 
 
-@pytest.mark.row("I12")
 def test_without_huggingface_hub_the_error_names_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for fetch in (hub.pull, hub.resolve):
@@ -332,8 +326,6 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.row("F01")
-@pytest.mark.row("I10")
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -351,7 +343,6 @@ def test_failures_during_a_download_are_one_line_errors(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.row("F02")
 def test_too_little_disk_space_is_an_error_before_the_download(
     fake_hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

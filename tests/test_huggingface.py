@@ -81,8 +81,6 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
     ],
     ids=str,
 )
-@pytest.mark.row("C08")
-@pytest.mark.row("B09")
 def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     compare(tmp_path, write(tmp_path, **changes))
 
@@ -233,7 +231,6 @@ def test_bfloat16_and_float16_files_are_read(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-@pytest.mark.row("C05")
 def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> None:
     model = write(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="40KB")

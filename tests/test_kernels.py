@@ -578,7 +578,6 @@ assert not kernels.ready()
 """
 
 
-@pytest.mark.row("I13")
 @needs_kernels
 @pytest.mark.parametrize(
     ("writes", "message"),
@@ -604,7 +603,6 @@ def test_what_does_not_load_is_not_kept(run: Python, tmp_path: Path, writes: byt
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 
 
-@pytest.mark.row("I13")
 def test_a_kept_library_that_does_not_load_is_built_again(
     run: Python, tmp_path: Path, compiler: tuple[str, Path]
 ) -> None:

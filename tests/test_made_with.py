@@ -111,7 +111,6 @@ RESUMED = {
 }
 
 
-@pytest.mark.row("F09")
 def test_an_output_is_resumed_only_with_what_it_was_made_with(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +165,6 @@ STOPS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.row("F09")
 def test_ids_that_begin_and_end_a_text_belong_to_what_an_output_was_made_with(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +186,6 @@ def test_ids_that_begin_and_end_a_text_belong_to_what_an_output_was_made_with(
     assert cli.main(run) == 0
 
 
-@pytest.mark.row("F09")
 def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,7 +246,6 @@ RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether 
 ]
 
 
-@pytest.mark.row("F09")
 @pytest.mark.parametrize(("content", "message", "replaced"), RECORDS)
 def test_answers_without_a_valid_record_are_not_continued(
     batch: Batch,
@@ -278,7 +274,6 @@ def test_answers_without_a_valid_record_are_not_continued(
         assert batch() == 0
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("target", ["notes", "missing", "folder", "record"])
 def test_a_record_that_is_a_link_or_a_folder_is_neither_followed_nor_replaced(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
@@ -313,7 +308,6 @@ def test_an_output_that_is_a_link_is_followed_and_its_record_lies_beside_the_tar
     assert not (tmp_path / "out.run.json").exists()
 
 
-@pytest.mark.row("F09")
 def test_a_link_that_was_changed_to_other_answers_does_not_mix_them(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,7 +329,6 @@ def test_a_link_that_was_changed_to_other_answers_does_not_mix_them(
     assert batch("--temp", "1", "--seed", "2") == 0
 
 
-@pytest.mark.row("F09")
 def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,7 +403,6 @@ SESSION_SAME: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.row("F09")
 def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -429,7 +421,6 @@ def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
         assert Session.load(tmp_path / "s", load(model, options)).tokens == session.tokens
 
 
-@pytest.mark.row("F09")
 def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -454,7 +445,6 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 
-@pytest.mark.row("F09")
 def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: dict[str, Path]) -> None:
     llm = loader.load(models["plain"], dtype="float32", device="cpu")
     session = Session()
@@ -468,7 +458,6 @@ def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: d
         list(llm.stream("hello", session=session, max_new_tokens=2))
 
 
-@pytest.mark.row("F05")
 def test_a_new_session_is_private_and_a_replaced_one_keeps_its_permissions(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -560,7 +549,6 @@ def test_a_converted_folder_is_never_completed_from_another_model(models: dict[s
     }
 
 
-@pytest.mark.row("K04")
 def test_the_sample_hash_of_a_checkpoint_covers_every_norm_and_the_first_row_of_matrices(tmp_path: Path) -> None:
     state = tiny.weights(tiny.CONFIG)
 

@@ -298,7 +298,6 @@ V2 = "0::/user.slice/run\n"
 GROUP = "sys/fs/cgroup/user.slice"
 
 
-@pytest.mark.row("J01")
 @pytest.mark.parametrize(
     ("files", "free"),
     [
@@ -385,7 +384,6 @@ def test_the_lowest_of_all_limits_is_the_free_memory(tmp_path: Path, files: dict
     assert memory.free_memory("cpu", tree(tmp_path, files)) == free
 
 
-@pytest.mark.row("J01")
 @linux
 @pytest.mark.slow
 def test_a_limit_of_the_address_space_leaves_what_is_not_mapped_yet() -> None:
@@ -414,7 +412,6 @@ def test_this_machine_reports_its_free_memory_quickly() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the refusal
-@pytest.mark.row("J01")
 def test_too_much_is_refused_with_the_sizes_and_the_remedies() -> None:
     need = memory.Need(16 * 2**30, 4 * 2**30, 2**30, runtime=0)
     rooms = [memory.Room(100 * 2**30, "are free on this machine"), memory.Room(12 * 2**30, "are left here")]
@@ -447,7 +444,6 @@ def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(memory, "rooms", lambda *_: [memory.Room(free, "are free on this machine")])
 
 
-@pytest.mark.row("J01")
 def test_a_model_is_refused_before_a_weight_is_read(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, 2**20)
     read: list[str] = []
@@ -501,7 +497,6 @@ def test_weights_that_stay_in_the_file_are_counted_as_mapped(tmp_path: Path, mon
     assert [need.mapped for need in needs] == [needs[0].weights, 0]
 
 
-@pytest.mark.row("J01")
 def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL", 0)
     small(monkeypatch, 10**6)
@@ -525,7 +520,6 @@ def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: p
     assert long.length == 1100
 
 
-@pytest.mark.row("J01")
 def test_the_command_refuses_unless_the_check_is_off(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -563,7 +557,6 @@ assert llm.generate("hello the", max_new_tokens=4).tokens == before
 """
 
 
-@pytest.mark.row("J02")
 @linux
 @pytest.mark.parametrize(("check", "error"), [(True, "MemoryLimitError"), (False, "RuntimeError")])
 def test_the_process_still_works_after_a_failed_allocation(
@@ -574,7 +567,6 @@ def test_the_process_still_works_after_a_failed_allocation(
     assert b"ulimit -v" in done.stdout if check else b"allocate memory" in done.stdout
 
 
-@pytest.mark.row("J02")
 @pytest.mark.slow
 @linux
 def test_a_failed_allocation_is_one_line_of_the_command(tmp_path: Path) -> None:

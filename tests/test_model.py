@@ -142,7 +142,6 @@ def test_logits_are_the_same_in_every_form_of_rope(attention: str) -> None:
         torch.testing.assert_close(model(tokens), expected, **TOLERANCE)
 
 
-@pytest.mark.row("G19")
 def test_logits_with_a_cache_equal_those_without_at_every_position() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(40)
     expected = model(tokens)  # (1, 40, V)
@@ -152,7 +151,6 @@ def test_logits_with_a_cache_equal_those_without_at_every_position() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-@pytest.mark.row("G22")
 def test_prefill_in_chunks_returns_the_same_logits(chunk: int) -> None:
     model, tokens = tiny.model(), tiny.random_tokens(40)
     logits = prefill(model, tokens[0].tolist(), model.new_cache(), chunk)
@@ -185,7 +183,6 @@ def test_rows_of_a_batch_may_have_different_positions() -> None:
     torch.testing.assert_close(step[1, 0], model(torch.cat((long, torch.tensor([[8]])), 1))[0, -1], **TOLERANCE)
 
 
-@pytest.mark.row("G18")
 def test_an_interrupted_pass_does_not_change_the_length_of_the_cache() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(12)
     cache = model.new_cache()
@@ -198,7 +195,6 @@ def test_an_interrupted_pass_does_not_change_the_length_of_the_cache() -> None:
     torch.testing.assert_close(model(tokens[:, 6:], cache=cache), model(tokens)[:, 6:], **TOLERANCE)
 
 
-@pytest.mark.row("G21")
 def test_positions_outside_the_context_are_errors() -> None:
     model = tiny.model()
     with pytest.raises(ContextLengthError):

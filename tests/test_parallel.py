@@ -81,7 +81,6 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
             assert found[name].tolist() == value.tolist(), name
 
 
-@pytest.mark.row("K05")
 def test_results_of_several_ranks_equal_those_of_one_process(world: ranks.Ranks, tmp_path: Path) -> None:
     path = str(write(tmp_path, CONFIG))
     expected = ranks.answers(ranks.build(path))
@@ -144,7 +143,6 @@ def test_logits_are_the_same_for_forms_of_rope_and_an_8_bit_cache(
     check(found, expected)
 
 
-@pytest.mark.row("K04")
 def test_ranks_with_different_weights_are_rejected(world: ranks.Ranks, tmp_path: Path) -> None:
     """The architecture is the same; in one pair only one matrix differs, as after merging an adapter."""
     plain = tiny.weights(tiny.CONFIG)
@@ -163,7 +161,6 @@ def test_ranks_with_different_weights_are_rejected(world: ranks.Ranks, tmp_path:
     assert set(hashes) == {sample_hash(open_checkpoint(tmp_path / "plain.gguf"))}
 
 
-@pytest.mark.row("K04")
 def test_ranks_with_different_models_are_rejected(world: ranks.Ranks, tmp_path: Path) -> None:
     paths = [
         str(tiny.write_gguf(tmp_path / f"{theta}.gguf", tiny.CONFIG, metadata={"llama.rope.freq_base": theta}))
@@ -177,9 +174,7 @@ def test_ranks_with_different_models_are_rejected(world: ranks.Ranks, tmp_path: 
 
 
 # ----------------------------------------------------------------------------------------------- reading checkpoints
-@pytest.mark.row("K02")
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW), 8])
-@pytest.mark.row("A11")
 def test_any_number_of_meta_shards_loads_on_any_number_of_ranks(
     shards: int, world: ranks.Ranks, tmp_path: Path
 ) -> None:
@@ -379,7 +374,6 @@ def test_the_parts_of_all_ranks_cover_the_model_once(
             assert used == (first // 2 + head) // shared
 
 
-@pytest.mark.row("K02")
 def test_an_unsupported_number_of_processes_is_rejected_with_the_supported_ones() -> None:
     config = dataclasses.replace(CONFIG, n_kv_heads=2)
     with pytest.raises(UsageError, match=r"over 3 processes .* 8 heads, 2 key/value heads .*: 1, 2, 4, 8$"):
@@ -397,7 +391,6 @@ def test_stages_have_about_equal_sizes() -> None:
     assert stages(dataclasses.replace(official, n_layers=3), 3) == [1, 1, 1]
 
 
-@pytest.mark.row("K03")
 @pytest.mark.parametrize("value", ["x", "", "nan", "-1", "0", "inf"])
 def test_the_time_limit_for_joining_must_be_a_positive_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_JOIN_SECONDS", value)
@@ -408,7 +401,6 @@ def test_the_time_limit_for_joining_must_be_a_positive_number(value: str, monkey
 
 
 # ------------------------------------------------------------------------------------------------- errors and threads
-@pytest.mark.row("G10")
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_nonfinite_logits_are_an_error_and_leave_the_ranks_in_step(
     world: ranks.Ranks, tmp_path: Path, tensor: int, pipeline: int
@@ -423,7 +415,6 @@ def test_nonfinite_logits_are_an_error_and_leave_the_ranks_in_step(
     assert "overflow in float32" in message
 
 
-@pytest.mark.row("G18")
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_two_threads_of_rank_0_get_the_answers_of_one_thread(
     world: ranks.Ranks, tmp_path: Path, tensor: int, pipeline: int

@@ -150,7 +150,6 @@ MORE_FAULTS = [
 ]
 
 
-@pytest.mark.row("K01")
 @pytest.mark.parametrize(
     ("fault", "cause"), [*FAULTS, *(pytest.param(*f, marks=pytest.mark.slow) for f in MORE_FAULTS)]
 )
@@ -168,7 +167,6 @@ def test_a_rank_that_ends_stops_all_with_one_line(
     assert err[0].endswith("; the other ranks were stopped")
 
 
-@pytest.mark.row("K01")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["1 load raise", "1 decode raise"])
 def test_an_error_of_one_rank_names_the_rank(fault: str, tiny_gguf: Path) -> None:
@@ -180,8 +178,6 @@ def test_an_error_of_one_rank_names_the_rank(fault: str, tiny_gguf: Path) -> Non
     assert "simulated" in err[0]
 
 
-@pytest.mark.row("K01")
-@pytest.mark.row("K06")
 @pytest.mark.slow
 def test_a_conversation_listens_locally_continues_after_an_interrupt_and_ends_with_its_parent(
     chatting: Launched,
@@ -244,7 +240,6 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_the_ranks_in_step(tiny_g
 
 
 # ------------------------------------------------------------------------------- refused before ranks are started
-@pytest.mark.row("K02")
 def test_a_wrong_number_of_processes_is_refused_before_ranks_are_started(
     tiny_gguf: Path, forked: forked.Forked
 ) -> None:
@@ -266,7 +261,6 @@ def test_options_for_one_process_are_refused(name: str) -> None:
         ranks.start(args, [], 2, 1)
 
 
-@pytest.mark.row("K05")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_absent_gpu_is_refused_before_ranks_are_started(tiny_gguf: Path, forked: forked.Forked) -> None:
     args = (*PROMPT[:3], "-m", str(tiny_gguf), "--tensor-parallel", "2", "--device", "cuda")
@@ -290,7 +284,6 @@ ENVIRONMENTS = [
 ]
 
 
-@pytest.mark.row("K03")
 @pytest.mark.parametrize(("given", "message"), ENVIRONMENTS)
 def test_an_incomplete_environment_is_refused(
     given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
@@ -311,7 +304,6 @@ def test_an_address_without_a_rank_is_one_process(monkeypatch: pytest.MonkeyPatc
     assert ranks.environment() is None
 
 
-@pytest.mark.row("K03")
 @pytest.mark.slow
 def test_a_rank_waits_for_the_others_for_a_limited_time(tiny_gguf: Path) -> None:
     with socket.socket() as bound:
@@ -324,7 +316,6 @@ def test_a_rank_waits_for_the_others_for_a_limited_time(tiny_gguf: Path) -> None
     assert "rank 0 of 2 did not connect to the others within 2 s" in err[0]
 
 
-@pytest.mark.row("K03")
 @pytest.mark.slow
 def test_a_port_in_use_is_reported(tiny_gguf: Path) -> None:
     with socket.socket() as bound:

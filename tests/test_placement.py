@@ -279,7 +279,6 @@ def test_layers_are_divided_by_bytes_as_evenly_as_possible(name: str, count: int
     assert max(with_layers) - layer <= min(loads)  # moving a layer from the fullest device would not help
 
 
-@pytest.mark.row("J03")
 def test_invalid_devices_and_gpu_layers_are_rejected() -> None:
     for value in (-1, True, 1.5, "3"):
         with pytest.raises(UsageError, match="gpu_layers must be an integer of at least 0"):
@@ -300,7 +299,6 @@ def test_invalid_devices_and_gpu_layers_are_rejected() -> None:
     assert pick_placement(CONFIG, [CPU, torch.device("away:1")]).layers[0] == CPU
 
 
-@pytest.mark.row("J03")
 @pytest.mark.skipif(torch.accelerator.is_available() and torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_layers_without_a_gpu_are_an_error_of_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(tiny.write_gguf(tmp_path / "small.gguf"))

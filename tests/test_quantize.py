@@ -413,7 +413,6 @@ def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, cap
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.row("F05")
 def test_an_existing_folder_is_replaced_only_by_force(sources: dict[str, Path], tmp_path: Path) -> None:
     source = shutil.copytree(sources["hf"], tmp_path / "source")
     before = files(source)
@@ -463,8 +462,6 @@ def test_a_rope_scaling_that_the_folder_cannot_express_is_refused(tmp_path: Path
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-@pytest.mark.row("F01")
-@pytest.mark.row("F02")
 def test_a_full_disk_leaves_no_files(
     sources: dict[str, Path], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -540,7 +537,6 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow  # tests/faults/test_writes.py runs a shorter version by default
-@pytest.mark.row("F03")
 def test_a_killed_quantization_leaves_a_complete_target_or_none(sources: dict[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "model"
     process = subprocess.Popen([sys.executable, "-c", DYING, str(sources["gguf"]), str(target)],

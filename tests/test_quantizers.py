@@ -200,9 +200,6 @@ class InMemory(WeightFile):
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def check_bytes(self, name: str) -> None:
-        pass
-
     def nbytes(self, name: str) -> int:
         return self.tensors[name].nbytes
 

@@ -37,8 +37,6 @@ def kept(logits: torch.Tensor) -> list[int]:
 
 
 @given(logits_lists, st.integers(1, 40))
-@pytest.mark.row("G09")
-@pytest.mark.row("G10")
 def test_top_k_keeps_the_k_largest_and_those_equal_to_them(values: list[float], k: int) -> None:
     smallest = sorted(values, reverse=True)[min(k, len(values)) - 1]
     expected = [i for i, value in enumerate(values) if value >= smallest]
@@ -76,7 +74,6 @@ def test_min_p_keeps_tokens_relative_to_the_most_probable(values: list[float], p
     penalty=st.floats(0.5, 2), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=60)
-@pytest.mark.row("G05")
 def test_the_filters_in_order_equal_those_of_transformers(
     temperature: float, k: int, p: float, m: float, penalty: float, seed: int
 ) -> None:
@@ -112,8 +109,6 @@ def test_draws_follow_the_distribution() -> None:
     assert float((frequencies - expected).abs().max()) < 0.018
 
 
-@pytest.mark.row("G06")
-@pytest.mark.row("G10")
 def test_greedy_is_one_hot_at_the_first_maximum() -> None:
     assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams()).tolist() == [0, 1, 0]
     assert SamplingParams(temperature=1e-30).greedy
@@ -131,13 +126,6 @@ def test_greedy_is_one_hot_at_the_first_maximum() -> None:
         {"seed": -1}, {"seed": 2**63}, {"seed": 1.5},
     ],
 )  # fmt: skip
-@pytest.mark.row("G04")
-@pytest.mark.row("G05")
-@pytest.mark.row("G06")
-@pytest.mark.row("G07")
-@pytest.mark.row("G08")
-@pytest.mark.row("G09")
-@pytest.mark.row("G11")
 def test_values_out_of_range_are_usage_errors(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))) as error:
         SamplingParams(**options)  # type: ignore[arg-type]
@@ -145,8 +133,6 @@ def test_values_out_of_range_are_usage_errors(options: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.0}, {"top_p": 1e-9}, {"top_k": 10**6}, {"temperature": 1e6}])
-@pytest.mark.row("G08")
-@pytest.mark.row("G09")
 def test_extreme_values_keep_at_least_one_token(options: dict[str, float]) -> None:
     params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
     p = probs(torch.randn(20), params)
@@ -173,7 +159,6 @@ def run(prompt: list[int], **options: object) -> list[int]:
     [{}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5},
      {"temperature": 1.5, "min_p": 0.1}, {"temperature": 1.0, "repetition_penalty": 1.3}],
 )  # fmt: skip
-@pytest.mark.row("G11")
 def test_the_same_seed_returns_the_same_tokens(options: dict[str, object]) -> None:
     assert run([5, 6, 7], seed=42, **options) == run([5, 6, 7], seed=42, **options)
 
@@ -211,19 +196,16 @@ def test_logprobs_are_those_of_the_model_before_any_filter() -> None:
 
 
 @pytest.mark.parametrize(("length", "new"), [(253, 3), (254, 2), (255, 1)])
-@pytest.mark.row("G03")
 def test_an_answer_ends_at_the_end_of_the_context(length: int, new: int) -> None:
     assert len(run(tiny.random_tokens(length)[0].tolist(), max_new_tokens=50)) == new
 
 
 @pytest.mark.parametrize("length", [256, 257, 1000])
-@pytest.mark.row("G02")
 def test_a_prompt_that_leaves_no_room_is_an_error_with_both_counts(length: int) -> None:
     with pytest.raises(LlamaError, match=rf"{length} tokens, but the context of 256"):
         run(tiny.random_tokens(length)[0].tolist())
 
 
-@pytest.mark.row("G04")
 def test_max_new_tokens_0_returns_an_empty_answer() -> None:
     assert run([5], max_new_tokens=0) == []
 
@@ -241,7 +223,6 @@ def test_ids_without_a_token_are_never_chosen() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.row("G10")
 def test_nonfinite_logits_are_errors_that_name_the_step(bad: float) -> None:
     with pytest.raises(NumericalError, match="new token 3"):
         check_finite(torch.full((5,), bad), "new token 3")
@@ -382,7 +363,6 @@ def test_parameters_that_depend_on_the_text_need_it(options: dict[str, Any]) -> 
         {"processors": "f"},
     ],
 )
-@pytest.mark.row("L01")
 def test_invalid_values_are_usage_errors(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SamplingParams(**bad)

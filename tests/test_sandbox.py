@@ -75,7 +75,6 @@ def seconds(call: Callable[[], object]) -> tuple[float, str]:
     return time.perf_counter() - start, message
 
 
-@pytest.mark.row("H02")
 def test_without_the_timer_a_template_runs_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "SECONDS", 0.1)
     spent, message = seconds(lambda: rendered(ENDLESS))
@@ -87,7 +86,6 @@ def test_without_the_timer_a_template_runs_until_it_is_killed(tmp_path: Path, mo
     assert "took more than 0.6 seconds" in message
 
 
-@pytest.mark.row("H02")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux limits the address space")
 def test_without_the_limit_on_memory_a_template_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "SPACE", 2**25)
@@ -97,7 +95,6 @@ def test_without_the_limit_on_memory_a_template_takes_more(tmp_path: Path, monke
     assert rendered(LARGE) == "99999999"
 
 
-@pytest.mark.row("H02")
 def test_without_the_limit_on_output_this_process_would_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TemplateError, match="it wrote 10,0"):
         rendered(WRITTEN)
@@ -105,7 +102,6 @@ def test_without_the_limit_on_output_this_process_would_read_it(monkeypatch: pyt
     assert len(rendered(WRITTEN)) == 9999999
 
 
-@pytest.mark.row("H01")
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such limits")
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_template_that_leaves_jinjas_sandbox_opens_no_file(
@@ -121,7 +117,6 @@ def test_a_template_that_leaves_jinjas_sandbox_opens_no_file(
     assert message == "" if allowed else "may not open" in message
 
 
-@pytest.mark.row("H01")
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such limits")
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_template_that_leaves_jinjas_sandbox_writes_nothing(
@@ -149,7 +144,6 @@ def test_a_started_process_renders_the_first_template(monkeypatch: pytest.Monkey
         rendered("{{ 1 }}")
 
 
-@pytest.mark.row("H01")
 def test_the_process_sees_neither_the_environment_nor_the_module_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,14 +211,12 @@ def check_calls(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return texts
 
 
-@pytest.mark.row("H02")
 def test_a_sample_of_all_calls_ends_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = list(calls())
     assert len(everything) > 10_000
     assert check_calls(everything[:: len(everything) // 60], monkeypatch) > 5
 
 
-@pytest.mark.row("H02")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_call_ends_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +239,6 @@ def test_a_rendering_takes_at_most_three_milliseconds() -> None:
     assert min(times) < 0.003 + encoding, statistics.median(times)
 
 
-@pytest.mark.row("H02")
 def test_after_a_crash_the_next_template_gets_a_new_process() -> None:
     assert rendered("{{ 1 }}") == "1"
     process = template._CHILD._process
@@ -335,7 +326,6 @@ def test_control_strings_are_found_as_by_a_regular_expression(controls: list[str
     assert not any(control in marked for control in controls if len(control) > 1)
 
 
-@pytest.mark.row("H02")
 def test_many_control_strings_and_a_long_text_take_linear_time() -> None:
     controls = ["<s>", "</s>", "[INST]", "[/INST]", *(f"<SPECIAL_{i}>" for i in range(1000))]
     text = "<td><b>x1</b></td>\n" * 20_000

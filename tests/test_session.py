@@ -296,7 +296,6 @@ def test_other_files_are_rejected(tmp_path: Path, tiny_gguf: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- saving
-@pytest.mark.row("F05")
 def test_only_a_session_is_replaced(saved: Path, tmp_path: Path) -> None:
     model = tiny.model(LONG)
     session = filled(model, TEXT[:50])
@@ -316,7 +315,6 @@ def test_only_a_session_is_replaced(saved: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "s", "text"]
 
 
-@pytest.mark.row("F01")
 def test_a_full_disk_leaves_the_old_session_unchanged(saved: Path) -> None:
     model = tiny.model(LONG)
     session = filled(model, TEXT)
@@ -416,7 +414,6 @@ def test_a_session_named_by_both_options_is_created_and_then_continued(
     assert (dangling.returncode, b"No such file" in dangling.stderr) == (1, True)
 
 
-@pytest.mark.row("I06")
 def test_an_interrupted_answer_is_saved(
     tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

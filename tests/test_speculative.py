@@ -304,7 +304,6 @@ def test_answers_follow_the_models_distribution(
     assert p > 1e-4
 
 
-@pytest.mark.row("G11")
 def test_the_same_seed_returns_the_same_tokens() -> None:
     model, prompt = tiny.model(CONFIG), [1, 2, 3] * 4
     for draft in drafts(0, model, 5):
@@ -407,7 +406,6 @@ def test_a_draft_with_another_vocabulary_is_rejected_with_both_sizes() -> None:
         next(stream)
 
 
-@pytest.mark.row("G18")
 def test_a_second_stream_with_the_same_draft_is_rejected() -> None:
     model, draft = tiny.model(CONFIG), NGramDraft()
     one = speculate(model, [1, 2, 1, 2], SamplingParams(), draft)

@@ -33,7 +33,6 @@ def test_joined_pieces_are_the_text_and_the_decoded_ids(tiny_llm: Llama) -> None
 
 
 @given(st.lists(st.integers(0, 265), max_size=40))
-@pytest.mark.row("G15")
 def test_decoding_one_id_at_a_time_equals_decoding_all_bytes(ids: list[int]) -> None:
     from llama.tokenizer.gguf import from_metadata
 
@@ -43,7 +42,6 @@ def test_decoding_one_id_at_a_time_equals_decoding_all_bytes(ids: list[int]) -> 
     assert streamed == b"".join(tokenizer.token_bytes(id) for id in ids).decode("utf-8", "replace")
 
 
-@pytest.mark.row("G15")
 def test_incomplete_characters_are_never_returned(tiny_llm: Llama) -> None:
     text = "👨‍👩‍👧 é 漢字"
     decoder = Decoder(tiny_llm.tokenizer)
@@ -53,7 +51,6 @@ def test_incomplete_characters_are_never_returned(tiny_llm: Llama) -> None:
     assert decoder.end() == ""
 
 
-@pytest.mark.row("G15")
 def test_an_incomplete_last_character_becomes_one_replacement_character(tiny_llm: Llama) -> None:
     ids = tiny_llm.tokenizer.encode("a👨")[:-1]
     assert tiny_llm.tokenizer.decode(ids) == "a\ufffd"
@@ -78,7 +75,6 @@ def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool, list[str]]:
     st.lists(st.text("ab🙂\n", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 30), max_size=8),
 )
-@pytest.mark.row("G14")
 def test_text_is_cut_at_the_first_stop_string_for_any_division_into_pieces(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
@@ -90,14 +86,12 @@ def test_text_is_cut_at_the_first_stop_string_for_any_division_into_pieces(
     assert found == any(stop in text for stop in stops)
 
 
-@pytest.mark.row("G14")
 def test_only_the_possible_beginning_of_a_stop_string_is_delayed() -> None:
     _, found, returned = cut(["one E", "N", "x two EN", "D three"], ["END"])
     assert returned == ["one ", "", "ENx two ", ""]
     assert found
 
 
-@pytest.mark.row("G14")
 def test_of_two_stop_strings_the_one_that_begins_first_wins() -> None:
     for pieces in (["xabcd"], ["xabc", "d"], ["xab", "c", "d"]):
         assert cut(pieces, ["abcd", "bc"])[:2] == ("x", True)
@@ -105,12 +99,10 @@ def test_of_two_stop_strings_the_one_that_begins_first_wins() -> None:
     assert cut(["xabc"], ["abcd", "bc"])[:2] == ("xa", True)
 
 
-@pytest.mark.row("G14")
 def test_delayed_text_is_returned_at_the_end() -> None:
     assert cut(["say EN"], ["END"])[0] == "say EN"
 
 
-@pytest.mark.row("G14")
 def test_a_stop_string_may_span_tokens(tiny_llm: Llama) -> None:
     complete = tiny_llm.generate("hello", **OPTIONS)
     middle = complete.text[10:14]
@@ -120,13 +112,11 @@ def test_a_stop_string_may_span_tokens(tiny_llm: Llama) -> None:
     assert stopped.tokens == complete.tokens[: len(stopped.tokens)]
 
 
-@pytest.mark.row("G14")
 def test_a_stop_string_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
     assert len(tiny_llm.generate("hello", max_new_tokens=5, seed=1, temperature=3.0, stop="hello").tokens) == 5
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
-@pytest.mark.row("G14")
 def test_empty_stop_strings_are_usage_errors(tiny_llm: Llama, stop: object) -> None:
     with pytest.raises(UsageError):
         tiny_llm.generate("x", stop=stop)
@@ -142,7 +132,6 @@ def test_each_prompt_of_a_list_gets_its_own_answer(tiny_llm: Llama) -> None:
     assert tiny_llm.generate([]) == []
 
 
-@pytest.mark.row("G17")
 def test_stop_ids_end_the_answer_and_are_not_in_it(tiny_llm: Llama) -> None:
     for seed in range(200):
         completion = tiny_llm.generate("hello", temperature=3.0, seed=seed, max_new_tokens=40)
@@ -152,7 +141,6 @@ def test_stop_ids_end_the_answer_and_are_not_in_it(tiny_llm: Llama) -> None:
     assert not set(completion.tokens) & tiny_llm.tokenizer.stop_ids
 
 
-@pytest.mark.row("G17")
 def test_a_stop_id_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
     pieces = list(tiny_llm.stream_ids([2, 0, 5], max_new_tokens=4, temperature=3.0, seed=1))
     assert pieces[-1].completion is not None
@@ -178,7 +166,6 @@ def test_a_random_seed_is_reported_and_reproduces_the_answer(tiny_llm: Llama) ->
         lambda llm: llm.tokenizer.encode(None),
     ],
 )
-@pytest.mark.row("G01")
 def test_invalid_arguments_are_value_errors(tiny_llm: Llama, call) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (the messages differ)
         call(tiny_llm)
@@ -206,7 +193,6 @@ def test_a_session_feeds_only_new_tokens_and_does_not_change_the_answer(tiny_llm
         messages.append({"role": "assistant", "content": completion.text})
 
 
-@pytest.mark.row("G18")
 def test_a_second_stream_on_the_same_session_is_rejected(tiny_llm: Llama) -> None:
     session = Session()
     one = tiny_llm.stream_ids([5, 6], session=session, temperature=3.0, seed=1)
@@ -217,7 +203,6 @@ def test_a_second_stream_on_the_same_session_is_rejected(tiny_llm: Llama) -> Non
     assert next(tiny_llm.stream_ids([5, 6], session=session, temperature=3.0, seed=1))
 
 
-@pytest.mark.row("G18")
 def test_a_session_can_be_continued_after_its_stream_is_closed(tiny_llm: Llama) -> None:
     session = Session()
     messages = [{"role": "user", "content": "hello"}]

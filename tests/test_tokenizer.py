@@ -219,7 +219,6 @@ def test_user_defined_control_strings_are_control_tokens() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
-@pytest.mark.row("E08")
 @pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
 def test_a_lone_surrogate_is_the_same_error_in_every_vocabulary(byte_level: Any, pieces: Any, text: str) -> None:
     for tokenizer in (byte_level[0], pieces[0]):

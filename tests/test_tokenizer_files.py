@@ -95,7 +95,6 @@ def test_llama3_golden_ids(llama3: Tokenizer) -> None:
     assert llama3.encode_prompt("user") == [BOS, 882]
 
 
-@pytest.mark.row("E02")
 def test_llama3_control_ids_are_metas(llama3: Tokenizer, meta: Any) -> None:
     assert list(llama3.control) == CONTROL
     assert llama3.control == meta.special_tokens
@@ -142,7 +141,6 @@ def test_long_texts_have_metas_ids(llama3: Tokenizer, meta: Any, text: str) -> N
     assert llama3.encode(text) == meta.encode(text, bos=False, eos=False)
 
 
-@pytest.mark.row("E10")
 @pytest.mark.parametrize(
     "text",
     [
@@ -311,7 +309,6 @@ def piece_kinds(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @given(texts)
 @many
-@pytest.mark.row("G16")
 def test_piece_kinds_agree(piece_kinds: dict[str, Any], text: str) -> None:
     expected = piece_kinds["library"].encode(text)
     for name in ("model", "legacy", "gguf"):
@@ -684,7 +681,6 @@ def test_no_control_string_in_text_becomes_its_id(byte_kinds: Any, piece_kinds: 
                 assert not forbidden & set(tokenizer.encode(around.format(text))), (tokenizer.kind, text)
 
 
-@pytest.mark.row("E08")
 @pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
 def test_a_lone_surrogate_is_the_same_error_in_every_vocabulary(byte_kinds: Any, piece_kinds: Any, text: str) -> None:
     for tokenizer in (*byte_kinds.values(), piece_kinds["model"], piece_kinds["legacy"]):
@@ -709,7 +705,6 @@ def rejected(path: Path, message: str, capfd: pytest.CaptureFixture[str], config
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.row("E01")
 def test_the_kind_is_detected_by_content(byte_files: Any, train: Train, tmp_path: Path) -> None:
     for source, kind in ((byte_files["tiktoken"], "tiktoken"), (train(), "SentencePiece"), (byte_files["json"], "BPE")):
         for name in ("tokenizer.model", "tokenizer.json", "x"):
@@ -717,7 +712,6 @@ def test_the_kind_is_detected_by_content(byte_files: Any, train: Train, tmp_path
             assert kind in open_tokenizer(tmp_path / name).kind
 
 
-@pytest.mark.row("E01")
 def test_each_reader_rejects_the_other_kinds(byte_files: Any, train: Train) -> None:
     with pytest.raises(TokenizerError, match=r"line 1 is .*expected a token in base64"):
         TiktokenTokenizer(train().read_bytes(), "x")
@@ -765,7 +759,6 @@ def edited(lines: list[bytes], *edits: tuple[int, bytes | None]) -> bytes:
     return b"\n".join(lines)
 
 
-@pytest.mark.row("E02")
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
@@ -798,7 +791,6 @@ def test_llama4s_file_is_rejected(tmp_path: Path, capfd: Any) -> None:
     rejected(tmp_path / "tokenizer.model", "tokenizer of Llama 4", capfd)
 
 
-@pytest.mark.row("E04")
 @pytest.mark.parametrize("byte_fallback", [True, False])
 def test_a_truncated_sentencepiece_model_is_rejected(train: Train, byte_fallback: bool) -> None:
     data = train(byte_fallback=byte_fallback, vocab_size=600 if byte_fallback else 300).read_bytes()
@@ -842,7 +834,6 @@ def damage(source: dict[str, Any], change: str) -> dict[str, Any]:
     return {**source, **changes[change]()}
 
 
-@pytest.mark.row("E04")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -879,7 +870,6 @@ def test_a_damaged_tokenizer_json_is_rejected(
     rejected(tmp_path / "tokenizer.json", message, capfd)
 
 
-@pytest.mark.row("E07")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -895,7 +885,6 @@ def test_settings_that_contradict_the_vocabulary_are_rejected(
     rejected(byte_files["json"], message, capfd, config)
 
 
-@pytest.mark.row("E03")
 def test_a_library_panic_becomes_a_tokenizer_error(byte_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     PanicException = type("PanicException", (BaseException,), {})
 

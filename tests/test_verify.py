@@ -125,7 +125,6 @@ def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
     assert {file: file.read_bytes() for file in path.parent.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.row("A04")
 def test_files_without_a_checksum_are_listed_as_not_verified(copy: Copy) -> None:
     for form, item, why in (
         ("hf", "model.safetensors, tokenizer.json", "the Hugging Face cache has no checksum of them"),
@@ -233,7 +232,6 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("form", ["meta", "bin"])
-@pytest.mark.row("A03")
 def test_any_flipped_bit_in_a_weight_is_found_and_its_record_is_named(copy: Copy, form: str) -> None:
     path = copy(form)
     (path / "checklist.chk").unlink(missing_ok=True)
@@ -251,13 +249,11 @@ def test_any_flipped_bit_in_a_weight_is_found_and_its_record_is_named(copy: Copy
         flip(file, at, bit)
         found = failures(path)
         assert [f.check for f in found if f.item == file.name] == ["crc"]
-        assert f"records does not match: {record.filename.partition('/')[2]};" in named(found, file.name)[0].message
+        assert f"records differs: {record.filename};" in named(found, file.name)[0].message
         flip(file, at, bit)
     assert failures(path) == []
 
 
-@pytest.mark.row("A03")
-@pytest.mark.row("A04")
 def test_a_flipped_bit_anywhere_fails_the_checklist(copy: Copy) -> None:
     path = copy("meta")
     rng = random.Random(1)
@@ -309,7 +305,6 @@ def test_md5sum_gives_the_same_result_for_a_checklist(copy: Copy) -> None:
         ("x" * 2**20, "it is another file"),
     ],
 )
-@pytest.mark.row("A04")
 def test_bad_lines_of_a_checklist_fail(copy: Copy, line: str, reason: str) -> None:
     path = copy("meta")
     text = line.format(md5="d41d8cd98f00b204e9800998ecf8427e")

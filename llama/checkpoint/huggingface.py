@@ -7,6 +7,7 @@ https://github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -20,19 +21,26 @@ from torch import Tensor
 
 from ..checks import integer, is_integer
 from ..config import ModelConfig
-from ..errors import CheckpointError, ConfigError, UsageError
+from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, window_warnings
-from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name, to_model_name
+from .base import (
+    FLOATS,
+    Checkpoint,
+    check_vocabulary,
+    checked,
+    drop_pages,
+    find_tokenizer,
+    stored_bytes,
+    to_file_name,
+    to_model_name,
+    use_tied_output,
+)
 from .documents import LARGEST, Fields, describe, read_json, utf8_name, with_remedy
-from .meta import check_vocabulary
-from .nearby import find_tokenizer
-from .safetensors_header import read_header
-from .write import raw_bytes
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -94,8 +102,6 @@ DTYPES = {
 }  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-CHUNK = 2**20  # bytes that `check_bytes` compares at once
-
 
 def recognizes(folder: Path) -> bool:
     return folder.is_dir() and (folder / CONFIG).is_file()
@@ -146,10 +152,6 @@ class HuggingFaceCheckpoint(Checkpoint):
     def stored(self, name: str) -> str:
         file, source = self._sources[name]
         return file.dtypes[source]
-
-    def check_bytes(self, name: str) -> None:
-        file, source = self._sources[name]
-        file.check_bytes(source)
 
     def release(self, name: str) -> None:
         file, source = self._sources[name]
@@ -229,6 +231,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _check_tying(self) -> None:
         """Raise CheckpointError if a tied model has an lm_head that differs from the embedding. Drop an equal one."""
+        use_tied_output(self._sources, self.config.tie_embeddings)
         if not self.config.tie_embeddings or "output.weight" not in self._sources:
             return
         ours, other = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
@@ -434,10 +437,6 @@ class WeightFile(ABC):
         """A tensor by the file's name for it, mapped."""
 
     @abstractmethod
-    def check_bytes(self, name: str) -> None:
-        """As `Checkpoint.check_bytes`."""
-
-    @abstractmethod
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor."""
 
@@ -454,40 +453,24 @@ class _Safetensors(WeightFile):
                 # A header length may begin with the bytes of a torch file; then a header follows.
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
                     raise CheckpointError(f"{path} is a torch file, not a safetensors file; rename it to *.bin")
-            header = read_header(path)
             with utf8_name(path) as name:
                 self._file = safe_open(name, framework="pt")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except SafetensorError as error:
-            raise CheckpointError(
-                f"{path}: the safetensors library reports it as damaged ({' '.join(str(error).split())[:160]});"
-                " download it again"
-            ) from None
-        self._header = header
-        self.metadata = header.metadata
-        self.shapes = {name: entry.shape for name, entry in header.tensors.items()}
-        self.dtypes = {name: entry.dtype for name, entry in header.tensors.items()}
+            raise DamagedError(f"{path}: {' '.join(str(error).split())[:160]}") from None
+        self.metadata = self._file.metadata() or {}
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
+        self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        self.dtypes = {name: part.get_dtype() for name, part in slices.items()}
 
     def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+        tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
     def nbytes(self, name: str) -> int:
-        entry = self._header.tensors[name]
-        return entry.end - entry.begin
-
-    def check_bytes(self, name: str) -> None:
-        """Compare the tensor that the library reads with the bytes at the offsets that this package read."""
-        entry, read = self._header.tensors[name], raw_bytes(self.tensor(name))
-        with open(self.path, "rb") as file:
-            file.seek(self._header.start + entry.begin)
-            for at in range(0, entry.end - entry.begin, CHUNK):
-                if read[at : at + CHUNK].tobytes() != file.read(min(CHUNK, entry.end - entry.begin - at)):
-                    raise CheckpointError(
-                        f"{self.path}: {name} differs from the bytes at its offsets; the file was changed in the"
-                        f" meantime, run the command again"
-                    )
+        bits = re.search(r"\d+", self.dtypes[name])
+        return math.prod(self.shapes[name]) * (int(bits[0]) // 8 if bits else 1)
 
 
 class _TorchFile(WeightFile):
@@ -503,9 +486,6 @@ class _TorchFile(WeightFile):
 
     def nbytes(self, name: str) -> int:
         return self._tensors[name].nbytes
-
-    def check_bytes(self, name: str) -> None:
-        torchfile.check_bytes(self._tensors, name, self.path)
 
 
 def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:

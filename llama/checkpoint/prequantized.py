@@ -98,10 +98,6 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     def file_name(self, name: str) -> str:
         return self._sources[name][1] if name in self._matrices else to_file_name(name, NAMES, LAYERS)
 
-    def check_bytes(self, name: str) -> None:
-        for part in self._all_parts(name):
-            part.file.check_bytes(part.source)
-
     def release(self, name: str) -> None:
         for part in self._all_parts(name):
             if part.file.mapped:

@@ -25,8 +25,8 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.gguf import from_metadata
 
 from .. import tiny
-from ..fuzz import law
 from ..scripts import make_tiny
+from . import harness
 from .conftest import Try
 
 RUN = ("-n", "1", "--device", "cpu", "--dtype", "float32")
@@ -85,7 +85,6 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.row("H01")
 @pytest.mark.parametrize("where", ["gguf", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_template_can_not_run_code(folders: dict[str, Path], tmp_path: Path, attempt: Try, where: str) -> None:
     """In all three files. `attempt` checks that the canary file does not exist."""
@@ -93,7 +92,6 @@ def test_a_template_can_not_run_code(folders: dict[str, Path], tmp_path: Path, a
     attempt("generate", "x", *RUN, "-m", model).refused("chat template failed", "unsafe", "--raw")
 
 
-@pytest.mark.row("H01")
 @pytest.mark.parametrize("template", ESCAPES)
 def test_the_sandbox_blocks_every_escape(template: str) -> None:
     with pytest.raises(TemplateError) as error:
@@ -195,7 +193,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     template_module._CHILD.stop()
 
 
-@pytest.mark.row("H02")
 @pytest.mark.parametrize("name", [*IN_CHILD[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in IN_CHILD[2:])])
 def test_an_endless_template_ends_the_command_with_an_error(tmp_path: Path, attempt: Try, name: str) -> None:
     """In a child process with 1 GiB and ten seconds; the sandbox's limit is reached first."""
@@ -203,23 +200,21 @@ def test_an_endless_template_ends_the_command_with_an_error(tmp_path: Path, atte
     attempt("generate", "x", *RUN, "-m", path).refused("chat template failed", "--raw")
 
 
-@pytest.mark.row("H02")
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("names", [FAST, pytest.param([*HOSTILE], marks=pytest.mark.slow)], ids=["fast", "all"])
 def test_every_hostile_template_ends_within_the_limits(names: Sequence[str]) -> None:
     """This process spends neither time nor memory on them."""
     for name in names:
         template = HOSTILE[name]
-        before, used, peak = times(), time.thread_time(), law.reset_peak()
+        before, used, peak = times(), time.thread_time(), harness.reset_peak()
         with pytest.raises(TemplateError, match=ENDS):
             render(template, [{"role": "user", "content": "x"}], TINY)
         assert time.thread_time() - used < 0.2, name
-        assert law.peak() - peak < 2**26, name  # the answer and the request, not what the template computed
+        assert harness.peak() - peak < 2**26, name  # the answer and the request, not what the template computed
         template_module._CHILD.stop()  # the times of a process count when it has ended
         assert times() - before < SECONDS / 20 + 1.5, name  # with the start of the process
 
 
-@pytest.mark.row("H02")
 def test_a_date_of_any_width_takes_bounded_memory() -> None:
     """The C library decides whether it is written, is empty, or does not fit."""
     try:
@@ -235,7 +230,6 @@ def times() -> float:
     return spent.children_user + spent.children_system
 
 
-@pytest.mark.row("H02")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_every_hostile_template_ends_the_command(tmp_path: Path, attempt: Try, name: str) -> None:
@@ -244,7 +238,6 @@ def test_every_hostile_template_ends_the_command(tmp_path: Path, attempt: Try, n
     attempt("generate", "x", *RUN, "-m", path, memory=1 << 29).refused("chat template")
 
 
-@pytest.mark.row("H02")
 def test_a_long_conversation_stays_far_below_the_limits() -> None:
     """A thousand turns of a thousand characters; the text equals that of a loop in Python."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 200} for i in range(1000)]
@@ -256,7 +249,6 @@ def test_a_long_conversation_stays_far_below_the_limits() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- H03, H04: broken
-@pytest.mark.row("H03")
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -281,7 +273,6 @@ def test_a_broken_template_is_an_error_with_jinjas_message(
     attempt("generate", "x", *RUN, "-m", path).refused("chat template failed", expected, "--raw")
 
 
-@pytest.mark.row("H04")
 def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
     path = tiny.write_gguf(tmp_path / "t.gguf", metadata={"tokenizer.chat_template": None})
     attempt("chat", *RUN, "-m", path, stdin=b"hello\n").refused("no chat template", "--chat-format")
@@ -373,7 +364,6 @@ def spelled(tokenizer: Tokenizer) -> st.SearchStrategy[list[str]]:
     return st.tuples(pairs, pairs).map(lambda both: [*both[0], *both[1]])
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.parametrize("which", [0, 1])
 def test_control_ids_are_only_those_of_the_template(tokenizers: dict[str, Tokenizer], name: str, which: int) -> None:
@@ -392,7 +382,6 @@ def test_control_ids_are_only_those_of_the_template(tokenizers: dict[str, Tokeni
     check()
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_complete_and_split_control_strings_stay_text(tokenizers: dict[str, Tokenizer], name: str) -> None:
     """Every control string, split over two messages or over content and name; the text is unchanged."""
@@ -412,7 +401,6 @@ def test_complete_and_split_control_strings_stay_text(tokenizers: dict[str, Toke
             assert tokenizer.decode(ids) == text or tokenizer.strips_leading_space
 
 
-@pytest.mark.row("H05")
 def test_control_strings_in_texts_stay_text_in_built_in_formats(tokenizers: dict[str, Tokenizer]) -> None:
     for name, format in (("llama-3-8b", "llama3"), ("llama-2-7b", "llama2")):
         tokenizer = tokenizers[name]
@@ -428,7 +416,6 @@ def test_control_strings_in_texts_stay_text_in_built_in_formats(tokenizers: dict
 
 
 # -------------------------------------------------------------------------------------------- H06, H07: conversations
-@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
@@ -453,7 +440,6 @@ def test_malformed_messages_are_errors_with_their_line(
     outcome.refused("in.jsonl line 1", expected, code=2)
 
 
-@pytest.mark.row("H06")
 def test_a_template_may_accept_two_user_messages_in_a_row(tiny_llm: Any) -> None:
     """ChatML accepts them; a format with alternating turns rejects them (tests/test_chat_formats.py)."""
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
@@ -463,14 +449,12 @@ def test_a_template_may_accept_two_user_messages_in_a_row(tiny_llm: Any) -> None
     assert ids == [*turn[0], *turn[1], start, *TINY.encode("assistant\n")]
 
 
-@pytest.mark.row("H06")
 def test_a_message_of_a_megabyte_is_rejected(tmp_path: Path, attempt: Try) -> None:
     """It is encoded, counted and rejected: it is longer than the context."""
     path = tiny.write_gguf(tmp_path / "t.gguf")
     attempt("generate", *RUN, "-m", path, stdin=b"hello " * 175_000).refused("tokens", "256")
 
 
-@pytest.mark.row("H07")
 def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
     """Nothing is silently removed, especially not the system message; the chat continues, and the exit code is 1."""
     for end in (b"", b"/exit\n"):
@@ -481,7 +465,6 @@ def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt:
         assert outcome.error.count("1 new") == 2
 
 
-@pytest.mark.row("H07")
 def test_the_date_in_a_template_can_be_fixed() -> None:
     template = "{{ strftime_now('%d %b %Y') }}"
     assert render(template, [{"role": "user", "content": "x"}], TINY, now=NOW) == "26 Jul 2024"

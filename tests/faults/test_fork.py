@@ -57,7 +57,6 @@ assert work()[0] == first
 """
 
 
-@pytest.mark.row("I14")
 @pytest.mark.timeout(100)
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing", "while others compute"])
@@ -132,14 +131,12 @@ other.join()
 """
 
 
-@pytest.mark.row("I14")
 @pytest.mark.skipif(not kernels.ready() or not os.path.exists("/proc/self/task"), reason="needs the kernels, and Linux")
 @pytest.mark.parametrize("way", ["before the first loop", "after a loop", "in the middle of loops", "multiprocessing"])
 def test_the_kernels_of_a_forked_child_have_threads_of_their_own(forked: Forked, way: str) -> None:
     check(forked, f"{CHILD}\nway = {way!r}\n{KERNELS}")
 
 
-@pytest.mark.row("I14")
 @pytest.mark.skipif(not kernels.ready() or not hasattr(os, "fork"), reason="needs the kernels, and fork")
 def test_a_child_can_use_the_kernels_that_another_thread_was_loading(forked: Forked) -> None:
     check(forked, LOADING)

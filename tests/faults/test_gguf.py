@@ -122,7 +122,7 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
-    [pytest.param(*case, id=case[0], marks=pytest.mark.row(row)) for row, *case in CRAFTED],
+    [pytest.param(*case, id=case[0]) for _, *case in CRAFTED],
 )
 def test_each_crafted_fault_is_refused(tmp_path: Path, attempt: Try, name: str, content: bytes, says: str) -> None:
     path = tmp_path / "bad.gguf"
@@ -252,7 +252,6 @@ def changed_values(data: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"{key} {name}", header + bytes(-len(header) % 32) + data[first:]
 
 
-@pytest.mark.row("D03")
 def test_the_original_file_is_valid(good: bytes, tmp_path: Path, attempt: Try) -> None:
     """The tests of changed files are meaningful only for a valid original. `walk` ends where read_header ends."""
     (tmp_path / "good.gguf").write_bytes(good)
@@ -275,14 +274,14 @@ def kinds(data: bytes) -> dict[str, Iterator[tuple[str, bytes]]]:
 @pytest.mark.parametrize(
     ("kind", "every", "fewest"),
     [
-        pytest.param("cuts", 200, 8, marks=pytest.mark.row("D03")),
-        pytest.param("flips", 180, 4, marks=pytest.mark.row("D03")),
-        pytest.param("integers", 170, 6, marks=pytest.mark.row("D03")),
-        pytest.param("values", 28, 6, marks=pytest.mark.row("D10")),
-        pytest.param("cuts", 8, 200, marks=[pytest.mark.row("D03"), *SLOW]),
-        pytest.param("flips", 8, 100, marks=[pytest.mark.row("D03"), *SLOW]),
-        pytest.param("integers", 8, 120, marks=[pytest.mark.row("D03"), *SLOW]),
-        pytest.param("values", 1, 200, marks=[pytest.mark.row("D11"), *SLOW]),
+        pytest.param("cuts", 200, 8),
+        pytest.param("flips", 180, 4),
+        pytest.param("integers", 170, 6),
+        pytest.param("values", 28, 6),
+        pytest.param("cuts", 8, 200, marks=SLOW),
+        pytest.param("flips", 8, 100, marks=SLOW),
+        pytest.param("integers", 8, 120, marks=SLOW),
+        pytest.param("values", 1, 200, marks=SLOW),
     ],
 )
 def test_a_changed_file_runs_or_is_refused(
@@ -294,7 +293,6 @@ def test_a_changed_file_runs_or_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.row("D03")
 def test_every_change_of_the_header_loads_or_is_refused(
     good: bytes, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -320,7 +318,6 @@ def test_every_change_of_the_header_loads_or_is_refused(
     ],
     ids=str,
 )
-@pytest.mark.row("D10")
 def test_another_architecture_is_refused(tmp_path: Path, attempt: Try, changes: dict[str, Any], says: str) -> None:
     """The tensors match in every case, so without the check the model would run and generate wrong text."""
     path = tiny.write_gguf(tmp_path / "x.gguf", SMALL, metadata={**PIECES, **changes})
@@ -358,7 +355,6 @@ def test_another_architecture_is_refused(tmp_path: Path, attempt: Try, changes: 
     ],
     ids=str,
 )
-@pytest.mark.row("D11")
 def test_an_invalid_vocabulary_is_refused(tmp_path: Path, attempt: Try, changes: dict[str, Any], says: str) -> None:
     entries = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     path = tiny.write_gguf(tmp_path / "x.gguf", SMALL, metadata={**PIECES, **entries})
@@ -395,7 +391,6 @@ def llama3_divisors(head_dim: int) -> torch.Tensor:
     return torch.tensor(np.array(out), dtype=torch.float32)
 
 
-@pytest.mark.row("D12")
 def test_rows_and_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
     """Write transformers' weights with the gguf package and compare the logits, also past position 8192."""
     torch.manual_seed(0)
@@ -463,7 +458,6 @@ def write(path: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor])
     ],
     ids=str,
 )
-@pytest.mark.row("D13")
 def test_an_incomplete_split_model_is_refused(
     tmp_path: Path, attempt: Try, name: str, split: dict[str, Any], says: str
 ) -> None:

@@ -45,7 +45,6 @@ def limited(kilobytes: int, *args: object) -> subprocess.CompletedProcess[bytes]
 
 
 @linux
-@pytest.mark.row("J02")
 @pytest.mark.parametrize("kilobytes", [300_000, 450_000, 600_000, 700_000])
 def test_an_address_space_too_small_to_import_torch_is_one_line(kilobytes: int, gguf: Path) -> None:
     """Without the check these limits cause an ImportError, an abort, or messages of OpenBLAS and Python."""
@@ -57,7 +56,6 @@ def test_an_address_space_too_small_to_import_torch_is_one_line(kilobytes: int, 
 
 
 @linux
-@pytest.mark.row("J02")
 @pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", range(650_000, 1_300_000, 25_000))
 def test_every_limit_gives_an_answer_or_one_line(kilobytes: int, gguf: Path) -> None:
@@ -72,7 +70,6 @@ def test_every_limit_gives_an_answer_or_one_line(kilobytes: int, gguf: Path) -> 
 
 
 @linux
-@pytest.mark.row("J02")
 @pytest.mark.slow
 def test_the_estimate_of_the_import_is_accurate() -> None:
     code = "from llama import cli; from llama.system import limits; estimate = limits.import_bytes();"
@@ -84,7 +81,6 @@ def test_the_estimate_of_the_import_is_accurate() -> None:
 
 
 @linux
-@pytest.mark.row("J02")
 @pytest.mark.parametrize("check", [True, False])
 def test_a_failed_allocation_during_a_run_is_one_line(check: bool, attempt: Try, tmp_path: Path) -> None:
     config = dataclasses.replace(tiny.CONFIG, n_heads=8, n_kv_heads=8, head_dim=32, max_seq_len=2**20)
@@ -100,7 +96,6 @@ def test_a_failed_allocation_during_a_run_is_one_line(check: bool, attempt: Try,
 ABSENT = ("cuda", "cuda:0", "mps", "xpu", "gpu", "", "cpu:x", "meta", "cuda:-1", "vulkan", "cpu,")
 
 
-@pytest.mark.row("J03")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ABSENT)
 def test_a_missing_device_is_refused(name: str, gguf: Path, attempt: Try) -> None:
@@ -109,19 +104,16 @@ def test_a_missing_device_is_refused(name: str, gguf: Path, attempt: Try) -> Non
     )
 
 
-@pytest.mark.row("J03")
 def test_several_devices_need_a_single_process(gguf: Path, attempt: Try) -> None:
     several = ("--tensor-parallel", "2", "--device", "cpu,cpu")
     attempt("generate", "--raw", "a", "-m", gguf, *several).refused("cpu,cpu", "several processes", code=2)
 
 
-@pytest.mark.row("J04")
 @pytest.mark.parametrize("name", ["fp8", "float8_e4m3fn", "float64", "int8", "bf17", ""])
 def test_an_unsupported_dtype_is_refused(name: str, gguf: Path, attempt: Try) -> None:
     attempt("generate", "--raw", "a", "-n", "1", "-m", gguf, f"--dtype={name}").refused(repr(name), "float32", code=2)
 
 
-@pytest.mark.row("J04")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.01), ("bfloat16", 0.08)])
 def test_a_cpu_computes_nearly_the_same_in_16_bits_as_in_32(dtype: str, tolerance: float, gguf: Path) -> None:
     tokens = tiny.random_tokens(30)
@@ -131,7 +123,6 @@ def test_a_cpu_computes_nearly_the_same_in_16_bits_as_in_32(dtype: str, toleranc
         assert float((got.float() - expected).norm() / expected.norm()) < tolerance
 
 
-@pytest.mark.row("J04")
 def test_a_gpu_without_bfloat16_uses_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default is float16. bfloat16 is accepted if it is emulated, and refused otherwise."""
     cuda = torch.device("cuda", 0)
@@ -155,7 +146,6 @@ def spans(tensors: list[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.row("J05")
 @pytest.mark.parametrize("form", ["gguf", "hf", "meta"])
 def test_mapped_weights_are_writable_and_share_no_memory_with_buffers(form: str, gguf: Path, tmp_path: Path) -> None:
     """In a child, which a write to a read-only page would kill. The file does not change."""
@@ -188,7 +178,6 @@ def test_mapped_weights_are_writable_and_share_no_memory_with_buffers(form: str,
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
 
 
-@pytest.mark.row("J05")
 @pytest.mark.parametrize(
     "args",
     [("generate", *RUN), ("generate", *RUN, "--kv-cache", "int8"), ("generate", *RUN, "--draft", "ngram"),
@@ -219,7 +208,6 @@ def strided(tensor: Tensor) -> Tensor:
     return larger[..., 0]
 
 
-@pytest.mark.row("J06")
 @pytest.mark.parametrize("view", [transposed, offset, strided], ids=lambda view: view.__name__)
 def test_weights_that_are_views_are_read_and_converted(view: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     plain = Path(make_tiny.make(tmp_path / "meta", "llama-3-8b"))
@@ -242,7 +230,6 @@ def test_weights_that_are_views_are_read_and_converted(view: Callable[[Tensor], 
 
 
 # ------------------------------------------------------------------------------------------------------- compiling
-@pytest.mark.row("J07")
 @linux
 def test_without_a_compiler_compile_is_refused(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: Try

@@ -32,7 +32,7 @@ from llama.tools.evaluate import nats
 from .. import tiny
 from .conftest import Try
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G10")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 PROMPT, BIASED = [3, 1, 4, 1, 5], dataclasses.replace(tiny.CONFIG, attention_bias=True, mlp_bias=True)
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights need the C++ kernels")
 
@@ -297,7 +297,6 @@ def test_the_second_pass_removes_its_hooks(broken: Transformer) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- after an error
-@pytest.mark.row("G18")
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_a_session_works_after_nan(attention: str, fixed: bool) -> None:
@@ -318,7 +317,6 @@ def test_a_session_works_after_nan(attention: str, fixed: bool) -> None:
         assert last.completion.tokens == fresh.completion.tokens
 
 
-@pytest.mark.row("G18")
 def test_a_draft_works_after_nan() -> None:
     small = tiny.model()
     small.runner.fixed_cache = True

@@ -60,7 +60,6 @@ FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
 READ_ONLY = "import os; os.dup2(os.open('/dev/null', os.O_RDONLY), 1)"
 
 
-@pytest.mark.row("I01")
 @pytest.mark.parametrize("name", SOME)
 def test_a_closed_pipe_ends_the_command_quietly(attempt: Try, model: Path, name: str) -> None:
     ended = attempt(*command(name, model), before=CLOSED_PIPE)
@@ -70,7 +69,6 @@ def test_a_closed_pipe_ends_the_command_quietly(attempt: Try, model: Path, name:
     assert "Exception" not in ended.error
 
 
-@pytest.mark.row("I02")
 @pytest.mark.parametrize("name", SOME)
 def test_a_command_without_a_stdout_fails(attempt: Try, model: Path, name: str) -> None:
     """The same command with a stdout succeeds. Without one the answer would be lost, so the command must fail.
@@ -84,19 +82,16 @@ def test_a_command_without_a_stdout_fails(attempt: Try, model: Path, name: str) 
     attempt(*command(name, model), before=READ_ONLY).refused("standard output: Bad file descriptor")
 
 
-@pytest.mark.row("I02")
 def test_nothing_is_converted_without_a_stdout(attempt: Try, model: Path, tmp_path: Path) -> None:
     attempt("convert", model, tmp_path / "new", "--to", "hf", before=CLOSED).refused("standard output is closed")
 
 
-@pytest.mark.row("I03")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
 @pytest.mark.parametrize("name", SOME)
 def test_a_full_stdout_is_one_line(attempt: Try, model: Path, name: str) -> None:
     attempt(*command(name, model), before=FULL).refused("standard output: No space left on device")
 
 
-@pytest.mark.row("I03")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
 def test_a_full_stdout_is_one_line_for_many_prompts(attempt: Try, model: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -104,14 +99,12 @@ def test_a_full_stdout_is_one_line_for_many_prompts(attempt: Try, model: Path, t
     attempt(*args, before=FULL).refused("standard output: No space left on device")
 
 
-@pytest.mark.row("I04")
 @pytest.mark.parametrize("args", [("generate",), ("generate", "--prompts", "-"), ("chat",), ("trace",)])
 def test_a_closed_stdin_is_refused(attempt: Try, model: Path, args: tuple[str, ...]) -> None:
     closed = "import os, sys; sys.stdin = None; os.close(0)"
     attempt(*args, "-m", model, before=closed).refused("standard input", "closed", code=2)
 
 
-@pytest.mark.row("I04")
 @pytest.mark.parametrize(
     ("args", "code"), [(("generate",), 2), (("generate", "--prompts", "-"), 2), (("trace",), 2), (("chat",), 2)]
 )
@@ -121,7 +114,6 @@ def test_an_endless_stdin_is_refused(attempt: Try, model: Path, args: tuple[str,
     attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("is endless", code=code)
 
 
-@pytest.mark.row("I04")
 def test_the_command_does_not_wait_for_a_prompt_from_a_terminal(model: Path) -> None:
     child = pexpect.spawn(sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=60)
     child.expect('clearllama generate "your text"')
@@ -130,13 +122,11 @@ def test_the_command_does_not_wait_for_a_prompt_from_a_terminal(model: Path) -> 
     assert child.exitstatus == 2
 
 
-@pytest.mark.row("I04")
 def test_chat_refuses_input_that_is_not_utf_8(attempt: Try, model: Path) -> None:
     args = ("chat", "-m", model, *CPU, "--chat-format", "llama3", "-n", "3", "-q")
     attempt(*args, stdin=b"\xff\n").refused("not UTF-8: byte 0 is 0xff", code=2)
 
 
-@pytest.mark.row("I05")
 @pytest.mark.parametrize("name", ["generate", "inspect", "study", "help", "trace"])
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Path, name: str, encoding: str) -> None:
@@ -183,7 +173,6 @@ streams.write_stderr = write_stderr
 """
 
 
-@pytest.mark.row("I06")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
@@ -200,7 +189,6 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
         assert ("interrupted" in ended.error) == (number == signal.SIGINT)
 
 
-@pytest.mark.row("I06")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_output_before_a_signal_is_written(attempt: Try, model: Path, number: signal.Signals) -> None:
     complete = attempt(*GENERATE, "-q", "-m", model, "-n", "20").stdout
@@ -218,7 +206,6 @@ def test_output_before_a_signal_is_written(attempt: Try, model: Path, number: si
 
 
 # ------------------------------------------------------------------------------------- terminals and progress bars
-@pytest.mark.row("I08")
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_without_a_terminal_there_are_no_progress_bars_and_no_colours(
     attempt: Try, model: Path, tmp_path: Path, to: str
@@ -229,7 +216,6 @@ def test_without_a_terminal_there_are_no_progress_bars_and_no_colours(
     assert len(ended.stdout.splitlines()) == 2
 
 
-@pytest.mark.row("I08")
 @pytest.mark.parametrize(
     ("env", "bars"),
     [({"TERM": "dumb"}, False), pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, True, marks=pytest.mark.slow)],
@@ -248,7 +234,6 @@ def test_a_dumb_terminal_gets_no_progress_bars_and_no_terminal_gets_colours(
 
 
 # ------------------------------------------------------------------------------------------------------------- JSON
-@pytest.mark.row("I09")
 @pytest.mark.parametrize("number", [-math.inf, math.inf, math.nan])
 def test_numbers_that_json_cannot_express_are_null(number: float, capsys: pytest.CaptureFixture[str]) -> None:
     stats = SimpleNamespace(prompt_tokens=1, as_dict=dict)
@@ -272,13 +257,11 @@ NO_SOCKET = (
 )
 
 
-@pytest.mark.row("I10")
 @pytest.mark.parametrize("name", SOME)
 def test_local_files_are_used_without_the_network(attempt: Try, model: Path, name: str) -> None:
     assert attempt(*command(name, model), before=NO_SOCKET).survived()
 
 
-@pytest.mark.row("I10")
 @pytest.mark.parametrize("name", ["org/name", "no-such-model"])
 def test_missing_models_are_refused_offline(
     attempt: Try, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +271,6 @@ def test_missing_models_are_refused_offline(
     attempt("generate", "a", "-m", name, before=NO_SOCKET).refused(name, "there is no file or folder")
 
 
-@pytest.mark.row("I10")
 def test_a_local_model_runs_without_a_home(
     attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +283,6 @@ def test_a_local_model_runs_without_a_home(
     attempt("pull", before=unknown + NO_SOCKET).refused("the home folder is not known", "CLEARLLAMA_CACHE", code=2)
 
 
-@pytest.mark.row("I10")
 def test_a_local_model_runs_without_a_writable_cache(
     attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +332,6 @@ print(json.dumps([results, answer.getvalue(), __debug__]))
 
 
 @pytest.mark.slow
-@pytest.mark.row("I11")
 def test_results_do_not_depend_on_asserts_or_warnings(model: Path, tmp_path: Path) -> None:
     """-OO removes asserts and docstrings, -W error makes warnings fatal; neither changes the output."""
     cut = tmp_path / "cut"
@@ -392,7 +372,6 @@ def without(*names: str) -> str:
     )
 
 
-@pytest.mark.row("I12")
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_figures_without_matplotlib_are_refused(attempt: Try, tmp_path: Path, ending: str) -> None:
     args = ("study", "clock", "--figure", tmp_path / f"x.{ending}")
@@ -404,7 +383,6 @@ def test_figures_without_matplotlib_are_refused(attempt: Try, tmp_path: Path, en
     assert table.survived()
 
 
-@pytest.mark.row("I12")
 def test_repositories_without_huggingface_hub_are_refused(attempt: Try, model: Path) -> None:
     gone = without("huggingface_hub")
     attempt("pull", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")

@@ -24,7 +24,6 @@ def free_port() -> str:
         return str(bound.getsockname()[1])
 
 
-@pytest.mark.row("K03")
 @pytest.mark.slow
 def test_a_rank_without_its_master_reports_one_line(tiny_gguf: Path) -> None:
     """Once it also printed torch's stack and ended with the exit code of usage errors."""
@@ -43,7 +42,6 @@ def pair(folder: Path, *each: tuple[str, ...]) -> list[tuple[int, str, list[str]
     return [rank.end(60) for rank in ranks]
 
 
-@pytest.mark.row("K04")
 def test_rank_0_decides_the_prompt_the_seed_and_the_end(tiny_gguf: Path, tmp_path: Path, clearllama: Any) -> None:
     model = ("-m", str(tiny_gguf), "--raw", "--dtype", "float32", "--device", "cpu", "--json", "--temp", "1.5")
     first = ("generate", "hello there", *model, "-n", "12", "--seed", "5")
@@ -56,7 +54,6 @@ def test_rank_0_decides_the_prompt_the_seed_and_the_end(tiny_gguf: Path, tmp_pat
     assert alone[:3] != wrong
 
 
-@pytest.mark.row("K04")
 @pytest.mark.slow
 def test_ranks_with_different_options_are_refused(tiny_gguf: Path, tmp_path: Path) -> None:
     options = ("--raw", "hello", "-m", str(tiny_gguf), "--device", "cpu", "--dtype", "float32")
@@ -69,7 +66,6 @@ def test_ranks_with_different_options_are_refused(tiny_gguf: Path, tmp_path: Pat
         assert ends[1][1] == ends[0][1] == ""
 
 
-@pytest.mark.row("K06")
 def test_a_waiting_rank_listens_on_the_loopback_interface_only(tiny_gguf: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     launched = Launched(*PROMPT, "-m", str(tiny_gguf), **env, CLEARLLAMA_JOIN_SECONDS="60")

@@ -77,7 +77,6 @@ def generated(prompt: list[int], **options: Any) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------------- the prompt
-@pytest.mark.row("G01")
 def test_an_empty_prompt_is_begin_of_text_only(tiny_llm: Llama) -> None:
     bos = tiny_llm.tokenizer.bos_id
     assert bos is not None
@@ -88,7 +87,6 @@ def test_an_empty_prompt_is_begin_of_text_only(tiny_llm: Llama) -> None:
     assert [c.tokens for c in tiny_llm.generate(["", ""], **options)] == [expected.tokens] * 2
 
 
-@pytest.mark.row("G01")
 @pytest.mark.parametrize("text", [" ", "\n", "\t \r\n", "\0", "\u3000"])
 def test_white_space_is_a_valid_prompt(tiny_llm: Llama, text: str) -> None:
     ids = tiny_llm.tokenizer.encode_prompt(text)
@@ -96,14 +94,12 @@ def test_white_space_is_a_valid_prompt(tiny_llm: Llama, text: str) -> None:
     assert tiny_llm.generate(text, max_new_tokens=2).stats.prompt_tokens == len(ids)
 
 
-@pytest.mark.row("G01")
 @pytest.mark.parametrize("prompt", [None, 5, 1.5, b"x", {"a": 1}, [None], ["a", 5], [["a"]], {"a"}])
 def test_a_prompt_that_is_not_a_string_is_a_usage_error(tiny_llm: Llama, prompt: Any) -> None:
     with pytest.raises(UsageError, match="must be a string"):
         tiny_llm.generate(prompt)
 
 
-@pytest.mark.row("G01")
 def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attempt: Try) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"tokenizer.ggml.bos_token_id": None})
     attempt(*RUN, "-m", path, "", "-n", "2").refused("no begin-of-text id", "pass some text", code=2)
@@ -115,7 +111,6 @@ def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attemp
             llm.generate(["a", "", "b"], max_new_tokens=2, **way)
 
 
-@pytest.mark.row("G01")
 @pytest.mark.parametrize(
     ("prompts", "kind", "message"),
     [
@@ -130,7 +125,6 @@ def test_an_error_in_a_list_names_the_prompt(tiny_llm: Llama, prompts: Any, kind
             tiny_llm.generate(prompts, max_new_tokens=2, **way)
 
 
-@pytest.mark.row("G02")
 @pytest.mark.parametrize("how", ["alone", "batch", "command"])
 def test_a_prompt_one_token_shorter_than_the_context_is_answered_and_a_longer_one_refused(
     how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama, tiny_gguf: Path, attempt: Try
@@ -157,7 +151,6 @@ def test_a_prompt_one_token_shorter_than_the_context_is_answered_and_a_longer_on
     assert finish == ("stop" if best in tiny_llm.tokenizer.stop_ids else "length")
 
 
-@pytest.mark.row("G03")
 @pytest.mark.parametrize("how", ["alone", "batch", "draft", "fixed cache", "8-bit cache"])
 def test_an_answer_ends_at_the_end_of_the_context_and_its_tokens_are_correct(
     how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama
@@ -181,7 +174,6 @@ def test_an_answer_ends_at_the_end_of_the_context_and_its_tokens_are_correct(
         assert bool((chosen >= logits.amax(-1) - near).all())
 
 
-@pytest.mark.row("G03")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_cache_refuses_tokens_beyond_its_end(kind: str, fixed: bool) -> None:
@@ -201,14 +193,14 @@ def test_a_cache_refuses_tokens_beyond_its_end(kind: str, fixed: bool) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(pytest.param("-n", v, marks=pytest.mark.row("G04")) for v in ("-1", str(2**63), "1.5", "x")),
-        *(pytest.param("--temperature", v, marks=pytest.mark.row("G05")) for v in ("-1", "-0.001", "-inf")),
-        *(pytest.param("--temperature", v, marks=pytest.mark.row("G06")) for v in ("nan", "inf", "1e9")),
-        *(pytest.param("--top-p", v, marks=pytest.mark.row("G07")) for v in ("1.5", "nan", "inf")),
-        *(pytest.param("--top-p", v, marks=pytest.mark.row("G08")) for v in ("-0.1", "-1e-9")),
-        *(pytest.param("--top-k", v, marks=pytest.mark.row("G09")) for v in ("-1", "1.5")),
-        *(pytest.param("--seed", v, marks=pytest.mark.row("G11")) for v in ("-1", str(2**63), str(2**64), "1.5")),
-        pytest.param("--stop", "", marks=pytest.mark.row("G14")),
+        *(("-n", v) for v in ("-1", str(2**63), "1.5", "x")),
+        *(("--temperature", v) for v in ("-1", "-0.001", "-inf")),
+        *(("--temperature", v) for v in ("nan", "inf", "1e9")),
+        *(("--top-p", v) for v in ("1.5", "nan", "inf")),
+        *(("--top-p", v) for v in ("-0.1", "-1e-9")),
+        *(("--top-k", v) for v in ("-1", "1.5")),
+        *(("--seed", v) for v in ("-1", str(2**63), str(2**64), "1.5")),
+        ("--stop", ""),
     ],
 )
 def test_the_command_refuses_bad_sampling_options_with_exit_code_2(
@@ -217,8 +209,6 @@ def test_the_command_refuses_bad_sampling_options_with_exit_code_2(
     attempt(*RUN, "-m", tiny_gguf, "a", f"{option}={value}" if option != "-n" else f"-n{value}").refused(code=2)
 
 
-@pytest.mark.row("G05")
-@pytest.mark.row("G07")
 @pytest.mark.parametrize(
     "bad", [{"temperature": -1.0}, {"temperature": -1e-9}, {"top_p": 1.5}, {"top_p": 1 + 1e-9}, {"top_p": math.nan}]
 )
@@ -240,7 +230,6 @@ def test_every_entry_point_refuses_bad_sampling_options(tiny_llm: Llama, bad: di
             way()
 
 
-@pytest.mark.row("G05")
 @given(
     st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=20, unique=True),
     st.floats(0.05, 20),
@@ -254,8 +243,6 @@ def test_a_temperature_keeps_the_order_of_the_probabilities(values: list[float],
     torch.testing.assert_close(p, torch.tensor([e / total for e in expected], dtype=torch.float64), atol=1e-5, rtol=0)
 
 
-@pytest.mark.row("G07")
-@pytest.mark.row("G08")
 @given(st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=20), st.floats(0, 1))
 def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: float) -> None:
     logits = torch.tensor(values)
@@ -267,7 +254,6 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: flo
     assert float(chances[kept].sum()) >= p - 1e-5
 
 
-@pytest.mark.row("G06")
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-30, 5e-324, 9.9e-6])
 def test_temperatures_near_zero_are_greedy(temperature: float, theirs: Callable[..., torch.Tensor]) -> None:
     ids = [5, 6, 7]
@@ -276,21 +262,18 @@ def test_temperatures_near_zero_are_greedy(temperature: float, theirs: Callable[
         ids = [*ids, id]
 
 
-@pytest.mark.row("G06")
 def test_extreme_temperatures_give_valid_probabilities() -> None:
     logits = torch.tensor([30000.0, 29999.9, -30000.0])
     assert probs(logits, SamplingParams(temperature=1e-5)).tolist() == [1, 0, 0]
     torch.testing.assert_close(probs(logits / 1e5, SamplingParams(temperature=1e6)), torch.full((3,), 1 / 3))
 
 
-@pytest.mark.row("G09")
 @pytest.mark.parametrize("k", [0, 320, 321, 2**31])
 def test_a_top_k_of_zero_or_at_least_the_vocabulary_size_has_no_effect(k: int) -> None:
     options: dict[str, Any] = {"temperature": 1.3, "seed": 7, "max_new_tokens": 12}
     assert generated([5, 6], top_k=k, **options) == generated([5, 6], **options)
 
 
-@pytest.mark.row("G10")
 @given(
     st.lists(st.one_of(st.just(-math.inf), st.floats(-(2.0**100), 2.0**100, width=32)), min_size=1, max_size=12),
     st.floats(0, 1e6), st.integers(0, 14), st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), st.integers(0, 99),
@@ -314,7 +297,6 @@ def test_every_combination_of_filters_leaves_a_token_to_sample(
     assert math.isfinite(values[id])
 
 
-@pytest.mark.row("G10")
 def test_ties_are_resolved_deterministically() -> None:
     logits = torch.zeros(50)
     logits[[7, 30]] = 2.0
@@ -324,7 +306,6 @@ def test_ties_are_resolved_deterministically() -> None:
     assert drawn == drawn[:1] * 5
 
 
-@pytest.mark.row("G11")
 @pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
 @pytest.mark.parametrize("way", [{}, {"draft": "ngram"}, {"logprobs": True}, {"stop": ["zq"]}], ids=str)
 def test_a_seed_determines_all_tokens_with_all_options(tiny_llm: Llama, seed: int, way: dict[str, Any]) -> None:
@@ -339,7 +320,6 @@ def test_a_seed_determines_all_tokens_with_all_options(tiny_llm: Llama, seed: in
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
-@pytest.mark.row("G12")
 def test_batched_prompts_of_1_7_and_64_tokens_equal_transformers(theirs: Callable[..., torch.Tensor]) -> None:
     net = tiny.model()
     prompts = [tiny.random_tokens(n, seed=n)[0].tolist() for n in (1, 7, 64)]
@@ -353,7 +333,6 @@ def test_batched_prompts_of_1_7_and_64_tokens_equal_transformers(theirs: Callabl
         assert ids == logits.argmax(-1).tolist()
 
 
-@pytest.mark.row("G13")
 def test_a_batch_can_be_iterated_only_once() -> None:
     run = Batch(tiny.model(), [Request([1, 2], SamplingParams(max_new_tokens=3))] * 3, slots=2)
     events = iter(run)
@@ -363,7 +342,6 @@ def test_a_batch_can_be_iterated_only_once() -> None:
     assert sum(isinstance(event, Ended) for event in events) == 3
 
 
-@pytest.mark.row("G20")
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_unused_rows_of_a_batch_have_finite_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots whose sequence has ended or not started run too; their logits are finite and discarded."""
@@ -383,7 +361,6 @@ def test_unused_rows_of_a_batch_have_finite_logits(name: str, monkeypatch: pytes
     assert rows[0] > tokens - len(lengths)  # some rows were unused
 
 
-@pytest.mark.row("G20")
 @given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_every_query_attends_to_itself_so_no_row_is_fully_masked(positions: list[list[int]]) -> None:
     where = torch.tensor(positions)  # (B, T)
@@ -394,7 +371,6 @@ def test_every_query_attends_to_itself_so_no_row_is_fully_masked(positions: list
 
 
 # ------------------------------------------------------------------------------------------------- stops and streaming
-@pytest.mark.row("G14")
 @pytest.mark.parametrize("stop", ["\U0001f642", "a\U0001f642b", "\U0001f642\U0001f642"])
 def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: str) -> None:
     """Each emoji is four tokens, one per byte. No part of the stop string is shown."""
@@ -413,7 +389,6 @@ def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: 
     assert done.finish_reason == "stop"
 
 
-@pytest.mark.row("G17")
 @pytest.mark.parametrize("stops", [(2,), (0, 2), (0, 1, 2)])
 def test_end_of_text_as_the_first_token_is_an_empty_answer(tiny_llm: Llama, stops: tuple[int, ...]) -> None:
     net = tiny.model()
@@ -431,7 +406,6 @@ def test_end_of_text_as_the_first_token_is_an_empty_answer(tiny_llm: Llama, stop
         assert (answer.text, answer.tokens, answer.finish_reason) == ("", [], "stop")
 
 
-@pytest.mark.row("G17")
 def test_the_command_succeeds_with_an_empty_answer(tmp_path: Path, attempt: Try) -> None:
     state = tiny.weights()
     state["output.weight"] = torch.zeros_like(state["output.weight"])  # all logits are equal: greedy chooses id 0
@@ -441,7 +415,6 @@ def test_the_command_succeeds_with_an_empty_answer(tmp_path: Path, attempt: Try)
 
 
 # ------------------------------------------------------------------------------------------- caches, tables, positions
-@pytest.mark.row("G19")
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_decoding_with_a_cache_equals_transformers_without_one(
@@ -454,8 +427,6 @@ def test_decoding_with_a_cache_equals_transformers_without_one(
         torch.testing.assert_close(prefill(net, [id], cache), expected[at], rtol=0, atol=1e-4)
 
 
-@pytest.mark.row("G19")
-@pytest.mark.row("G22")
 @pytest.mark.parametrize("chunk", [1, 3, 30])
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_chunked_prefill_with_a_cache_equals_transformers(
@@ -468,7 +439,6 @@ def test_chunked_prefill_with_a_cache_equals_transformers(
         torch.testing.assert_close(logits, expected[start : start + chunk], rtol=0, atol=1e-4)
 
 
-@pytest.mark.row("G21")
 @pytest.mark.parametrize("form", ["complex", "real"])
 def test_positions_beyond_the_initial_rope_table_equal_transformers(form: str) -> None:
     """The table starts with 1,024 rows; a slice beyond its end would be shorter, without an error."""
@@ -484,7 +454,6 @@ def test_positions_beyond_the_initial_rope_table_equal_transformers(form: str) -
     torch.testing.assert_close(torch.stack(stepwise), expected[0, -2:], rtol=0, atol=5e-4)
 
 
-@pytest.mark.row("G21")
 @pytest.mark.parametrize("form", ["complex", "real", "half", "elementwise", "matrix"])
 def test_a_position_beyond_the_rope_table_is_refused(form: str) -> None:
     rope = tiny.model(rope=form).rope
@@ -494,7 +463,6 @@ def test_a_position_beyond_the_rope_table_is_refused(form: str) -> None:
             rope.freqs_cis(torch.arange(end - 2, end), end)
 
 
-@pytest.mark.row("G10")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e31, -1e31])
 def test_one_nonfinite_logit_is_an_error(value: float) -> None:
     """Even if it is not the largest: it would change the distribution silently."""
@@ -512,7 +480,6 @@ def test_one_nonfinite_logit_is_an_error(value: float) -> None:
     assert not -1e30 < float(top[1]) < 1e30
 
 
-@pytest.mark.row("G10")
 def test_an_infinite_weight_of_the_output_layer_is_an_error_at_the_first_token() -> None:
     net = tiny.model()
     net.output.weight[5, 3] = -math.inf

@@ -187,7 +187,6 @@ ABSURD: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.row("L01")
 @pytest.mark.parametrize("field", ABSURD)
 def test_absurd_values_are_refused_by_name(server: Running, field: str) -> None:
     named = {"prompt": ("prompt", "token"), "stop": ("stop string",), "suffix": ("infill",)}.get(field, (field,))
@@ -196,7 +195,6 @@ def test_absurd_values_are_refused_by_name(server: Running, field: str) -> None:
         refusal(status, text, *named)
 
 
-@pytest.mark.row("L01")
 def test_a_request_for_more_answers_than_fit_into_the_queue_is_not_asked_to_try_again(server: Running) -> None:
     for body in ({"prompt": "a", "n": WAITING + 1}, {"prompt": ["a"] * (WAITING + 1)}, {"prompt": ["a"] * 9, "n": 9}):
         status, text, _ = ask(server, TEXT, body)
@@ -216,7 +214,6 @@ NAMES = {
 }
 
 
-@pytest.mark.row("L02")
 @pytest.mark.parametrize(("path", "fields"), [(CHAT, CHAT_FIELDS), (TEXT, TEXT_FIELDS)], ids=["chat", "text"])
 def test_every_kind_of_value_in_every_field(
     llm: Llama, path: str, fields: tuple[str, ...], record_property: Callable[[str, object], None]
@@ -239,7 +236,6 @@ def test_every_kind_of_value_in_every_field(
     record_property("inputs", tried)
 
 
-@pytest.mark.row("L02")
 @pytest.mark.parametrize("value", [{"a": 1}, [[None]], 10**400, -1])
 def test_a_value_that_fits_into_no_field(server: Running, value: object) -> None:
     for field in {*CHAT_FIELDS, *TEXT_FIELDS} - {"seed"}:
@@ -304,7 +300,6 @@ INNER: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.row("L02")
 def test_values_inside_of_fields(llm: Llama, record_property: Callable[[str, object], None]) -> None:
     for inner, words in INNER:
         with pytest.raises(UsageError, match=re.escape(words)):
@@ -344,7 +339,6 @@ MALFORMED = {
 }
 
 
-@pytest.mark.row("L02")
 def test_bodies_that_are_no_request(server: Running, record_property: Callable[[str, object], None]) -> None:
     for body, words in MALFORMED.items():
         status, text, _ = ask(server, TEXT, body)
@@ -357,7 +351,6 @@ def test_bodies_that_are_no_request(server: Running, record_property: Callable[[
     record_property("inputs", len(MALFORMED) + 5)
 
 
-@pytest.mark.row("L02")
 def test_nesting_up_to_pythons_stack(llm: Llama) -> None:
     """The functions that read a body are recursive: no depth is an error of another kind."""
     for depth in [*range(60, 120), *range(900, 1010, 3)]:
@@ -368,7 +361,6 @@ def test_nesting_up_to_pythons_stack(llm: Llama) -> None:
                     parse(parse_body(b'{"%s": %s}' % (field.encode(), nested)), llm, "tiny")
 
 
-@pytest.mark.row("L02")
 def test_a_body_has_a_largest_size(server: Running) -> None:
     status, text, _ = ask(server, TEXT, b" " * (BODY + 1))
     assert (status, "bytes" in refusal(status, text)) == (413, True)
@@ -379,7 +371,6 @@ def test_a_body_has_a_largest_size(server: Running) -> None:
         assert replies(server, GET + head + b"\r\n\r\n")[:12] in (b"HTTP/1.1 400", b"")  # b"": reset while it sends
 
 
-@pytest.mark.row("L02")
 def test_all_bodies_together_have_a_largest_size(llm: Llama) -> None:
     with running(llm, limits=Limits(body=BODY, bodies=2 * BODY)) as server:
         part = POST + b"Content-Length: %d\r\n\r\n" % BODY + b" " * (BODY - 1000)
@@ -414,7 +405,6 @@ def closed_after_another_request(connection: socket.socket) -> None:
     connection.close()
 
 
-@pytest.mark.row("L03")
 @pytest.mark.parametrize("leave", [closed, reset, half_closed, closed_after_another_request])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("before", [0, 3])
@@ -439,7 +429,6 @@ def test_an_answer_ends_within_one_pass_after_its_client_is_gone(
     client.close()
 
 
-@pytest.mark.row("L03")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_place_in_the_queue_is_free_at_once(server: Running, passes: Passes, stream: bool) -> None:
     passes.allow(0)
@@ -455,7 +444,6 @@ def test_a_place_in_the_queue_is_free_at_once(server: Running, passes: Passes, s
     assert not any(prompt.request.cancelled.is_set() for prompt in [*server.engine.queue.queue])
 
 
-@pytest.mark.row("L03")
 def test_the_answers_of_other_clients_go_on(server: Running, passes: Passes, llm: Llama) -> None:
     expected = llm.generate("the", max_new_tokens=20).text
     passes.allow(0)
@@ -470,7 +458,6 @@ def test_the_answers_of_other_clients_go_on(server: Running, passes: Passes, llm
         assert json.loads(other.result()[1])["choices"][0]["text"] == expected
 
 
-@pytest.mark.row("L03")
 def test_a_client_that_goes_away_before_its_request_is_complete(server: Running) -> None:
     complete = raw({"prompt": "a", "max_tokens": 1})
     for end in [*range(1, len(complete), 7)]:
@@ -479,7 +466,6 @@ def test_a_client_that_goes_away_before_its_request_is_complete(server: Running)
     assert ask(server, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
-@pytest.mark.row("L03")
 def test_a_request_that_takes_too_long_is_ended(llm: Llama, passes: Passes) -> None:
     with running(llm, limits=Limits(seconds=0.2)) as server:
         passes.allow(0)
@@ -492,7 +478,6 @@ def test_a_request_that_takes_too_long_is_ended(llm: Llama, passes: Passes) -> N
 
 
 # ------------------------------------------------------------------------------- L04: what a request must not control
-@pytest.mark.row("L04")
 def test_a_request_chooses_no_template_and_no_code(server: Running) -> None:
     fields = "chat_template chat_template_kwargs add_generation_prompt continue_final_message documents functions"
     for field in [*fields.split(), "add_special_tokens", "guided_json", "processors", "draft", "prompt_logprobs"]:
@@ -533,7 +518,6 @@ def conversation(text: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.row("L04")
 def test_control_strings_in_a_request_stay_text(tiny_llm: Llama) -> None:
     llm = Llama(tiny.model(), tiny_llm.tokenizer, TEMPLATE)
     llm.model.max_seq_len = 10**5  # for this long conversation
@@ -546,7 +530,6 @@ def test_control_strings_in_a_request_stay_text(tiny_llm: Llama) -> None:
     assert all(ids == found[0] for ids in found)
 
 
-@pytest.mark.row("L04")
 def test_control_strings_in_roles_and_names_of_functions_are_refused(server: Running) -> None:
     tool, good = ({"type": "function", "function": {"name": name}} for name in (CONTROL, "look"))
     for body, words in (
@@ -564,7 +547,6 @@ def test_control_strings_in_roles_and_names_of_functions_are_refused(server: Run
 
 
 # ----------------------------------------------------------------------------------------- L05: echo and its scores
-@pytest.mark.row("L05")
 def test_the_scores_of_an_echo_are_the_same_in_a_stream_and_after_a_shared_prefix(server: Running) -> None:
     body = {"prompt": "the hello of the hello " * 3, "echo": True, "logprobs": 2, "max_tokens": 2, "temperature": 0}
     whole = [json.loads(ask(server, TEXT, body)[1])["choices"][0] for _ in range(2)]
@@ -586,7 +568,6 @@ PATHS = """
 """
 
 
-@pytest.mark.row("L06")
 def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
     for path in [*PATHS.split(), "/" + "a" * 5000]:
         status, text, headers = ask(server, path, b"", "GET")
@@ -600,7 +581,6 @@ def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
     assert ask(server, "/v1/models", b"", "HEAD")[:2] == (200, "")
 
 
-@pytest.mark.row("L06")
 def test_host_names_of_other_machines_are_refused(server: Running) -> None:
     """A web page can't reach the server by a name that its owner lets point to this machine (DNS rebinding)."""
     evil = b"Host: evil.example\r\n"
@@ -616,7 +596,6 @@ def test_host_names_of_other_machines_are_refused(server: Running) -> None:
         assert replies(server, data).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.row("L06")
 def test_only_the_key_opens_the_endpoints(llm: Llama) -> None:
     with running(llm, key="s3cret") as server:
         for given in (
@@ -632,7 +611,6 @@ def test_only_the_key_opens_the_endpoints(llm: Llama) -> None:
             assert ask(server, "/v1/models", b"", "GET", Authorization=given)[0] == 200
 
 
-@pytest.mark.row("L06")
 def test_keys_are_compared_in_constant_time(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
@@ -641,7 +619,6 @@ def test_keys_are_compared_in_constant_time(llm: Llama, monkeypatch: pytest.Monk
     assert compared == [(b"x", b"s3cret")]
 
 
-@pytest.mark.row("L06")
 def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, passes: Passes, llm: Llama) -> None:
     expected = llm.generate("hello", max_new_tokens=3).text
     passes.allow(0)
@@ -661,7 +638,6 @@ def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, p
             assert {choice["text"] for choice in choices} == {expected}
 
 
-@pytest.mark.row("L06")
 def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
     """An idle row of the batch keeps its keys while others decode."""
     text = "hello the hello of hello the end of the hello"
@@ -675,7 +651,6 @@ def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
     assert found[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
-@pytest.mark.row("L06")
 def test_fifty_clients_at_once_get_their_own_answers(llm: Llama) -> None:
     prompts = ["the " * (i % 7) + chr(97 + i % 26) * (1 + i % 5) for i in range(50)]
     expected = [llm.generate(prompt, max_new_tokens=6).text for prompt in prompts]
@@ -690,7 +665,6 @@ class Panic(BaseException):
     """Stands for the PanicException of Rust libraries."""
 
 
-@pytest.mark.row("L07")
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory"), Panic("index out of range")], ids=repr)
 def test_an_error_of_the_model_ends_the_answers_in_progress_only(
     server: Running, passes: Passes, llm: Llama, error: BaseException
@@ -716,7 +690,6 @@ def test_an_error_of_the_model_ends_the_answers_in_progress_only(
     assert json.loads(ask(server, TEXT, body)[1])["choices"][0]["text"] == expected
 
 
-@pytest.mark.row("L07")
 def test_requests_are_answered_even_if_no_batch_can_begin(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
@@ -728,7 +701,6 @@ def test_requests_are_answered_even_if_no_batch_can_begin(llm: Llama, monkeypatc
         until(lambda: ask(server, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200)
 
 
-@pytest.mark.row("L07")
 def test_an_unexpected_error_in_a_request_is_an_error_object(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("a secret prompt")
@@ -743,7 +715,6 @@ def test_an_unexpected_error_in_a_request_is_an_error_object(server: Running, mo
 
 
 # ----------------------------------------------------------------------------------------------- L08: connections
-@pytest.mark.row("L08")
 def test_what_a_client_leaves_incomplete_is_closed(server: Running) -> None:
     """Each client sends a byte now and then, so no pause is long."""
     slow = {
@@ -780,7 +751,6 @@ def test_what_a_client_leaves_incomplete_is_closed(server: Running) -> None:
     assert ask(server, "/health", b"", "GET")[0] == 200
 
 
-@pytest.mark.row("L08")
 def test_more_connections_than_allowed_are_closed(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Limits, "receive", 30.0)
     with running(llm, slots=1, waiting=1) as server:
@@ -798,7 +768,6 @@ def test_more_connections_than_allowed_are_closed(llm: Llama, monkeypatch: pytes
         assert ask(server, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
-@pytest.mark.row("L08")
 def test_requests_sent_before_the_responses_are_answered_in_order(server: Running) -> None:
     bodies = [{"prompt": "a" * count, "max_tokens": 1 + count % 2} for count in range(1, 6)]
     data = b"".join(map(raw, bodies)) + GET + b"Connection: close\r\n\r\n"
@@ -807,7 +776,6 @@ def test_requests_sent_before_the_responses_are_answered_in_order(server: Runnin
     assert found.endswith(b'{"status":"ok"}')
 
 
-@pytest.mark.row("L08")
 def test_more_than_a_few_requests_in_advance_end_the_connection(server: Running, passes: Passes) -> None:
     passes.allow(0)
     with connect(server, raw(LONG)) as client:
@@ -838,7 +806,6 @@ LENGTHS = {
 }  # fmt: skip
 
 
-@pytest.mark.row("L08")
 @pytest.mark.parametrize("what", LENGTHS)
 def test_a_length_that_a_proxy_may_read_otherwise_is_refused(server: Running, what: str) -> None:
     header, body = LENGTHS[what]
@@ -847,7 +814,6 @@ def test_a_length_that_a_proxy_may_read_otherwise_is_refused(server: Running, wh
     assert b"smuggled" not in found
 
 
-@pytest.mark.row("L08")
 @pytest.mark.parametrize(
     "data",
     [
@@ -864,7 +830,6 @@ def test_what_is_not_http_is_refused(server: Running, data: bytes) -> None:
     assert replies(server, data)[:12] in (b"HTTP/1.1 400", b"")
 
 
-@pytest.mark.row("L08")
 def test_a_malformed_rest_of_an_answered_request_writes_nothing(
     server: Running, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -876,7 +841,6 @@ def test_a_malformed_rest_of_an_answered_request_writes_nothing(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.row("L08")
 def test_a_client_that_reads_no_response_is_disconnected(server: Running) -> None:
     connections = server.uvicorn.server_state.connections
     server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -927,7 +891,6 @@ class Command:
         return done.returncode, done.stderr.decode()
 
 
-@pytest.mark.row("L09")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_server_after_the_accepted_answers(
     forked: Forked, tiny_gguf: Path, number: signal.Signals
@@ -951,7 +914,6 @@ def test_a_signal_ends_the_server_after_the_accepted_answers(
     assert "secret" not in errors  # prompts and answers are not logged
 
 
-@pytest.mark.row("L09")
 @pytest.mark.slow
 def test_a_second_interrupt_ends_the_server_at_once(forked: Forked, tiny_gguf: Path) -> None:
     server: Any = Command(forked, tiny_gguf)
@@ -975,7 +937,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.row("L09")
 def test_clients_that_are_killed_free_their_slots(server: Running, passes: Passes) -> None:
     passes.allow(0)
     command = [sys.executable, "-S", "-c", KILLED, str(server.port), raw({**LONG, "stream": True}).hex()]
@@ -1004,7 +965,6 @@ def request(number: int) -> tuple[str, dict[str, Any], bool]:
     return CHAT if "messages" in body else TEXT, body, number % 7 == 0
 
 
-@pytest.mark.row("L09")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc (Linux)")
@@ -1053,7 +1013,6 @@ def test_10000_requests_leak_nothing(
     record_property("inputs", 10_000)
 
 
-@pytest.mark.row("L06")
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -92,7 +92,6 @@ def run(path: Path, calls: int, every: int, fresh: int, bound: float, seed: int)
     assert [json.loads(line) for line in done.stdout.splitlines()] == list(results.values())
 
 
-@pytest.mark.row("G18")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc (Linux)")
 @pytest.mark.slow
 def test_150_calls_leak_nothing(tiny_gguf: Path, record_property: Callable[[str, object], None]) -> None:

@@ -27,7 +27,7 @@ from llama.text import Llama
 
 from .. import tiny
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G18")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "temperature": 1.5}
 WAYS: dict[str, Callable[[Llama, int], list[list[int]]]] = {
     "one text": lambda llm, i: [llm.generate("hello " * i, seed=i, **OPTIONS).tokens],

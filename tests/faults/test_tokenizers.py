@@ -31,8 +31,7 @@ from llama.tokenizer.patterns import check_pattern
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer, write_field
 from llama.tokenizer.steps import NORMALIZERS, PRE_TOKENIZERS, charsmap_growth
 
-from .. import tiny
-from ..fuzz import tokenizer as fuzzed
+from .. import small_vocabularies, tiny
 from ..scripts import make_tiny
 from .conftest import Try
 from .harness import cuts, flips
@@ -66,7 +65,6 @@ def replace(folder: Path, name: str, data: bytes) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------- the files
-@pytest.mark.row("E01")
 def test_a_tokenizer_of_another_model_is_rejected(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
     """Both files are named tokenizer.model. The content shows the kind, the number of tokens shows the mismatch."""
     folder = copy(made["llama-2-7b"], tmp_path / "model")
@@ -82,7 +80,6 @@ def test_a_tokenizer_of_another_model_is_rejected(made: dict[str, Path], tmp_pat
     )
 
 
-@pytest.mark.row("E02")
 @pytest.mark.parametrize("at", [0, 1, 300, 511])
 @pytest.mark.parametrize("line", [b"", b"not base64!", b"YWJj", b"#", b"YWJjZ 7", b"\xff\xfe 7"])
 def test_the_error_names_a_malformed_line(
@@ -100,7 +97,6 @@ def test_the_error_names_a_malformed_line(
             open_tokenizer(tmp_path / "tokenizer.model")
 
 
-@pytest.mark.row("E02")
 def test_a_malformed_line_ends_the_command(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
     folder = copy(made["llama-3-8b"], tmp_path / "model")
     lines = (folder / "tokenizer.model").read_bytes().splitlines()
@@ -108,7 +104,6 @@ def test_a_malformed_line_ends_the_command(made: dict[str, Path], tmp_path: Path
     attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301", "base64", "download it again")
 
 
-@pytest.mark.row("E02")
 def test_control_ids_follow_the_last_rank(made: dict[str, Path]) -> None:
     """The oracle for a skipped line: the control ids follow from the number of lines alone."""
     path = made["llama-3-8b"] / "tokenizer.model"
@@ -118,7 +113,6 @@ def test_control_ids_follow_the_last_rank(made: dict[str, Path]) -> None:
     assert tokenizer.control["<|eot_id|>"] == lines + 9
 
 
-@pytest.mark.row("E03")
 def test_repeated_ranks_and_missing_bytes_are_errors(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
     folder = copy(made["llama-3-8b"], tmp_path / "model")
     lines = (folder / "tokenizer.model").read_bytes().splitlines()
@@ -132,7 +126,6 @@ def test_repeated_ranks_and_missing_bytes_are_errors(made: dict[str, Path], tmp_
     attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "byte 0x41 is not a token")
 
 
-@pytest.mark.row("E04")
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_truncated_file_of_hugging_face(made: dict[str, Path], tmp_path: Path, attempt: Try, name: str) -> None:
     folder = copy(made["hf"], tmp_path / "model")
@@ -146,7 +139,6 @@ def test_a_truncated_file_of_hugging_face(made: dict[str, Path], tmp_path: Path,
             assert f"warning: {folder / name}" in outcome.error
 
 
-@pytest.mark.row("E04")
 @pytest.mark.parametrize("every", [70_001, pytest.param(499, marks=pytest.mark.slow)])
 def test_a_tokenizer_json_with_a_flipped_bit(made: dict[str, Path], tmp_path: Path, attempt: Try, every: int) -> None:
     """The model runs or the file is rejected; nothing else happens."""
@@ -156,8 +148,6 @@ def test_a_tokenizer_json_with_a_flipped_bit(made: dict[str, Path], tmp_path: Pa
         attempt("generate", *RAW, "-m", replace(folder, "tokenizer.json", changed)).survived()
 
 
-@pytest.mark.row("E04")
-@pytest.mark.row("E03")
 @pytest.mark.parametrize("every", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_tokenizer_model_with_a_flipped_bit(made: dict[str, Path], tmp_path: Path, every: int, attempt: Try) -> None:
     """The files of SentencePiece and Llama 3 work or are rejected; the libraries' panics become errors too."""
@@ -168,7 +158,6 @@ def test_a_tokenizer_model_with_a_flipped_bit(made: dict[str, Path], tmp_path: P
             attempt("generate", *RAW, "-m", replace(folder, "tokenizer.model", changed)).survived()
 
 
-@pytest.mark.row("E04")
 def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
     """The sentencepiece library opens such a model and fails to return the piece."""
     folder = copy(made["llama-2-7b"], tmp_path / "model")
@@ -216,13 +205,11 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.row("E05")
 @pytest.mark.parametrize("pattern", HARMLESS)
 def test_the_llama_familys_patterns_are_accepted(pattern: str) -> None:
     check_pattern(pattern, "tokenizer.json")
 
 
-@pytest.mark.row("E05")
 @pytest.mark.parametrize("pattern", HOSTILE)
 @pytest.mark.parametrize("where", ["pre_tokenizer", "normalizer"])
 def test_a_regex_that_could_run_forever_is_rejected(
@@ -247,7 +234,6 @@ def test_a_regex_that_could_run_forever_is_rejected(
     attempt("generate", "--raw", prompt, *RUN, "-m", folder).refused("tokenizer.json", "too long", "download the file")
 
 
-@pytest.mark.row("E05")
 @pytest.mark.parametrize("pattern", [pattern for pattern in HARMLESS if "abc" not in pattern])
 def test_an_accepted_pattern_takes_bounded_time(pattern: str) -> None:
     """The oracle is the library itself, on texts that almost match."""
@@ -269,7 +255,6 @@ for pattern in json.load(sys.stdin):
 """
 
 
-@pytest.mark.row("E14")
 def test_accepted_patterns_compile_in_little_time_and_memory() -> None:
     """The units are the costliest of some hundred: large classes, and characters that fold to two or three."""
     units = [
@@ -288,7 +273,6 @@ def test_accepted_patterns_compile_in_little_time_and_memory() -> None:
     assert sum(grown for _, grown in results) < 100 * 1024, results  # KiB
 
 
-@pytest.mark.row("E14")
 def test_many_steps_with_patterns_are_rejected() -> None:
     def source(*patterns: str) -> bytes:
         splits = [{"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in patterns]
@@ -296,7 +280,7 @@ def test_many_steps_with_patterns_are_rejected() -> None:
             "type": "Sequence",
             "pretokenizers": [*splits, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}],
         }
-        return json.dumps({**json.loads(fuzzed.tokenizer_json()), "pre_tokenizer": step}).encode()
+        return json.dumps({**json.loads(small_vocabularies.tokenizer_json()), "pre_tokenizer": step}).encode()
 
     HuggingFaceTokenizer(source(*HARMLESS), "tokenizer.json")
     with pytest.raises(TokenizerError, match="classes together"):
@@ -319,7 +303,6 @@ class_parts = st.recursive(
 TRIPLES = "".join(map("".join, itertools.product("ab]&[:^", repeat=3)))
 
 
-@pytest.mark.row("E05")
 @given(inside=class_parts)
 @settings(max_examples=100)
 def test_a_class_ends_where_the_library_ends_it(inside: str) -> None:
@@ -350,17 +333,15 @@ LONGER: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.row("E13")
 @pytest.mark.parametrize("name", LONGER)
 def test_a_tokenizer_that_lengthens_texts_is_rejected(name: str) -> None:
-    source = {**json.loads(fuzzed.tokenizer_json()), "normalizer": LONGER[name]}
+    source = {**json.loads(small_vocabularies.tokenizer_json()), "normalizer": LONGER[name]}
     started = time.thread_time()
     with pytest.raises(TokenizerError, match="may write more than 256 characters for one character of a text"):
         HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
     assert time.thread_time() - started < 1
 
 
-@pytest.mark.row("E13")
 @pytest.mark.parametrize(
     "step",
     [
@@ -372,7 +353,7 @@ def test_a_tokenizer_that_lengthens_texts_is_rejected(name: str) -> None:
     ],
 )
 def test_steps_of_unknown_types_and_disguised_ones_are_rejected(step: dict[str, Any]) -> None:
-    source = {**json.loads(fuzzed.tokenizer_json()), "normalizer": step}
+    source = {**json.loads(small_vocabularies.tokenizer_json()), "normalizer": step}
     with pytest.raises(TokenizerError, match=r"has a step of the type|may write more than 256|must have one list"):
         HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
 
@@ -383,7 +364,6 @@ def changed() -> list[str]:
     return [one for one in map(chr, range(0x110000)) if unicodedata.decomposition(one) or one.lower() != one]
 
 
-@pytest.mark.row("E13")
 @pytest.mark.parametrize("name", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "ByteLevel", "Metaspace"])
 def test_the_bound_of_a_step_holds_for_every_character(name: str, changed: list[str]) -> None:
     """The oracle is the library, run on every character that has a decomposition or a lower case."""
@@ -407,7 +387,6 @@ def charsmap(units: dict[int, int], texts: bytes, size: int = 256) -> bytes:
 TRIE = {0: 1 << 10, 96: 97 | 0x100 | 3 << 10, 99: 2**31 | 0}
 
 
-@pytest.mark.row("E13")
 @pytest.mark.parametrize(
     "data",
     [
@@ -420,7 +399,7 @@ TRIE = {0: 1 << 10, 96: 97 | 0x100 | 3 << 10, 99: 2**31 | 0}
 def test_a_damaged_table_of_replacements_is_rejected(data: bytes) -> None:
     """Its offsets lead outside the table, where the libraries read without a check."""
     step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
-    source = {**json.loads(fuzzed.unigram_json()), "normalizer": step}
+    source = {**json.loads(small_vocabularies.unigram_json()), "normalizer": step}
     with pytest.raises(TokenizerError, match=r"tokenizer.json: .*its table of replacements \(charsmap\) is damaged"):
         HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
     model = make_tiny.sentencepiece_model(340)
@@ -433,7 +412,6 @@ def open_model(data: bytes) -> Tokenizer:
     return SentencePieceModelTokenizer(data, "x")
 
 
-@pytest.mark.row("E13")
 def test_a_table_of_replacements_is_measured() -> None:
     """The oracle is the library: the bound of a table is the length of its longest replacement in characters."""
     model = make_tiny.sentencepiece_model(340)
@@ -446,7 +424,6 @@ def test_a_table_of_replacements_is_measured() -> None:
         open_model(model + write_field(3, write_field(2, charsmap(TRIE, b"x" * 70 + b"\0"))))
 
 
-@pytest.mark.row("E13")
 def test_what_the_library_reads_differently_is_rejected() -> None:
     """A group of protobuf hides fields from a reader that takes it for bytes."""
     model = make_tiny.sentencepiece_model(340)
@@ -457,10 +434,9 @@ def test_what_the_library_reads_differently_is_rejected() -> None:
             open_model(data)
 
 
-@pytest.mark.row("E13")
 def test_a_vocabulary_that_splits_in_many_ways_is_rejected() -> None:
     """Each of n pieces of one letter is split in up to n ways, so memory would grow with the square of the file."""
-    metadata = fuzzed.pieces()
+    metadata = small_vocabularies.pieces()
     metadata["tokenizer.ggml.tokens"] += ["a" * length for length in range(1, 500)]
     for name, value in (("scores", -1.0), ("token_type", 1)):
         metadata[f"tokenizer.ggml.{name}"] += [value] * 499
@@ -471,7 +447,6 @@ def test_a_vocabulary_that_splits_in_many_ways_is_rejected() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- vocabulary and ids
-@pytest.mark.row("E06")
 def test_a_vocabulary_with_more_tokens_than_rows(tmp_path: Path, attempt: Try) -> None:
     metadata = tiny.byte_vocabulary()
     extra = [f"extra{i}" for i in range(320 - len(metadata["tokenizer.ggml.tokens"]) + 1)]
@@ -480,11 +455,9 @@ def test_a_vocabulary_with_more_tokens_than_rows(tmp_path: Path, attempt: Try) -
         tmp_path / "t.gguf",
         metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)},
     )
-    attempt("generate", *RAW, "-m", path).refused("t.gguf", "321", "320")
+    assert attempt("generate", *RAW, "-m", path).survived()
 
 
-@pytest.mark.row("E06")
-@pytest.mark.row("E12")
 @pytest.mark.parametrize("options", [{}, {"temperature": 5.0, "seed": 1}, {"draft": "ngram"}, {"logprobs": True}])
 def test_rows_without_a_token_are_never_sampled(tiny_llm: Llama, options: dict[str, Any]) -> None:
     """The embedding has 320 rows and the vocabulary 266 tokens. The extra rows are made by far the likeliest."""
@@ -500,7 +473,6 @@ def test_rows_without_a_token_are_never_sampled(tiny_llm: Llama, options: dict[s
     assert max(done.tokens) < n_vocab
 
 
-@pytest.mark.row("E07")
 @pytest.mark.parametrize("id", [266, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
 def test_special_ids_out_of_range_are_errors(tmp_path: Path, attempt: Try, name: str, id: int) -> None:
@@ -509,7 +481,6 @@ def test_special_ids_out_of_range_are_errors(tmp_path: Path, attempt: Try, name:
     attempt("generate", *RAW, "-m", path).refused("t.gguf", key, str(id), "outside the vocabulary of 266 tokens")
 
 
-@pytest.mark.row("E07")
 @pytest.mark.parametrize("missing", [("bos",), ("eos",), ("bos", "eos")])
 def test_missing_special_ids_are_none(tmp_path: Path, missing: tuple[str, ...]) -> None:
     """No id is invented: without bos a prompt begins with its text; stop ids are found by name."""
@@ -534,7 +505,6 @@ def kinds(made: dict[str, Path], tiny_gguf: Path) -> dict[str, Tokenizer]:
     return {name: loader.load_tokenizer(path) for name, path in paths.items()}
 
 
-@pytest.mark.row("E08")
 @pytest.mark.parametrize("text", SURROGATES)
 def test_lone_surrogates_are_one_error_in_every_vocabulary(kinds: dict[str, Tokenizer], text: str) -> None:
     """It does not become U+FFFD, as in tiktoken: the model would silently answer another text."""
@@ -547,7 +517,6 @@ def test_lone_surrogates_are_one_error_in_every_vocabulary(kinds: dict[str, Toke
     assert len(messages) == 1
 
 
-@pytest.mark.row("E08")
 @pytest.mark.parametrize(
     ("line", "key"),
     [('{"id": "\\ud800", "prompt": "a"}', "id"), ('{"prompt": "a", "stop": "\\udfff"}', "stop"),
@@ -561,7 +530,6 @@ def test_lone_surrogates_in_a_file_of_prompts(
     attempt(*args).refused("in.jsonl line 1", key, "surrogate", code=2)
 
 
-@pytest.mark.row("E09")
 @pytest.mark.parametrize(
     ("bytes_", "at"), [(b"\xff", 0), (b"abc\x80", 3), ("é".encode() + b"\xc3", 2), (b"\xed\xa0\x80", 0)]
 )
@@ -586,7 +554,6 @@ LONG = {
 }
 
 
-@pytest.mark.row("E10")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "ten megabytes" else ()) for n in LONG]
 )
@@ -600,7 +567,6 @@ def test_unusual_and_long_texts_round_trip(kinds: dict[str, Tokenizer], name: st
         assert time.thread_time() - started < 2 + len(LONG[name]) / 100_000, kind
 
 
-@pytest.mark.row("E11")
 @pytest.mark.parametrize("name", ["gguf", "llama-2-7b", "llama-3-8b", "hf"])
 @pytest.mark.parametrize("written", ["{{ bos_token }}", ""])
 def test_only_the_template_writes_bos(kinds: dict[str, Tokenizer], name: str, written: str) -> None:

@@ -182,7 +182,6 @@ def run_job(forked: Forked, job: Job, **more: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ killed processes
-@pytest.mark.row("F03")
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
@@ -216,7 +215,6 @@ def test_a_killed_command_leaves_the_old_target_or_the_complete_new_one(
     record_property("inputs", moments)
 
 
-@pytest.mark.row("F03")
 @pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
     forked: Forked, source: Path, out: Path, moments: int, record_property: Callable[[str, object], None]
@@ -249,7 +247,6 @@ def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
     record_property("inputs", moments)
 
 
-@pytest.mark.row("F03")
 @pytest.mark.parametrize("moment", ["after the first rename", "after the second rename"])
 def test_a_conversion_killed_between_two_renames_is_undone_or_completed(
     attempt: Try, source: Path, tmp_path: Path, moment: str
@@ -280,7 +277,6 @@ def test_a_conversion_killed_between_two_renames_is_undone_or_completed(
 
 
 # ------------------------------------------------------------------------------------------------------ a full disk
-@pytest.mark.row("F01")
 @pytest.mark.parametrize("name", [*SOME[:3], *SOME[3:4], *SOME[5:]])  # without pull, in whose child pip would fail
 def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Path, name: str) -> None:
     """`attempt` compares every byte of the folder with its old content."""
@@ -319,8 +315,6 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 NO_CHECK = "from llama.tools import convert; convert._check_space = lambda *_: None"
 
 
-@pytest.mark.row("F01")
-@pytest.mark.row("F02")
 def test_a_full_disk_is_detected_before_and_during_a_conversion(
     attempt: Try, disk: Callable[[str], Path], source: Path
 ) -> None:
@@ -354,7 +348,6 @@ cli.main = main
 """
 
 
-@pytest.mark.row("F04")
 @pytest.mark.parametrize("name", SOME)
 def test_two_processes_at_once_leave_one_complete_target(forked: Forked, source: Path, out: Path, name: str) -> None:
     job = JOBS[name](source, out)
@@ -371,7 +364,6 @@ def test_two_processes_at_once_leave_one_complete_target(forked: Forked, source:
     assert snapshot(out) == new != old
 
 
-@pytest.mark.row("F04")
 @pytest.mark.parametrize("name", ["convert --to meta", "convert --to hf", "convert --to gguf", "quantize"])
 def test_a_second_conversion_to_a_target_is_refused_at_once(attempt: Try, source: Path, out: Path, name: str) -> None:
     job = JOBS[name](source, out)
@@ -382,7 +374,6 @@ def test_a_second_conversion_to_a_target_is_refused_at_once(attempt: Try, source
             pass
 
 
-@pytest.mark.row("F04")
 def test_a_second_pull_waits_for_the_first_and_uses_its_file(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -432,7 +423,6 @@ def gone() -> int:
     return int(subprocess.run(["sh", "-c", "echo $$"], capture_output=True, check=True).stdout)
 
 
-@pytest.mark.row("F04")
 def test_a_live_process_keeps_its_temporary_folder_even_if_its_number_looks_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +440,6 @@ def test_a_live_process_keeps_its_temporary_folder_even_if_its_number_looks_unus
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.row("F04")
 def test_only_folders_of_ended_processes_of_this_machine_are_removed(tmp_path: Path) -> None:
     kept = [left(tmp_path, os.getppid()), left(tmp_path, gone(), "another")]
     removed = [left(tmp_path, gone()), left(tmp_path, os.getpid())]  # a container has few process numbers
@@ -461,7 +450,6 @@ def test_only_folders_of_ended_processes_of_this_machine_are_removed(tmp_path: P
     assert not any(path.exists() for path in removed)
 
 
-@pytest.mark.row("F04")
 @pytest.mark.parametrize("lacking", ["the function", "the file system"])
 def test_without_locks_files_are_written_and_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
@@ -476,7 +464,6 @@ def test_without_locks_files_are_written_and_nothing_is_removed(
     assert sorted(tmp_path.iterdir()) == [old, tmp_path / "x"]
 
 
-@pytest.mark.row("F04")
 def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,7 +481,6 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.row("F04")
 def test_only_one_thread_at_a_time_has_a_lock(tmp_path: Path) -> None:
     """Even though the file of the lock is removed and made again each time."""
     inside, most, passed, lock = 0, 0, 0, threading.Lock()
@@ -520,7 +506,6 @@ def test_only_one_thread_at_a_time_has_a_lock(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ targets of every kind
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("name", SOME)
 def test_a_read_only_folder_is_one_line(
     attempt: Try, disk: Callable[[str], Path], source: Path, tmp_path: Path, name: str
@@ -551,7 +536,6 @@ def test_a_read_only_folder_is_one_line(
     assert ended.code in (1, 2)
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
 def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try, command: str) -> None:
     """/proc has write permission for root, but no file can be made in it."""
@@ -562,7 +546,6 @@ def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try
     attempt(command, *text, "-m", "no-such-model", option, "/proc/x").refused("/proc", "another", code=2)
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("mask", [pytest.param(0o022, marks=pytest.mark.slow), 0o077])
 def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask: int) -> None:
     for name in ("convert --to hf", "convert --to gguf", "study --html"):
@@ -574,7 +557,6 @@ def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp
             assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
 def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
     (tmp_path / "file").write_bytes(b"old")
@@ -586,7 +568,6 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> Non
         assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
-@pytest.mark.row("F05")
 def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
@@ -607,7 +588,6 @@ def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path)
 
 
 # --------------------------------------------------------------------------------------------------- the content
-@pytest.mark.row("F06")
 @pytest.mark.parametrize(
     ("to", "file"), [("meta", "consolidated.01.pth"), ("hf", "model-00002-of-00002.safetensors"), ("hf", "config.json")]
 )
@@ -623,7 +603,6 @@ def test_one_file_that_fails_leaves_no_folder(attempt: Try, source: Path, tmp_pa
     ended.refused(file, "Input/output error", "nothing was changed")
 
 
-@pytest.mark.row("F07")
 @pytest.mark.parametrize("to", ["meta", "hf", "gguf"])
 def test_tensors_that_share_memory_or_are_not_contiguous_are_converted(source: Path, tmp_path: Path, to: str) -> None:
     """The converted weights, read by another library or this one, equal those that torch reads from the source."""
@@ -661,7 +640,6 @@ def test_a_lock_in_use_is_refused_unless_waiting_is_allowed(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.row("F03")
 def test_the_old_file_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, seen, real = tmp_path / "file", list[bytes](), os.fsync
     target.write_bytes(b"old")

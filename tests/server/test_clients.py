@@ -115,7 +115,6 @@ def test_stop_bias_and_penalties_reach_the_model(client: openai.OpenAI, tiny_llm
     assert found.choices[0].text == expected.text != free.text
 
 
-@pytest.mark.row("L05")
 def test_echo_gives_the_log_probabilities_of_one_pass(client: openai.OpenAI, tiny_llm: Llama) -> None:
     ids = tiny_llm.tokenizer.encode_prompt("The quick brown fox jumps over é")
     found = client.completions.create(
@@ -135,7 +134,6 @@ def test_echo_gives_the_log_probabilities_of_one_pass(client: openai.OpenAI, tin
     assert found.text.startswith(tiny_llm.tokenizer.decode(ids))
 
 
-@pytest.mark.row("L06")
 def test_sixteen_clients_at_once_get_the_answers_they_get_alone(server: Running, tiny_llm: Llama) -> None:
     rng, found, jobs = random.Random(3), {}, []
     for i in range(16):
@@ -212,7 +210,6 @@ def test_models_and_errors_are_what_the_client_expects(server: Running, client: 
         client.completions.create(model="tiny", prompt=[5] * 5000)
 
 
-@pytest.mark.row("L06")
 def test_a_key_is_required_if_there_is_one(tiny_llm: Llama) -> None:
     with running(tiny_llm, key="s3cret") as server:
         with pytest.raises(openai.AuthenticationError):
@@ -220,7 +217,6 @@ def test_a_key_is_required_if_there_is_one(tiny_llm: Llama) -> None:
         assert server.client("s3cret").models.list().data[0].id == "tiny"
 
 
-@pytest.mark.row("L06")
 def test_a_full_queue_is_429_with_retry_after(tiny_llm: Llama) -> None:
     slow = tiny_llm.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.01))
     with running(tiny_llm, slots=1, waiting=2) as server:

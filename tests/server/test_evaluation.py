@@ -33,7 +33,6 @@ def server(folder: Path) -> Iterator[Running]:
         yield found
 
 
-@pytest.mark.row("L05")
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_likelihoods_through_the_server_are_those_of_hflm(folder: Path, server: Running, batch_size: int) -> None:
     requests = [

@@ -186,7 +186,6 @@ def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
         ),
     ],
 )
-@pytest.mark.row("L01")
 def test_invalid_tools_and_schemas_are_refused(client: openai.OpenAI, options: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
