@@ -96,15 +96,15 @@ class Blocks(NamedTuple):
         return next((blocks for blocks in (self, self.simple) if blocks.format == format), None)
 
     def to(self, device: torch.device) -> Blocks:
-        return self._map(lambda values: values.to(device))._replace(quants=self.quants.to(device))
-
-    def scaled(self, factor: float) -> Blocks:
-        """The weight times a factor."""
-        return self._map(lambda values: values * factor)
+        return self._map(lambda tensor: tensor.to(device))
 
     def rows(self, index: Tensor | slice) -> Blocks:
         """A selection of the rows, in the order of `index`."""
-        return self._map(lambda values: values[index])._replace(quants=self.quants[index])
+        return self._map(lambda tensor: tensor[index])
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+        """Change every tensor; each has the rows of the weight."""
+        return self._replace(**{name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)})
 
     def columns(self, part: slice) -> Blocks:
         """A range of the columns. Raises ValueError unless it begins and ends at group boundaries.
@@ -126,14 +126,6 @@ class Blocks(NamedTuple):
             factors=None if self.factors is None else self.factors[:, blocks],
         )
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Blocks:
-        """Change scales, offsets and factors."""
-        return self._replace(
-            scale=change(self.scale),
-            offset=None if self.offset is None else change(self.offset),
-            factors=None if self.factors is None else change(self.factors),
-        )
-
 
 def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
     """The values of indices, as int8 in uint8. On a CPU, bytes.translate takes a tenth of the time of indexing."""
@@ -146,14 +138,8 @@ def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
 
 def joined(parts: Sequence[Blocks]) -> Blocks:
     """The rows of several weights of one format, below each other."""
-
-    def below(values: Sequence[Tensor | None]) -> Tensor | None:
-        return torch.cat([each for each in values if each is not None]) if values[0] is not None else None
-
-    quants, scales, offsets, *_, factors = zip(*parts, strict=True)
-    return parts[0]._replace(
-        quants=torch.cat(quants), scale=torch.cat(scales), offset=below(offsets), factors=below(factors)
-    )
+    names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
+    return parts[0]._replace(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -194,27 +180,29 @@ def _blocks(
     return Blocks(by_rows(quants), by_rows(scale), shift, bits, group, values, both)
 
 
-def q4_0(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 32: scale d, 16 bytes; weight = d (q - 8)."""
-    blocks = raw.reshape(len(raw), -1, 18)
-    return _blocks(_halves(blocks[..., 2:]), _floats(blocks[..., :2]), None, 4)
+def _legacy(raw: NDArray[np.uint8], bits: int, has_minimum: bool) -> Blocks:
+    """Blocks of 32: scale d, minimum m in Q4_1 and Q5_1, the highest bits in 4 bytes in Q5_0 and Q5_1, 16 bytes.
+
+    weight = d q + m, or d (q - 8) in Q4_0 and d (q - 16) in Q5_0
+    """
+    at = 4 if has_minimum else 2
+    blocks = raw.reshape(len(raw), -1, at + 4 * (bits - 4) + 16)
+    quants = _halves(blocks[..., -16:])
+    if bits == 5:
+        quants = quants + (np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little") << 4)  # (R, N / 32, 32)
+    return _blocks(quants, _floats(blocks[..., :2]), _floats(blocks[..., 2:4]) if has_minimum else None, bits)
 
 
-def q4_1(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 32: scale d, minimum m, 16 bytes; weight = d q + m."""
-    blocks = raw.reshape(len(raw), -1, 20)
-    return _blocks(_halves(blocks[..., 4:]), _floats(blocks[..., :2]), _floats(blocks[..., 2:4]), 4)
+def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
+    """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes.
 
-
-def q4_k(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 256: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes; weight = d sc q - dmin mn."""
-    blocks = raw.reshape(len(raw), -1, 144)
-    packed = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
-    return _with_k_scales(_halves(packed), blocks, 4)
-
-
-def _with_k_scales(quants: NDArray[np.uint8], blocks: NDArray[np.uint8], bits: int) -> Blocks:
-    """Quants with scale d sc and offset -dmin mn for each of the eight groups in blocks (R, N / 256, ..)."""
+    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of quant i of group g.
+    """
+    blocks = raw.reshape(len(raw), -1, 144 + 32 * (bits - 4))
+    packed = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
+    quants = _halves(packed).reshape(*blocks.shape[:2], 8, 32)
+    if bits == 5:
+        quants = quants + ((blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4)
     d, dmin = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])  # (R, N / 256, 1)
     a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # 4 bytes each
     sc = np.concatenate((a & 63, (c & 15) | (a >> 6 << 4)), axis=-1)  # (R, N / 256, 8)
@@ -241,30 +229,6 @@ def q3_k(raw: NDArray[np.uint8]) -> Blocks:
     sc = (_halves(blocks[..., 96:104]) | top << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 16)
     d = _floats(blocks[..., 108:])
     return _blocks(quants, d * sc, None, 3, 16, factors=(d,))
-
-
-def q5_0(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 32: scale d, the highest bits in 4 bytes, 16 bytes; weight = d (q - 16)."""
-    blocks = raw.reshape(len(raw), -1, 22)
-    high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")  # (R, N / 32, 32)
-    return _blocks(_halves(blocks[..., 6:]) + (high << 4), _floats(blocks[..., :2]), None, 5)
-
-
-def q5_1(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 32: scale d, minimum m, the highest bits in 4 bytes, 16 bytes; weight = d q + m."""
-    blocks = raw.reshape(len(raw), -1, 24)
-    high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")  # (R, N / 32, 32)
-    quants = _halves(blocks[..., 8:]) + (high << 4)
-    return _blocks(quants, _floats(blocks[..., :2]), _floats(blocks[..., 2:4]), 5)
-
-
-def q5_k(raw: NDArray[np.uint8]) -> Blocks:
-    """Q4_K with 32 bytes of highest bits before the 128 bytes: bit g of byte i belongs to quant i of group g."""
-    blocks = raw.reshape(len(raw), -1, 176)
-    packed = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)
-    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
-    quants = _halves(packed).reshape(high.shape) + (high << 4)
-    return _with_k_scales(quants, blocks, 5)
 
 
 def q6_k(raw: NDArray[np.uint8]) -> Blocks:
@@ -305,16 +269,16 @@ def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
     return _blocks(quants, d * sc, None, 4, values=IQ4_VALUES, factors=(d,))
 
 
-# GGUF type -> function that reads its blocks
+# GGUF type -> function that reads its blocks (R, bytes) without changing a weight. The kernels compute with the result.
 READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
     "Q2_K": q2_k,
     "Q3_K": q3_k,
-    "Q4_0": q4_0,
-    "Q4_1": q4_1,
-    "Q4_K": q4_k,
-    "Q5_0": q5_0,
-    "Q5_1": q5_1,
-    "Q5_K": q5_k,
+    "Q4_0": lambda raw: _legacy(raw, 4, False),
+    "Q4_1": lambda raw: _legacy(raw, 4, True),
+    "Q4_K": lambda raw: _k(raw, 4),
+    "Q5_0": lambda raw: _legacy(raw, 5, False),
+    "Q5_1": lambda raw: _legacy(raw, 5, True),
+    "Q5_K": lambda raw: _k(raw, 5),
     "Q6_K": q6_k,
     "Q8_0": q8_0,
     "IQ4_NL": iq4_nl,
