@@ -245,8 +245,8 @@ def _open_files(path: Path) -> list[GGUFFile]:
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
         models = {match[1] if (match := SPLIT.fullmatch(file.name)) else file.name for file in found}
         if len(models) > 1:
-            names = ", ".join(file.name for file in found[:4])
-            raise CheckpointError(f"{path} contains {len(models)} GGUF models ({names}); name one of them")
+            listed = ", ".join(file.name for file in found[:4])
+            raise CheckpointError(f"{path} contains {len(models)} GGUF models ({listed}); name one of them")
         path = found[0]
     names = [path.name]
     if match := SPLIT.fullmatch(path.name):

@@ -305,7 +305,11 @@ class HuggingFaceCheckpoint(Checkpoint):
 
         theta  the default
         """
-        where, old, new = fields.where, fields.get("rope_scaling", dict, None), fields.get("rope_parameters", dict, None)
+        where, old, new = (
+            fields.where,
+            fields.get("rope_scaling", dict, None),
+            fields.get("rope_parameters", dict, None),
+        )
         if old and new:
             theirs = {key: value for key, value in new.items() if key != "rope_theta"}
             if _spelled_out(theirs) != _spelled_out(old):
@@ -323,7 +327,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         if scaling.get("partial_rotary_factor") in (1, 1.0) and kind != "proportional":
             del scaling["partial_rotary_factor"]
         if kind in ("llama3", "yarn", "longrope"):
-            length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
+            length = fields.get(
+                "original_max_position_embeddings", object, None
+            )  # as in Phi-3; transformers prefers it
             if length is not None:
                 scaling["original_max_position_embeddings"] = length
         known = PARAMETERS.get(kind, ())
