@@ -270,7 +270,10 @@ class _Scales:
     def __init__(self, fields: Fields, modules: list[str]):
         self.rank, self.alpha = fields.get("r", int, 8), fields.get("lora_alpha", float, 8)
         self.root = fields.get("use_rslora", bool, False)
-        self.ranks, self.alphas = fields.get("rank_pattern", dict, None) or {}, fields.get("alpha_pattern", dict, None) or {}
+        self.ranks, self.alphas = (
+            fields.get("rank_pattern", dict, None) or {},
+            fields.get("alpha_pattern", dict, None) or {},
+        )
         for rank in (self.rank, *self.ranks.values()):
             integer(f"{fields.where}: a rank", rank, 1, LARGEST_RANK, ConfigError)
         for alpha in (self.alpha, *self.alphas.values()):
@@ -301,21 +304,19 @@ def _sorted_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     path = next((folder / name for name in WEIGHTS if (folder / name).exists() or (folder / name).is_symlink()), None)
     if path is None:
         raise CheckpointError(f"adapter {folder} has {CONFIG} but no {WEIGHTS[0]}; download that file")
-    file = huggingface.open_file(path)
     pairs: dict[str, dict[str, Tensor]] = {}
     complete: dict[str, Tensor] = {}
-    for key in file.shapes:
+    for key, stored in huggingface.open_file(path).items():
         found = KEY.fullmatch(key.removeprefix(PREFIX)) if key.startswith(PREFIX) else None
         if found is None:
             what = "belongs to a DoRA adapter" if "lora_magnitude_vector" in key else "is not a part of a LoRA"
             raise CheckpointError(f"adapter {path}: {key!r:.100} {what} that can be merged; {MERGE}")
-        if file.dtypes[key] not in FLOATS.values():
+        if stored.dtype not in FLOATS.values():
             raise CheckpointError(
-                f"adapter {path}: {key} is stored as {file.dtypes[key]}; expected one of {', '.join(FLOATS.values())}"
+                f"adapter {path}: {key} is stored as {stored.dtype}; expected one of {', '.join(FLOATS.values())}"
             )
-        file.check_bytes(key)
         module, linear, embedding, rest = found.groups()
-        tensor = file.tensor(key)
+        tensor = stored.read()
         if linear:
             pairs.setdefault(module, {})[linear[-1]] = tensor
         elif embedding:  # the embedding maps ids to rows, so A (r, V) is its up matrix
