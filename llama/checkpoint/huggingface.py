@@ -30,10 +30,20 @@ from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, window_warnings
-from .base import FLOATS, Checkpoint, checked, dequantized_floats, drop_pages, stored_bytes, to_file_name, to_model_name
+from .base import (
+    FLOATS,
+    Checkpoint,
+    check_vocabulary,
+    checked,
+    dequantized_floats,
+    drop_pages,
+    find_tokenizer,
+    stored_bytes,
+    to_file_name,
+    to_model_name,
+    use_tied_output,
+)  # fmt: skip
 from .documents import LARGEST, Fields, describe, read_json, size_of, utf8_name
-from .meta import check_vocabulary
-from .nearby import find_tokenizer
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -275,9 +285,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             self.config, self.warnings = read_config(self.settings, CONFIG)
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {error}") from error
-        self.generation = self._read_optional("generation_config.json")
+        self.generation = _read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
-        self.tokenizer_settings = self._read_optional("tokenizer_config.json")
+        self.tokenizer_settings = _read_optional(folder / "tokenizer_config.json")
         self.chat_template = self._chat_template()
         tensors = open_weights(folder)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
@@ -319,13 +329,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import Named, open_tokenizer
 
-        names, settings = ("tokenizer.json", "tokenizer.model"), self.tokenizer_settings
-        path = next((path for name in names if (path := self.path / name).exists()), None)
-        if path is None:
-            path = find_tokenizer(self.path, names)
+        path, settings = find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model")), self.tokenizer_settings
+        if path.parent != self.path:
             self.warnings.append(f"{self.path} has no tokenizer; using {path}")
-            beside = path.with_name("tokenizer_config.json")
-            settings = settings or (read_json(beside) if beside.is_file() else {})
+            settings = settings or _read_optional(path.with_name("tokenizer_config.json"))
         template = self.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
         tokenizer = open_tokenizer(path, settings, Named(self._ids("bos_token_id"), self._ids("eos_token_id"), text))
@@ -359,29 +366,23 @@ class HuggingFaceCheckpoint(Checkpoint):
                     f"{self.path}: {tensor.name} is in {other.path.name} and in {tensor.path.name}; remove"
                     " the file of the other model"
                 )
-        embedding, output = "tok_embeddings.weight", "output.weight"
-        tied = self.config.tie_embeddings and output in self._tensors
-        if tied:  # either matrix may be missing
-            self._tensors.setdefault(embedding, self._tensors[output])
+        use_tied_output(self._tensors, self.config.tie_embeddings)
         for name, stored in self._tensors.items():
             if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
                 self._matrices[name] = self._matrix(name, stored)
-        if tied:
-            if not torch.equal(self.tensor(output), self.tensor(embedding)):
+        if self.config.tie_embeddings and "output.weight" in self._tensors:
+            if not torch.equal(self.tensor("output.weight"), self.tensor("tok_embeddings.weight")):
                 raise CheckpointError(
                     f"{self.path}: {CONFIG} sets tie_word_embeddings, but lm_head.weight differs from the embedding;"
                     " set it to false if the model has an output matrix of its own"
                 )
-            del self._tensors[output]
+            del self._tensors["output.weight"]
 
     def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
         """The quantized weight that some tensors store. Raises CheckpointError."""
         raise self._first(name).error(f"expected one of {', '.join(FLOATS.values())}; get the weights in BF16")
 
     # -------------------------------------------------------------------------------------- tokens and sampling
-    def _read_optional(self, name: str) -> dict[str, Any]:
-        return read_json(self.path / name) if os.path.lexists(self.path / name) else {}
-
     def _ids(self, key: str) -> list[int]:
         """The ids that generation_config.json names, then those of config.json: an id or a list of ids."""
         values = [source.get(key) for source in (self.generation, self.settings)]
@@ -414,6 +415,10 @@ class HuggingFaceCheckpoint(Checkpoint):
                 entry = Fields(Fields({"chat_template": item}, fields.where).get("chat_template", dict), fields.where)
                 templates[entry.get("name", str)] = entry.get("template", str)
         return templates["default"] if templates.keys() == {"default"} else templates or None
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if os.path.lexists(path) else {}
 
 
 def _read_template(path: Path) -> str:

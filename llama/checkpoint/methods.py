@@ -265,6 +265,7 @@ class CompressedTensors(Method):
             raise ConfigError(f"{where}: the groups store weights in different ways; {INSTEAD}")
         weights = Fields(schemes[0], where)
         self.bits, self.symmetric = _choice(weights, "num_bits", (8, 4)), weights.get("symmetric", bool, True)
+        self.reorders = weights.get("actorder", object, None) == "group"
         self.blocks = _block_sizes(weights, "block_structure")
         for group in groups:
             _choice(group, "format", self.FORMATS)
@@ -286,7 +287,7 @@ class CompressedTensors(Method):
             return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
         if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
             raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")
-        order = _order(layer.get("weight_g_idx"), columns, group, groups)
+        order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
         if zeros is not None and zeros.dtype == "I32":
             zeros.expect(("I32",), (-(-rows * bits // 32), groups))
         elif zeros is not None:
@@ -333,7 +334,7 @@ class BitsAndBytes(Method):
         if state := next((key for key in STATES if key in layer), None):
             return self._codebook(layer, STATES[state], layer[state])
         weight = layer.matrix("weight", ("I8",))
-        if "weight_format" in layer and bool(layer["weight_format"].read().any()):
+        if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
             raise layer["weight_format"].error("with another layout than that by rows, which is for GPU kernels")
         rows, columns = weight.shape
         largest = layer["SCB"].expect(FLOATS, (rows,))
@@ -393,7 +394,7 @@ def method_of(fields: Fields) -> Method:
     kind = fields.get("quant_method", str, "bitsandbytes") if old else fields.get("quant_method", str)
     if kind not in METHODS:
         raise ConfigError(
-            f"{fields.where}: weights quantized by {kind!r:.40} can't be read; run the model with transformers or vLLM, or get"
-            f" it in BF16, as GGUF, or quantized by one of {', '.join(METHODS)}"
+            f"{fields.where}: weights quantized by {kind!r:.40} can't be read; run the model with transformers or vLLM,"
+            f" or get it in BF16, as GGUF, or quantized by one of {', '.join(METHODS)}"
         )
     return METHODS[kind](fields)
