@@ -39,7 +39,7 @@ class Checkpoint(ABC):
     layout         the order of the rows of wq and wk
     shapes         the model's tensor names -> shapes
     parts          the files that hold weights -> bytes, in order
-    chat_template  Jinja source, or None
+    chat_template  Jinja source, or several by name (default, tool_use), or None
     sampling       default sampling options of the checkpoint: temperature, top_p, ...
     warnings       messages to show at once: entries without effect, files that are ignored
     notes          facts that the files do not state, and how they were decided
@@ -55,7 +55,7 @@ class Checkpoint(ABC):
     layout: Layout = "interleaved"
     shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, int]
-    chat_template: str | None = None
+    chat_template: str | Mapping[str, str] | None = None
     sampling: Mapping[str, Any] = MappingProxyType({})
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()

@@ -127,15 +127,18 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     size_of(path)  # refuses a pipe, which would block
     if path.suffix != ".safetensors":
         tensors, mapped = torchfile.read_torch(path), torchfile.is_archive(path)
+        read = tensors.__getitem__
         return {
-            name: StoredTensor(path, name, DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), lambda t=t: t, mapped)
+            name: StoredTensor(
+                path, name, DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), partial(read, name), mapped
+            )
             for name, t in tensors.items()
         }
     from safetensors import SafetensorError, safe_open
 
     try:
         with utf8_name(path) as name:
-            file = safe_open(name, framework="pt")
+            file: Any = safe_open(name, framework="pt")
         metadata, headers = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
@@ -282,9 +285,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.path = folder
         self.settings = read_json(folder / CONFIG)
         try:
-            self.config, self.warnings = read_config(self.settings, CONFIG)
+            self.config, warnings = read_config(self.settings, CONFIG)
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {error}") from error
+        self.warnings: list[str] = warnings
         self.generation = _read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = _read_optional(folder / "tokenizer_config.json")
@@ -393,7 +397,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         """The options of generation_config.json: temperature and filters only if it sets do_sample."""
         samples = self.generation.get("do_sample") is True
         keys = SAMPLING if samples else ("repetition_penalty",)
-        options = {"temperature": 1.0} if samples else {}
+        options: dict[str, Any] = {"temperature": 1.0} if samples else {}
         options |= {key: self.generation[key] for key in keys if self.generation.get(key) is not None}
         try:
             SamplingParams(**options)

@@ -121,8 +121,8 @@ class GPTQ(Method):
         self.symmetric, self.reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
         formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
         self.subtracted = 0 if "gptq_v2" in formats else 1
-        _choice(fields, "is_marlin_format", (False,))
-        _choice(fields, "pack_dtype", ("int32",))
+        for key, only in (("is_marlin_format", False), ("pack_dtype", "int32")):
+            _choice(fields, key, (only,))
         for key in ("dynamic", "rotation"):  # rules that start with "-:" only exclude layers
             rules = fields.get(key, object, None) or ()
             if rules and not (isinstance(rules, dict) and all(rule.startswith("-:") for rule in rules)):
@@ -287,31 +287,32 @@ class CompressedTensors(Method):
             return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
         if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
             raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")
-        order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
-        if zeros is not None and zeros.dtype == "I32":
-            zeros.expect(("I32",), (-(-rows * bits // 32), groups))
-        elif zeros is not None:
+        if zeros is not None and zeros.dtype != "I32":
             zeros.expect(("I8",), scale.shape)
-
-        def expanded(tensor: StoredTensor, part: slice) -> Tensor:
-            """Rows of scales or zero points (n, G); the file has one number, one for each row, or (N, G)."""
-            values = tensor.read()
-            return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)[part]
+        order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
 
         def unpacked(part: slice) -> Any:
             return unpack_words(packed.read()[part].numpy(), bits, slice(columns))
 
-        def offset_zeros(part: slice) -> Any:
-            if zeros.dtype == "I32":
-                return unpack_words(zeros.read().numpy().T, bits, slice(*part.indices(rows))).T
-            return expanded(zeros, part).numpy().astype(np.int16) + 2 ** (bits - 1)
-
         label = f"compressed-tensors int{bits}{ACT_ORDER if order is not None else ''}"
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
-        zero = None if zeros is None else offset_zeros
-        return Integers(
-            label, (rows, columns), bits, group, quants, lambda part: expanded(scale, part).float(), zero, order
-        )
+        zero = None if zeros is None else _zero_points(zeros, bits, rows, groups)
+        scales = _expanded(scale.read, rows, groups)
+        return Integers(label, (rows, columns), bits, group, quants, lambda part: scales(part).float(), zero, order)
+
+
+def _zero_points(zeros: StoredTensor, bits: int, rows: int, groups: int) -> Callable[[slice], Any]:
+    """Zero points (n, G) of some rows, which are packed like weights, or stored minus 2^(bits - 1) in int8."""
+    if zeros.dtype == "I32":
+        zeros.expect(("I32",), (-(-rows * bits // 32), groups))
+        return lambda part: unpack_words(zeros.read().numpy().T, bits, slice(*part.indices(rows))).T
+    signed = _expanded(zeros.read, rows, groups)
+    return lambda part: signed(part).numpy().astype(np.int16) + 2 ** (bits - 1)
+
+
+def _expanded(read: Callable[[], Tensor], rows: int, groups: int) -> Callable[[slice], Tensor]:
+    """Values (n, G) of some rows; the file has one number, one for each row, or (N, G)."""
+    return lambda part: read().view(-1, groups if read().numel() > 1 else 1).expand(rows, groups)[part]
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
