@@ -375,7 +375,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
                 self._matrices[name] = self._matrix(name, stored)
         if self.config.tie_embeddings and "output.weight" in self._tensors:
-            if not torch.equal(self.tensor("output.weight"), self.tensor("tok_embeddings.weight")):
+            output, embedding = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
+            if output.dtype != embedding.dtype or not torch.equal(output, embedding):
                 raise CheckpointError(
                     f"{self.path}: {CONFIG} sets tie_word_embeddings, but lm_head.weight differs from the embedding;"
                     " set it to false if the model has an output matrix of its own"

@@ -46,13 +46,11 @@ class Method(ABC):
 
     name      display name
     tensors   suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
-    unused    ends of the names of tensors for activations and the KV cache, which are not quantized here
     warnings  contradictions between the configuration and the tensors
     """
 
     name: str
     tensors: tuple[str, ...]
-    unused: tuple[str, ...] = ()
 
     def __init__(self, fields: Fields):
         """Read the configuration. Raises ConfigError."""
@@ -225,7 +223,6 @@ class FP8(Method):
 
     name = "FP8"
     tensors = ("weight", "weight_scale_inv", "weight_scale")
-    unused = (".input_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".kv_scale")
 
     def __init__(self, fields: Fields):
         super().__init__(fields)
@@ -246,10 +243,6 @@ class CompressedTensors(Method):
 
     name = "compressed-tensors"
     tensors = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-    unused = (
-        ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".output_scale",
-        ".output_zero_point",
-    )  # fmt: skip
     FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
     def __init__(self, fields: Fields):

@@ -16,6 +16,11 @@ from .huggingface import CONFIG, HuggingFaceCheckpoint, StoredTensor
 from .methods import ACT_ORDER, Layer, method_of
 
 SCHEMES = ("quantization_config", "compression_config")  # the second name is compressed-tensors' before 0.5
+# Ends of the names of tensors for activations and the KV cache, which are not quantized here
+UNUSED = (
+    ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub", ".output_scale", ".output_zero_point",
+    ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
 OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
@@ -39,10 +44,12 @@ def _scheme(folder: Path) -> Fields | None:
 class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     """A folder with quantized weights. See Checkpoint for the members."""
 
+    unused = (*HuggingFaceCheckpoint.unused, *UNUSED)
+
     def __init__(self, folder: Path):
         self._method = method_of(_scheme(folder) or Fields({}, str(folder)))
         self.format = f"Hugging Face, quantized by {self._method.name}"
-        self.suffixes, self.unused = self._method.tensors, (*self.unused, *self._method.unused)
+        self.suffixes = self._method.tensors
         super().__init__(folder)
 
     def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
