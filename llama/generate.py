@@ -118,9 +118,9 @@ def generate(  # many parameters, since an answer has no other state
     def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,) -> id (1,), extreme (1,), log-probability (1,) if requested
         nonlocal history
         logits = logits[:n_vocab]
-        # a vocabulary may have a few more tokens than the embedding has rows
-        allowed = None if constraint is None else constraint.allowed()[: len(logits)]
-        choice = choose(logits, params, history, generator, logprobs, allowed)
+        choice = choose(
+            logits, params, history, generator, logprobs, None if constraint is None else constraint.allowed()
+        )
         if history is not None:
             history = History(torch.cat((history.ids, choice[0])), history.start)
         if top_logprobs:

@@ -93,7 +93,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
     """The sliding window in tokens; None if no layer has one."""
     where, types = fields.where, fields.get("layer_types", list, None)
     default = None if "sliding_window" in fields.values else FAMILIES[kind].window  # null: no window
-    window = fields.get("sliding_window", int, default)
+    window: int | None = fields.get("sliding_window", int, default)
     last, used = fields.get("max_window_layers", int, 28), fields.get("use_sliding_window", bool, False)
     known = [FULL] if kind == "llama" else [FULL, SLIDING]
     if types is not None and any(type not in known for type in types):

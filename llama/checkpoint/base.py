@@ -31,40 +31,25 @@ T = TypeVar("T")
 
 
 class Checkpoint(ABC):
-    """A model on disk, described from its headers; weights are read one at a time, on demand.
-
-    path           file or folder
-    format         display name of the format
-    config         the architecture
-    layout         the order of the rows of wq and wk
-    shapes         the model's tensor names -> shapes
-    parts          the files that hold weights -> bytes, in order
-    chat_template  Jinja source, or several by name (default, tool_use), or None
-    sampling       default sampling options of the checkpoint: temperature, top_p, ...
-    warnings       messages to show at once: entries without effect, files that are ignored
-    notes          facts that the files do not state, and how they were decided
-    about          further facts to display: name, licence, quantization, ...
-    adapters       descriptions of the adapters that are merged into the weights
-    adapters_hash  a hash of these adapters and their scales; "" if there are none
-    tokenizer_override  a tokenizer to use in place of the checkpoint's own
-    """
+    """A model on disk, described from its headers; weights are read one at a time, on demand."""
 
     path: Path
-    format: str
+    format: str  # for display
     config: ModelConfig
-    layout: Layout = "interleaved"
-    shapes: Mapping[str, tuple[int, ...]]
-    parts: Mapping[str, int]
-    chat_template: str | Mapping[str, str] | None = None
-    sampling: Mapping[str, Any] = MappingProxyType({})
-    warnings: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    adapters: Sequence[str] = ()
-    adapters_hash: str = ""
-    tokenizer_override: Tokenizer | None = None
+    layout: Layout = "interleaved"  # the order of the rows of wq and wk
+    shapes: Mapping[str, tuple[int, ...]]  # by the model's tensor names
+    parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
+    chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
+    sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
+    warnings: Sequence[str] = ()  # to show at once: entries without effect, files that are ignored
+    notes: Sequence[str] = ()  # facts that the files do not state, and how they were decided
+    adapters: Sequence[str] = ()  # descriptions of the adapters that are merged into the weights
+    adapters_hash: str = ""  # of these adapters and their scales; "" if there are none
+    tokenizer_override: Tokenizer | None = None  # in place of the checkpoint's own
 
     @property
     def about(self) -> Mapping[str, Any]:
+        """Further facts to display: name, licence, quantization, ..."""
         return {}
 
     @abstractmethod
@@ -141,8 +126,8 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> N
     small, large = sorted((tokenizer.n_vocab, config.vocab_size))
     if 4 * small < large:
         raise CheckpointError(
-            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has {config.vocab_size} rows; use"
-            " the tokenizer that was published with the weights"
+            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has {config.vocab_size} rows;"
+            " use the tokenizer that was published with the weights"
         )
 
 

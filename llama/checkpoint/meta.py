@@ -20,17 +20,8 @@ from ..checks import integer, positive
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..tokenizer import Tokenizer
-from .base import (
-    FLOATS,
-    Checkpoint,
-    check_vocabulary,
-    checked,
-    drop_pages,
-    find_tokenizer,
-    stored_bytes,
-    to_file_name,
-    use_tied_output,
-)
+from . import base
+from .base import FLOATS, Checkpoint, check_vocabulary, drop_pages, find_tokenizer, to_file_name
 from .documents import Fields, read_json, with_remedy
 from .meta_quant import SUFFIXES, dequantize, hadamard
 from .torchfile import is_archive, read_torch
@@ -59,11 +50,6 @@ TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 
 QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integers with group scales"}
 
-KNOWN_PARAMS = {
-    "dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
-    "use_scaled_rope", "rope_scaling_factor", "vocab_size", "max_seq_len", "max_batch_size", "quantization_args",
-    "lora_args",
-}  # fmt: skip
 VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attention_layers", "vision_model")
 
 # What use_scaled_rope means (llama-models, apply_scaling); the factor is 32 for Llama 3.2 1B and 3B, else 8.
@@ -89,25 +75,34 @@ class MetaCheckpoint(Checkpoint):
         self.path = folder
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.params = self._read_params()
+        self.params = _unwrapped(folder / PARAMS)
+        if vision := [key for key in VISION if self.params.get(key, object, -1) != -1]:
+            raise CheckpointError(f"{folder / PARAMS}: {vision[0]} belongs to a vision model; get a text model")
+        self.quantization = self.params.get("quantization_args", dict, {})
+        self.params.get("lora_args", dict, {})
         self.files, ignored = find_shards(folder)
         if ignored:
             self.warnings.append(f"ignored, not part of the model: {', '.join(ignored)}")
         self.parts = {file.name: file.stat().st_size for file in self.files}
         self.shards = [read_torch(file) for file in self.files]
         self._mapped = [is_archive(file) for file in self.files]
-        self._check_shards()
         self._scales: list[dict[str, Tensor]] = []  # the row scales of a float8 checkpoint, one file for each shard
         if any(tensor.dtype == torch.float8_e4m3fn for tensor in self.shards[0].values()):
             self._scales = [read_torch(folder / f"fp8_scales_{rank}.pt") for rank in range(len(self.shards))]
         self._kv_copies = 1  # how often each key/value head is stored: if there are more shards than heads
         try:
             self._names = self._match_names()  # the model's name -> (Meta's name without ".weight", axis)
-            self.config = checked(self._config())
+            self._check_shards()
+            self.config = base.checked(self._config())
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {with_remedy(error, f'correct {PARAMS}')}") from error
         tied = self.config.tie_embeddings
         self.shapes = {name: self._shape(name) for name in self._names if not (tied and name == "output.weight")}
+        self.params.get("max_batch_size", object, None)  # without effect
+        for key in self.params.unknown():
+            if near := difflib.get_close_matches(key, self.params.keys_read, 1, 0.85):
+                raise CheckpointError(f"{folder / PARAMS}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
+            self.warnings.append(f"{PARAMS} has an unknown key, which has no effect: {key!r:.60}")
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -116,12 +111,11 @@ class MetaCheckpoint(Checkpoint):
             for rank, shard in enumerate(self.shards)
             for name, tensor in shard.items()
         }
-        quantization = self.params.get("quantization_args", dict, {})
         scheme = {"quantization": "float8 feed-forward"} if self._scales else {}
-        if quantization:
-            spin = " SpinQuant" * bool(quantization.get("spinquant"))
-            scheme = {"quantization": f"{quantization.get('scheme')}{spin}"}
-        return {**scheme, "weights": stored_bytes(stored)}
+        if self.quantization:
+            spin = " SpinQuant" * bool(self.quantization.get("spinquant"))
+            scheme = {"quantization": f"{self.quantization.get('scheme')}{spin}"}
+        return {**scheme, "weights": base.stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
         source, axis = self._names[name]
@@ -151,8 +145,7 @@ class MetaCheckpoint(Checkpoint):
         return to_file_name(name, STEMS)
 
     def stored(self, name: str) -> str:
-        dtype = self._stored(name).dtype
-        return FLOATS.get(dtype) or QUANTIZED.get(dtype) or str(dtype).removeprefix("torch.")
+        return {**FLOATS, **QUANTIZED}[self._stored(name).dtype]
 
     def release(self, name: str) -> None:
         source, _ = self._names[name]
@@ -180,30 +173,19 @@ class MetaCheckpoint(Checkpoint):
         return chat_format_of(tokenizer)
 
     # ------------------------------------------------------------------------------------------------- reading
-    def _read_params(self) -> Fields:
-        params = _unwrapped(self.path / PARAMS)
-        if vision := [key for key in VISION if params.get(key, object, -1) != -1]:
-            raise CheckpointError(f"{params.where}: {vision[0]} belongs to a vision model; get a text model")
-        for key in params.values.keys() - KNOWN_PARAMS - set(VISION):
-            if near := difflib.get_close_matches(key, KNOWN_PARAMS, 1, 0.85):
-                raise CheckpointError(f"{params.where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
-            self.warnings.append(f"{PARAMS} has an unknown key, which has no effect: {key!r:.60}")
-        return params
-
     def _check_shards(self) -> None:
         """Raise CheckpointError unless all shards have the same tensors, with other values in each."""
         kinds = [{name: (t.shape, t.dtype) for name, t in shard.items()} for shard in self.shards]
-        norm, wq = "norm.weight", "layers.0.attention.wq.weight"
-        first, starts = self.shards[0], set()
+        norm, rows = self.shards[0].get("norm.weight"), set()
         for file, shard, kind in zip(self.files, self.shards, kinds, strict=True):
             if kind != kinds[0]:
                 odd = min(name for name, _ in kind.items() ^ kinds[0].items())
                 raise CheckpointError(f"{file}: {odd} is not as in {self.files[0].name}; {MIXED}")
-            if norm in first and not torch.allclose(first[norm].float(), shard[norm].float(), rtol=0.02, atol=0.02):
-                raise CheckpointError(f"{file}: {norm} differs from that of {self.files[0].name}; {MIXED}")
-            starts.add(tuple(shard[wq][:1, :64].flatten().tolist()) if wq in first else file)
-        if len(starts) < len(self.shards):
-            raise CheckpointError(f"{self.path}: two shards have the same weights, so one is a copy under a wrong name")
+            if norm is not None and not torch.allclose(norm, shard["norm.weight"], 0.02, 0.02, True):
+                raise CheckpointError(f"{file}: norm.weight differs from that of {self.files[0].name}; {MIXED}")
+            rows.add(tuple(shard["layers.0.attention.wq.weight"][:1].flatten().tolist()))
+        if len(rows) < len(self.shards):
+            raise CheckpointError(f"{self.path}: two shards have the same weights; one is a copy under another name")
 
     def _match_names(self) -> dict[str, tuple[str, int | None]]:
         where, shard = self.files[0], self.shards[0]
@@ -219,10 +201,15 @@ class MetaCheckpoint(Checkpoint):
             weight = shard.get(f"{layer}{stem}.weight")
             if suffix != ".weight" and (weight is None or weight.dtype != torch.int8):
                 raise CheckpointError(f"{where}: {name} belongs to a quantized weight, but there is none")
-            if suffix == ".weight" and tensor.dim() != (1 if axis is None else 2):
+            if suffix != ".weight":
+                continue
+            if tensor.dim() != (1 if axis is None else 2):
                 raise DamagedError(f"{where}: {name} has the shape {tuple(tensor.shape)}")
+            if tensor.dtype not in (*FLOATS, *QUANTIZED):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise CheckpointError(f"{where}: {name} is stored as {dtype}; get the weights in bfloat16")
             names[f"{layer}{ours}.weight"] = (f"{layer}{stem}", axis)
-        use_tied_output(names, self._size() in SMALL_32)
+        base.use_tied_output(names, self._size() in SMALL_32)
         for ours in (
             "tok_embeddings",
             "layers.0.attention.wq",
@@ -258,11 +245,6 @@ class MetaCheckpoint(Checkpoint):
             return weight
         if weight.dtype == torch.int8:
             return dequantize(self.shards[rank], source, self.params)
-        if weight.dtype != torch.float8_e4m3fn:
-            raise CheckpointError(
-                f"{self.files[rank]}: {source}.weight is stored as {str(weight.dtype).removeprefix('torch.')}, expected"
-                " bfloat16, float16 or float32"
-            )
         scale = self._scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
         if scale is None or scale.numel() not in (1, len(weight)):
             raise DamagedError(
@@ -279,7 +261,7 @@ class MetaCheckpoint(Checkpoint):
 
         `tensor` multiplies the weight by it instead, with the same result.
         """
-        return bool(self.params.get("quantization_args", dict, {}).get("spinquant")) and name.endswith("w_down.weight")
+        return bool(self.quantization.get("spinquant")) and name.endswith("w_down.weight")
 
     # -------------------------------------------------------------------------------------------- configuration
     def _config(self) -> ModelConfig:
@@ -320,18 +302,11 @@ class MetaCheckpoint(Checkpoint):
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
-        if len(self.shards) == 1:
-            return 1
-        if 0 < expected < stored and stored % expected == 0:
-            return stored // expected
-        if stored != len(self.shards):  # heads are repeated until every shard has one
-            return 1
+        if stored != expected or stored != len(self.shards):  # heads are repeated until every shard has one
+            return stored // expected if 0 < expected < stored else 1
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
         copies = 1
-        while stored % (2 * copies) == 0 and stored > copies:
-            pairs = heads[::copies].unflatten(0, (-1, 2))  # (heads / 2, 2, D, C)
-            if not torch.equal(pairs[:, 0], pairs[:, 1]):
-                break
+        while stored % (2 * copies) == 0 and torch.equal(heads[:: 2 * copies], heads[copies :: 2 * copies]):
             copies *= 2
         return copies
 

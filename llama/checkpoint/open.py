@@ -126,6 +126,6 @@ def _open_file(path: Path) -> Checkpoint:
     with open(path, "rb") as file:
         start = file.read(64)
     torchfile.refuse_mistakes(path, start)
-    if start.startswith((torchfile.ZIP, torchfile.PICKLE, b"{")) or start[8:9] == b"{":
+    if start.startswith((torchfile.ZIP, torchfile.PICKLE)) or b"{" in (start.lstrip()[:1], start[8:9]):
         raise CheckpointError(f"{path} is one file of a checkpoint folder; name the folder: {path.parent}")
     raise CheckpointError(f"{path} is not a checkpoint: {EXPECTED}; found a file that begins with {start[:8]!r}")

@@ -66,7 +66,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 def _read_archive(name: str, path: Path) -> dict[str, Tensor]:
     records = read_records(name, path)
-    reader = torch._C.PyTorchFileReader(name)  # that of torch.load, so that both see the same pickle and offsets
+    reader: Any = torch._C.PyTorchFileReader(name)  # that of torch.load, so that both see the same pickle and offsets
     content = reader.get_record("data.pkl")
     crc = records["data.pkl"].CRC
     if crc and zlib.crc32(content) != crc:  # 0: torch was told to compute none
@@ -113,6 +113,7 @@ def _check_pickle(file: io.BytesIO, path: Path) -> None:
     stack: list[Any] = []  # the depth of a value, 0 for a number, a string or a tensor; the name of a global
     marks: list[int] = []
     memo: dict[int, Any] = {}
+    argument: Any
     for operation, argument, _ in pickletools.genops(file):
         name, needs = operation.name, operation.stack_before
         if name in ("BINPUT", "LONG_BINPUT"):
@@ -126,7 +127,9 @@ def _check_pickle(file: io.BytesIO, path: Path) -> None:
         elif name == "GLOBAL":
             stack.append(argument)
             if argument not in FUNCTIONS and not TYPES.fullmatch(argument):
-                raise CheckpointError(f"{path} holds more than tensors ({argument:.80}), which could run code")
+                raise CheckpointError(
+                    f"{path} holds more than tensors ({argument:.80}), which could run code; get only the weights"
+                )
         elif name == "PROTO" and argument != 2:
             raise CheckpointError(f"{path} has pickle protocol {argument}; save it with torch.save's default, 2")
         elif not needs:

@@ -400,7 +400,7 @@ class Batch:
             id, top = best
             logprob = float(logits.log_softmax(-1)[id]) if logprobs else None
         else:
-            allowed = None if constraint is None else constraint.allowed()[: len(logits)]
+            allowed = None if constraint is None else constraint.allowed()
             choice = choose(logits, params, sequence.history, sequence.generator, logprobs, allowed)
             id, top = int(choice[0]), float(choice[1])
             logprob = float(choice[2]) if logprobs else None
