@@ -21,7 +21,8 @@ import torch
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.gguf import PLAIN, TENSOR_TYPES, Part, read_header
+from llama.checkpoint.gguf import PLAIN, GGUFFile
+from llama.checkpoint.gguf_header import read_header
 from llama.errors import CheckpointError, LlamaError
 from llama.quant.blocks import READERS
 from llama.rope_scaling import inverse_frequencies
@@ -37,7 +38,7 @@ def test_header_equals_that_of_the_gguf_package(tiny_gguf: Path) -> None:
     for tensor in theirs.tensors:
         info = ours.tensors[tensor.name]
         assert info.shape == tuple(reversed(tensor.shape.tolist()))
-        assert (info.type, info.offset, info.nbytes) == (tensor.tensor_type, tensor.data_offset, tensor.n_bytes)
+        assert (info.type, info.offset, info.nbytes) == (tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
     for key, value in ours.metadata.items():
         expected = theirs.fields[key].contents()
         assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected
@@ -106,7 +107,7 @@ def _q6_k(block: bytes) -> list[float]:
 def test_k_quants_follow_the_layout_of_llama_cpp(
     tmp_path: Path, type: int, read: Callable[[bytes], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, _, size = TENSOR_TYPES[type]
+    name, size = ("Q4_K", 144) if type == 12 else ("Q6_K", 210)
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (8, size), dtype=np.uint8)
     halves = rng.uniform(0.01, 0.1, (8, 2)).astype(np.float16).view(np.uint8).reshape(8, 4)
@@ -120,22 +121,16 @@ def test_k_quants_follow_the_layout_of_llama_cpp(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part = Part(tmp_path / "k.gguf")
-    assert part.header.tensors["w"].shape == (8, 256)
+    part = GGUFFile(tmp_path / "k.gguf").tensors["w"]
+    assert part.shape == (8, 256)
     expected = torch.tensor([read(row.tobytes()) for row in raw])
-    torch.testing.assert_close(part.tensor("w"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(part.read(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.row("D14")
-def test_every_tensor_type_has_a_reader_and_the_right_block_size() -> None:
-    for type, (name, per_block, size) in TENSOR_TYPES.items():
-        kind = gguf.GGMLQuantizationType(type)
-        assert kind.name == name
-        assert gguf.constants.GGML_QUANT_SIZES[kind] == (per_block, size)
-        assert (name in PLAIN) != (name in READERS)
+RARE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *RARE])
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_quantized_tensors_equal_those_of_the_gguf_package(tmp_path: Path, name: str) -> None:
     type = gguf.GGMLQuantizationType[name]
@@ -148,13 +143,13 @@ def test_quantized_tensors_equal_those_of_the_gguf_package(tmp_path: Path, name:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part, expected = Part(tmp_path / "x.gguf"), torch.from_numpy(gguf.quants.dequantize(raw, type))
+    tensors, expected = GGUFFile(tmp_path / "x.gguf").tensors, torch.from_numpy(gguf.quants.dequantize(raw, type))
     assert float(expected.isfinite().float().mean()) > 0.8  # random scales may be NaN or infinite
     equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
-    equal(part.tensor("matrix"), expected)
-    equal(part.tensor("vector"), expected[0])
+    equal(tensors["matrix"].read(), expected)
+    equal(tensors["vector"].read(), expected[0])
     for columns in (slice(0, 7), slice(33, 100), slice(None)):
-        equal(part.piece("matrix", slice(3, 9), columns), expected[3:9, columns])
+        equal(tensors["matrix"].piece(slice(3, 9), columns), expected[3:9, columns])
 
 
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 
 from .. import tiny
 from .conftest import Try

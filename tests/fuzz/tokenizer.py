@@ -10,7 +10,7 @@ from typing import Any
 
 from gguf import GGUFWriter
 
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import from_metadata
 
