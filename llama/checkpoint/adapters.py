@@ -157,9 +157,6 @@ class AdaptedCheckpoint(Checkpoint):
     def tiles(self, name: str) -> Tensor | None:
         return None if self.changed(name) else self.base.tiles(self._source(name))
 
-    def check_bytes(self, name: str) -> None:
-        self.base.check_bytes(self._source(name))
-
     def release(self, name: str) -> None:
         self.base.release(self._source(name))
 

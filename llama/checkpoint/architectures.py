@@ -8,7 +8,6 @@ src/models/ and conversion/.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -55,30 +54,10 @@ INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fix
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
-# Other families (names without "_" and "-") -> what this decoder lacks to run them
-EXPERTS, VISION, NORMS = "a mixture of experts", "vision", "norms on queries and keys"
-OTHERS = {
-    "mixtral": EXPERTS, "qwen2moe": EXPERTS, "qwen3moe": EXPERTS, "deepseek2": EXPERTS, "deepseekv2": EXPERTS,
-    "deepseekv3": EXPERTS, "gptoss": EXPERTS, "llama4": EXPERTS, "llama4text": EXPERTS, "mistral4": EXPERTS,
-    "mllama": VISION, "llava": VISION, "mistral3": VISION, "pixtral": VISION, "qwen2vl": VISION, "qwen25vl": VISION,
-    "qwen3vl": VISION, "smolvlm": VISION, "qwen3": NORMS, "olmo2": NORMS, "gemma3": NORMS, "gemma3text": NORMS,
-    "gemma": "other norms", "gemma2": "capped logits", "granite": "factors on its layers", "phi3": "joined matrices",
-    "ministral": "layers with a sliding window between others", "ministral3": "queries scaled by their position",
-}  # fmt: skip
-
 
 def refusal(key: str, kind: object, known: Collection[str]) -> str:
     """Why a model of another family can't be run, and what may run it."""
-    *names, last = known
-    names_and_last = f"{', '.join(names)} and {last}"
-    if not isinstance(kind, str):
-        found = "missing" if kind is None else describe(kind)
-        return (
-            f"{key} is {found}; only {names_and_last} can be run; download the file again if it should be one of them"
-        )
-    other = OTHERS.get(re.sub("[^a-z0-9]", "", kind.lower()))
-    has = f", a model with {other}" if other else ""
-    return f"{key} is {kind!r:.60}{has}; only {names_and_last} can be run; try transformers, vLLM or llama.cpp"
+    return f"{key} is {describe(kind)}; only {', '.join(known)} can be run; try transformers, vLLM or llama.cpp"
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:
@@ -93,50 +72,38 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
     The name suggests the opposite (transformers' issue 43756), but transformers' modeling_smollm3.py reads the list in
     this way. Its default list and llama.cpp's smollm3.cpp also leave out RoPE in layers 3, 7, 11 and so on.
     """
-    where, listed = fields.where, fields.get("no_rope_layers", object, None)
+    listed = fields.get("no_rope_layers", list, None)
     if kind != "smollm3":
-        if listed not in (None, []):
-            raise ConfigError(
-                f"{where}: no_rope_layers must be null for model_type {kind}, which has RoPE in every layer, got"
-                f" {listed!r:.60}"
-            )
+        if listed:
+            raise ConfigError(f"{fields.where}: no_rope_layers must be null or [] for {kind}, got {describe(listed)}")
         return ()
     interval = fields.get("no_rope_layer_interval", int, INTERVAL)
-    integer(f"{where}: no_rope_layer_interval", interval, error=ConfigError)
+    integer(f"{fields.where}: no_rope_layer_interval", interval, error=ConfigError)
     if listed is None:
         return every(interval, n_layers)
-    if not isinstance(listed, list) or len(listed) < n_layers or not all(is_integer(i) and i in (0, 1) for i in listed):
+    if len(listed) < n_layers or not all(is_integer(rope) and rope in (0, 1) for rope in listed):
         raise ConfigError(
-            f"{where}: no_rope_layers must have a 1 (RoPE) or a 0 (no RoPE) for each of the {n_layers} layers, got"
-            f" {listed!r:.60}; download the file again"
+            f"{fields.where}: no_rope_layers must have a 1 (RoPE) or a 0 (no RoPE) for each of the {n_layers} layers,"
+            f" got {describe(listed)}"
         )
     return tuple(layer for layer in range(n_layers) if not listed[layer])
 
 
 def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
     """The sliding window in tokens; None if no layer has one."""
-    where, types = fields.where, fields.get("layer_types", object, None)
-    given = fields.get("sliding_window", object, None) if "sliding_window" in fields.values else FAMILIES[kind].window
-    known = {FULL} if kind == "llama" else {FULL, SLIDING}
-    if types is not None and (not isinstance(types, list) or set(map(str, types)) - known):
-        raise ConfigError(
-            f"{where}: layer_types of a {kind} model must be a list of {' or '.join(sorted(known))}, got {types!r:.80}"
-        )
-    if kind == "llama":
-        if given is not None:
-            raise ConfigError(f"{where}: sliding_window of a llama model must be null, got {describe(given)}")
-        return None
-    if kind != "mistral":
-        last = fields.get("max_window_layers", int, 28)
-        if not fields.get("use_sliding_window", bool, False):
-            return None
+    where, types = fields.where, fields.get("layer_types", list, None)
+    default = None if "sliding_window" in fields.values else FAMILIES[kind].window  # null: no window
+    window: int | None = fields.get("sliding_window", int, default)
+    last, used = fields.get("max_window_layers", int, 28), fields.get("use_sliding_window", bool, False)
+    known = [FULL] if kind == "llama" else [FULL, SLIDING]
+    if types is not None and any(type not in known for type in types):
+        raise ConfigError(f"{where}: layer_types of {kind} must be {' or '.join(known)}, got {describe(types)}")
+    if kind == "llama" and window is not None:
+        raise ConfigError(f"{where}: sliding_window of llama must be null, got {window}")
+    if kind in ("qwen2", "smollm3"):
         slides = (kind == "smollm3" or last < n_layers) if types is None else SLIDING in types
-        given = given if slides else None
-    if given is None:
-        return None
-    if not is_integer(given):
-        raise ConfigError(f"{where}: sliding_window must be an integer or null, got {describe(given)}")
-    return integer(f"{where}: sliding_window", given, error=ConfigError)
+        window = window if used and slides else None
+    return None if window is None else integer(f"{where}: sliding_window", window, error=ConfigError)
 
 
 def window_warnings(config: ModelConfig) -> list[str]:
@@ -144,7 +111,4 @@ def window_warnings(config: ModelConfig) -> list[str]:
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []
-    return [
-        f"the context is limited to the model's sliding window, {window:,} of {context:,} tokens, because windows are"
-        f" not implemented; up to this length, full attention gives the same result"
-    ]
+    return [f"the context is limited to {window:,} of {context:,} tokens: sliding windows are not implemented"]

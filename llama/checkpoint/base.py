@@ -9,12 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..config import LARGEST_SIZE, ModelConfig
+from ..errors import CheckpointError, TokenizerError
 from ..quant.blocks import Blocks
 from ..quant.tiles import TILE
 from ..rope import Layout
@@ -23,44 +24,32 @@ from ..tokenizer import Tokenizer
 
 # Floating-point dtypes in which weights may be stored -> their name in the formats
 FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_DONTNEED") else None
 PIECE = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
+
+T = TypeVar("T")
 
 
 class Checkpoint(ABC):
-    """A model on disk, described from its headers; weights are read one at a time, on demand.
-
-    path           file or folder
-    format         display name of the format
-    config         the architecture
-    layout         the order of the rows of wq and wk
-    shapes         the model's tensor names -> shapes
-    parts          the files that hold weights -> bytes, in order
-    chat_template  Jinja source, or None
-    sampling       default sampling options of the checkpoint: temperature, top_p, ...
-    warnings       messages to show at once: entries without effect, files that are ignored
-    notes          facts that the files do not state, and how they were decided
-    about          further facts to display: name, licence, quantization, ...
-    adapters       descriptions of the adapters that are merged into the weights
-    adapters_hash  a hash of these adapters and their scales; "" if there are none
-    given          the tokenizer to use in place of the checkpoint's own
-    """
+    """A model on disk, described from its headers; weights are read one at a time, on demand."""
 
     path: Path
-    format: str
+    format: str  # for display
     config: ModelConfig
-    layout: Layout = "interleaved"
-    shapes: Mapping[str, tuple[int, ...]]
-    parts: Mapping[str, int]
-    chat_template: str | None = None
-    sampling: Mapping[str, Any] = MappingProxyType({})
-    warnings: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    adapters: Sequence[str] = ()
-    adapters_hash: str = ""
-    given: Tokenizer | None = None
+    layout: Layout = "interleaved"  # the order of the rows of wq and wk
+    shapes: Mapping[str, tuple[int, ...]]  # by the model's tensor names
+    parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
+    chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
+    sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
+    warnings: Sequence[str] = ()  # to show at once: entries without effect, files that are ignored
+    notes: Sequence[str] = ()  # facts that the files do not state, and how they were decided
+    adapters: Sequence[str] = ()  # descriptions of the adapters that are merged into the weights
+    adapters_hash: str = ""  # of these adapters and their scales; "" if there are none
+    tokenizer_override: Tokenizer | None = None  # in place of the checkpoint's own
 
     @property
     def about(self) -> Mapping[str, Any]:
+        """Further facts to display: name, licence, quantization, ..."""
         return {}
 
     @abstractmethod
@@ -99,19 +88,13 @@ class Checkpoint(ABC):
         """Whether adapters change the weight, so that it is not the one that `stored` describes."""
         return False
 
-    def check_bytes(self, name: str) -> None:  # noqa: B027  (formats without a second description do nothing)
-        """Check the bytes that `tensor` reads against a second source in the file, such as a CRC-32, if there is one.
-
-        Raises CheckpointError if they differ: the file is damaged or contradicts itself.
-        """
-
     @abstractmethod
     def release(self, name: str) -> None:
         """Let the system free the mapped pages of a weight that was copied."""
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises TokenizerError if there is none, or it can't be used."""
-        return self.own_tokenizer() if self.given is None else self.given
+        return self.own_tokenizer() if self.tokenizer_override is None else self.tokenizer_override
 
     @abstractmethod
     def own_tokenizer(self) -> Tokenizer:
@@ -120,6 +103,38 @@ class Checkpoint(ABC):
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
         return None
+
+
+def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
+    """The first file with one of these names in the folder, its parent, or its subfolder original/.
+
+    The parent is the place in Meta's downloads of LLaMA 1 and 2. Raises TokenizerError if there is none.
+    """
+    places = (folder, folder.absolute().parent, folder / "original")
+    found = next((path for place in places for name in names if (path := place / name).exists()), None)
+    if found is None:
+        raise TokenizerError(f"{folder} has no {' or '.join(names)}; name one with --tokenizer PATH")
+    return found
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
+    """Raise CheckpointError if the tokenizer has four times as many tokens as the embedding has rows, or a quarter.
+
+    Some models pad the embedding; others have a few tokens without a row, which are an error only in a prompt. Llama
+    2's 32,000 tokens are just below a quarter of Llama 3's 128,256.
+    """
+    small, large = sorted((tokenizer.n_vocab, config.vocab_size))
+    if 4 * small < large:
+        raise CheckpointError(
+            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has {config.vocab_size} rows;"
+            " use the tokenizer that was published with the weights"
+        )
+
+
+def use_tied_output(sources: dict[str, T], tied: bool) -> None:
+    """Let a tied model that stores only its output matrix use it as the embedding. sources: by the model's names."""
+    if tied and "tok_embeddings.weight" not in sources and "output.weight" in sources:
+        sources["tok_embeddings.weight"] = sources.pop("output.weight")
 
 
 def checked(config: ModelConfig) -> ModelConfig:
@@ -182,12 +197,3 @@ def drop_pages(tensor: Tensor) -> None:
     length = (tensor.data_ptr() + tensor.nbytes) // page * page - first
     if _madvise is not None and length > 0 and tensor.is_contiguous():
         _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
-
-
-def _find_madvise() -> Any:
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return None
-    return getattr(ctypes.CDLL(None), "madvise", None)
-
-
-_madvise = _find_madvise()

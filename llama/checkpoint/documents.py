@@ -74,7 +74,7 @@ class Fields:
             return default  # type: ignore[return-value]
         if not _matches(value, type):
             raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {describe(value)}")
-        return value  # type: ignore[no-any-return]
+        return value
 
     def unknown(self) -> list[str]:
         return sorted(self.values.keys() - self.keys_read)

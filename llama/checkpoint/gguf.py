@@ -23,10 +23,12 @@ from ..quant.blocks import READERS, Blocks, dequantize
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
-from .base import FLOATS, Checkpoint, checked, dequantized_floats, drop_pages, stored_bytes, to_file_name, to_model_name
+from .base import (
+    FLOATS, Checkpoint, check_vocabulary, checked, dequantized_floats, drop_pages, stored_bytes, to_file_name,
+    to_model_name,
+)  # fmt: skip
 from .documents import Fields, with_remedy
 from .gguf_header import MAGIC, TensorInfo, read_header
-from .meta import check_vocabulary
 
 PLAIN = {name: dtype for dtype, name in FLOATS.items()}
 

@@ -196,15 +196,14 @@ def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
 def _read_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """{weight: {"down" and "up": its matrices}}, and {name: a complete tensor}, by the model's names."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists()), folder / WEIGHTS[0])
-    file = huggingface.open_file(path)
     pairs: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
-    for key in file.shapes:
+    for key, stored in huggingface.open_file(path).items():
         match = KEY.fullmatch(key)
         name = to_model_name(f"{match[1]}.{match[4] or 'weight'}", NAMES, LAYERS) if match else None
         if match is None or name is None:
             raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix or a weight of a LLaMA; {MERGE}")
-        tensor = file.tensor(key)
+        tensor = stored.read()
         if match[2]:
             pairs.setdefault(name, {})["down" if match[2] == "A" else "up"] = tensor
         elif match[3]:  # the embedding maps ids to rows, so A (r, V) is its up matrix, and B (C, r) the other

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from torch import Tensor
 
 from ..checks import integer, positive
 from ..config import LARGEST_SIZE, ModelConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DamagedError
 from ..tokenizer import Tokenizer
-from . import torchfile
-from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name
+from . import base
+from .base import FLOATS, Checkpoint, check_vocabulary, drop_pages, find_tokenizer, to_file_name
 from .documents import Fields, read_json, with_remedy
 from .meta_quant import SUFFIXES, dequantize, hadamard
-from .nearby import find_tokenizer
+from .torchfile import is_archive, read_torch
 
 PARAMS = "params.json"
 
@@ -51,19 +50,15 @@ TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 
 QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integers with group scales"}
 
-KNOWN_PARAMS = {
-    "dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
-    "use_scaled_rope", "rope_scaling_factor", "vocab_size", "max_seq_len", "max_batch_size", "quantization_args",
-    "lora_args",
-}  # fmt: skip
 VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attention_layers", "vision_model")
 
 # What use_scaled_rope means (llama-models, apply_scaling); the factor is 32 for Llama 3.2 1B and 3B, else 8.
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
-MIXED = "they are not shards of one model, download all of them again"
+MIXED = "the files are not shards of one model"
 MOST_SHARDS = 128  # official models have at most 16; a larger count means that dim is wrong
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
+ALL = slice(None)
 
 
 def recognizes(folder: Path) -> bool:
@@ -80,24 +75,34 @@ class MetaCheckpoint(Checkpoint):
         self.path = folder
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.params = self._read_params()
+        self.params = _unwrapped(folder / PARAMS)
+        if vision := [key for key in VISION if self.params.get(key, object, -1) != -1]:
+            raise CheckpointError(f"{folder / PARAMS}: {vision[0]} belongs to a vision model; get a text model")
+        self.quantization = self.params.get("quantization_args", dict, {})
+        self.params.get("lora_args", dict, {})
         self.files, ignored = find_shards(folder)
         if ignored:
             self.warnings.append(f"ignored, not part of the model: {', '.join(ignored)}")
-        self.shards = [torchfile.read_torch(file) for file in self.files]
         self.parts = {file.name: file.stat().st_size for file in self.files}
-        self._refuse_copies()
-        self._scales = self._read_fp8_scales()
+        self.shards = [read_torch(file) for file in self.files]
+        self._mapped = [is_archive(file) for file in self.files]
+        self._scales: list[dict[str, Tensor]] = []  # the row scales of a float8 checkpoint, one file for each shard
+        if any(tensor.dtype == torch.float8_e4m3fn for tensor in self.shards[0].values()):
+            self._scales = [read_torch(folder / f"fp8_scales_{rank}.pt") for rank in range(len(self.shards))]
+        self._kv_copies = 1  # how often each key/value head is stored: if there are more shards than heads
         try:
             self._names = self._match_names()  # the model's name -> (Meta's name without ".weight", axis)
-            self._check_replicas()
-            self.config = checked(self._config())
+            self._check_shards()
+            self.config = base.checked(self._config())
         except ConfigError as error:
-            raise CheckpointError(
-                f"{folder}: {with_remedy(error, f'correct {PARAMS}, or download the files again')}"
-            ) from error
+            raise CheckpointError(f"{folder}: {with_remedy(error, f'correct {PARAMS}')}") from error
         tied = self.config.tie_embeddings
-        self.shapes = {name: self._merged_shape(name) for name in self._names if not (tied and name == "output.weight")}
+        self.shapes = {name: self._shape(name) for name in self._names if not (tied and name == "output.weight")}
+        self.params.get("max_batch_size", object, None)  # without effect
+        for key in self.params.unknown():
+            if near := difflib.get_close_matches(key, self.params.keys_read, 1, 0.85):
+                raise CheckpointError(f"{folder / PARAMS}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
+            self.warnings.append(f"{PARAMS} has an unknown key, which has no effect: {key!r:.60}")
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -106,20 +111,21 @@ class MetaCheckpoint(Checkpoint):
             for rank, shard in enumerate(self.shards)
             for name, tensor in shard.items()
         }
-        quantization = self.params.get("quantization_args")
         scheme = {"quantization": "float8 feed-forward"} if self._scales else {}
-        if isinstance(quantization, Mapping):
-            scheme = {
-                "quantization": f"{quantization.get('scheme')}{' SpinQuant' * bool(quantization.get('spinquant'))}"
-            }
-        return {**scheme, "weights": stored_bytes(stored)}
+        if self.quantization:
+            spin = " SpinQuant" * bool(self.quantization.get("spinquant"))
+            scheme = {"quantization": f"{self.quantization.get('scheme')}{spin}"}
+        return {**scheme, "weights": base.stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
         source, axis = self._names[name]
         slices = [self._slice(source, rank) for rank in range(1 if axis is None else len(self.shards))]
         weight = slices[0] if len(slices) == 1 or axis is None else torch.cat(slices, axis)
         if self._has_copies(name):
-            weight = self._without_copies(weight, name)
+            heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, -1))  # (KV, copies, D, C)
+            if not bool((heads == heads[:, :1]).all()):
+                raise DamagedError(f"{self.path}: the copies of the key/value heads in {name} differ")
+            weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
         return hadamard(weight) if self._is_spun(name) else weight
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
@@ -139,15 +145,7 @@ class MetaCheckpoint(Checkpoint):
         return to_file_name(name, STEMS)
 
     def stored(self, name: str) -> str:
-        dtype = self._stored(name).dtype
-        return FLOATS.get(dtype) or QUANTIZED.get(dtype) or str(dtype).removeprefix("torch.")
-
-    def check_bytes(self, name: str) -> None:
-        source, _ = self._names[name]
-        for file, shard in zip(self.files, self.shards, strict=True):
-            for suffix in SUFFIXES:
-                if source + suffix in shard:
-                    torchfile.check_bytes(shard, source + suffix, file)
+        return {**FLOATS, **QUANTIZED}[self._stored(name).dtype]
 
     def release(self, name: str) -> None:
         source, _ = self._names[name]
@@ -159,20 +157,13 @@ class MetaCheckpoint(Checkpoint):
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
 
-        usual = (self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json")
-        path = next((path for path in usual if path.exists()), None)
-        if path is None:
-            path = find_tokenizer(self.path, ("tokenizer.model", "tokenizer.json"))
-            self.warnings.append(f"{self.path} has no tokenizer; using {path}")
+        path = find_tokenizer(self.path, ("tokenizer.model", "tokenizer.json"))
         tokenizer = open_tokenizer(path)
         check_vocabulary(tokenizer, self.config, str(path))
-        rows, exact = self.config.vocab_size, tokenizer.kind.startswith("tiktoken")
+        rows = self.config.vocab_size
         # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
-        if tokenizer.n_vocab < rows and (exact or rows > tokenizer.n_vocab + max(1024, tokenizer.n_vocab // 4)):
-            raise CheckpointError(
-                f"{path}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows; the file is"
-                " truncated or belongs to another model; copy the one that was published with the weights"
-            )
+        if tokenizer.n_vocab != rows and tokenizer.kind.startswith("tiktoken"):
+            raise DamagedError(f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows")
         return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
@@ -182,119 +173,65 @@ class MetaCheckpoint(Checkpoint):
         return chat_format_of(tokenizer)
 
     # ------------------------------------------------------------------------------------------------- reading
-    def _read_params(self) -> dict[str, Any]:
-        params = read_json(self.path / PARAMS)
-        if "model" in params and isinstance(params["model"], dict):  # some releases wrap it
-            params = params["model"]
-        where = str(self.path / PARAMS)
-        if vision := [key for key in VISION if params.get(key) not in (None, -1)]:
-            raise CheckpointError(f"{where}: the key {vision[0]} belongs to a vision model; get a text model")
-        for key in params.keys() - KNOWN_PARAMS - set(VISION):
-            if near := difflib.get_close_matches(key, KNOWN_PARAMS, 1, 0.85):
-                raise CheckpointError(f"{where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
-            self.warnings.append(f"{PARAMS} has an unknown key, which has no effect: {key!r:.60}")
-        return params
-
-    def _read_fp8_scales(self) -> list[dict[str, Tensor]]:
-        """The row scales of a float8 checkpoint, one file per shard; empty for other checkpoints."""
-        if not any(tensor.dtype == torch.float8_e4m3fn for tensor in self.shards[0].values()):
-            return []
-        files = [self.path / f"fp8_scales_{rank}.pt" for rank in range(len(self.shards))]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise CheckpointError(
-                f"{self.path}: the weights are float8 and their scales are missing; download {', '.join(missing)}"
-            )
-        return [torchfile.read_torch(file) for file in files]
-
-    def _refuse_copies(self) -> None:
-        """Raise CheckpointError if two shards have the same bytes: one file was saved under two names."""
-        seen: dict[tuple[int, ...], Path] = {}
-        for file in self.files:
-            sums = torchfile.checksums(file)
-            if any(sums) and sums in seen:
-                raise CheckpointError(
-                    f"{file} is a copy of {seen[sums].name}: same checksums; download the right shard"
-                )
-            seen[sums] = file
-
-    @cached_property
-    def _mapped(self) -> list[bool]:
-        return [torchfile.is_archive(file) for file in self.files]
+    def _check_shards(self) -> None:
+        """Raise CheckpointError unless all shards have the same tensors, with other values in each."""
+        kinds = [{name: (t.shape, t.dtype) for name, t in shard.items()} for shard in self.shards]
+        norm, rows = self.shards[0].get("norm.weight"), set()
+        for file, shard, kind in zip(self.files, self.shards, kinds, strict=True):
+            if kind != kinds[0]:
+                odd = min(name for name, _ in kind.items() ^ kinds[0].items())
+                raise CheckpointError(f"{file}: {odd} is not as in {self.files[0].name}; {MIXED}")
+            if norm is not None and not torch.allclose(norm, shard["norm.weight"], 0.02, 0.02, True):
+                raise CheckpointError(f"{file}: norm.weight differs from that of {self.files[0].name}; {MIXED}")
+            rows.add(tuple(shard["layers.0.attention.wq.weight"][:1].flatten().tolist()))
+        if len(rows) < len(self.shards):
+            raise CheckpointError(f"{self.path}: two shards have the same weights; one is a copy under another name")
 
     def _match_names(self) -> dict[str, tuple[str, int | None]]:
-        first = self.shards[0].keys()
-        for file, shard in zip(self.files, self.shards, strict=True):
-            if odd := sorted(first ^ shard.keys()):
-                has = "has" if odd[0] in shard else "does not have"
-                raise CheckpointError(f"{file} {has} {odd[0]}, unlike {self.files[0].name}; {MIXED}")
-            for name, tensor in shard.items():
-                other = self.shards[0][name]
-                if tensor.dtype != other.dtype:
-                    raise CheckpointError(
-                        f"{file}: {name} is {tensor.dtype}, but {other.dtype} in {self.files[0].name}; {MIXED}"
-                    )
-                if tensor.shape != other.shape:
-                    raise CheckpointError(
-                        f"{file}: {name} has shape {tuple(tensor.shape)}, but {tuple(other.shape)} in"
-                        f" {self.files[0].name}; {MIXED}"
-                    )
+        where, shard = self.files[0], self.shards[0]
         names: dict[str, tuple[str, int | None]] = {}
-        for name in first:
+        for name, tensor in shard.items():
             if TABLES.fullmatch(name):
                 continue
             match = re.fullmatch(r"(layers\.\d+\.)?([\w.]+?)(\.weight|\.scales|\.zeros|\.adaptor\.[AB]\.weight)", name)
             if not match or match[2] not in NAMES:
-                raise CheckpointError(
-                    f"{self.files[0]}: {name} is not part of a LLaMA decoder, so this model can't be run; use the"
-                    " code that was published with it"
-                )
-            if match[3] != ".weight":
-                self._check_part(name, name.removesuffix(match[3]), match[3])
+                raise CheckpointError(f"{where}: {name:.80} is not part of a LLaMA decoder, so this model can't be run")
+            layer, stem, suffix = match[1] or "", match[2], match[3]
+            ours, axis = NAMES[stem]
+            weight = shard.get(f"{layer}{stem}.weight")
+            if suffix != ".weight" and (weight is None or weight.dtype != torch.int8):
+                raise CheckpointError(f"{where}: {name} belongs to a quantized weight, but there is none")
+            if suffix != ".weight":
                 continue
-            ours, axis = NAMES[match[2]]
-            if self.shards[0][name].dim() != (1 if axis is None else 2):
-                raise CheckpointError(
-                    f"{self.files[0]}: {name} has shape {tuple(self.shards[0][name].shape)}, expected"
-                    f" {'a vector' if axis is None else 'a matrix'}; the file is damaged, download it again"
-                )
-            names[f"{match[1] or ''}{ours}.weight"] = (f"{match[1] or ''}{match[2]}", axis)
-        if "tok_embeddings.weight" not in names:
-            raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; download the file again")
-        columns = self.shards[0]["tok_embeddings.weight"].shape[-1]
-        if columns < Fields(self.params, PARAMS).get("dim", int):
+            if tensor.dim() != (1 if axis is None else 2):
+                raise DamagedError(f"{where}: {name} has the shape {tuple(tensor.shape)}")
+            if tensor.dtype not in (*FLOATS, *QUANTIZED):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise CheckpointError(f"{where}: {name} is stored as {dtype}; get the weights in bfloat16")
+            names[f"{layer}{ours}.weight"] = (f"{layer}{stem}", axis)
+        base.use_tied_output(names, self._size() in SMALL_32)
+        for ours in (
+            "tok_embeddings",
+            "layers.0.attention.wq",
+            "layers.0.attention.wk",
+            "layers.0.feed_forward.w_gate",
+        ):
+            if f"{ours}.weight" not in names:
+                raise DamagedError(f"{where}: {self.file_name(f'{ours}.weight')} is missing")
+        if shard[f"{names['tok_embeddings.weight'][0]}.weight"].shape[1] < self._size()[0]:
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
 
-    def _check_part(self, name: str, base: str, suffix: str) -> None:
-        """Raise CheckpointError unless scales and adaptors belong to a quantized weight, and adaptor A to B."""
-        shard = self.shards[0]
-        weight = shard.get(f"{base}.weight")
-        twin = {".adaptor.A.weight": ".adaptor.B.weight", ".adaptor.B.weight": ".adaptor.A.weight"}.get(suffix)
-        if weight is None or weight.dtype != torch.int8:
-            raise CheckpointError(
-                f"{self.files[0]}: {name} belongs to a quantized weight, but {base}.weight is not quantized; {MIXED}"
-            )
-        if twin is not None and base + twin not in shard:
-            raise CheckpointError(
-                f"{self.files[0]}: {name} is present, but {base + twin} is missing; the file is incomplete, download"
-                " it again"
-            )
-
-    def _check_replicas(self) -> None:
-        """Raise CheckpointError if a vector, of which every shard has a copy, differs between shards."""
-        for name in ("norm.weight", "layers.0.attention_norm.weight"):
-            first = self.shards[0].get(name)
-            for file, shard in zip(self.files[1:], self.shards[1:], strict=True):
-                if first is not None and not torch.allclose(first.float(), shard[name].float(), rtol=0.02, atol=0.02):
-                    raise CheckpointError(f"{file}: {name} differs from that of {self.files[0].name}; {MIXED}")
+    def _size(self) -> tuple[int, int]:
+        return self.params.get("dim", int), self.params.get("n_layers", int)
 
     def _stored(self, name: str) -> Tensor:
         """The first shard's part of a weight, in the stored dtype."""
         return self.shards[0][f"{self._names[name][0]}.weight"]
 
-    def _merged_shape(self, name: str) -> tuple[int, ...]:
-        shape = list(self._stored(name).shape)
-        axis = self._names[name][1]
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, without copies of heads."""
+        shape, axis = list(self._stored(name).shape), self._names[name][1]
         if axis is not None:
             shape[axis] *= len(self.shards)
         if self._has_copies(name):
@@ -303,175 +240,104 @@ class MetaCheckpoint(Checkpoint):
 
     def _slice(self, source: str, rank: int) -> Tensor:
         """One shard's part of a weight, in floating point."""
-        shard, file = self.shards[rank], self.files[rank]
-        weight = shard[f"{source}.weight"]
+        weight = self.shards[rank][f"{source}.weight"]
         if weight.dtype in FLOATS:
             return weight
-        if weight.dtype == torch.float8_e4m3fn and self._scales:
-            scale = self._scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
-            if scale is None or scale.numel() not in (1, len(weight)):
-                raise CheckpointError(
-                    f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}; download"
-                    " it again"
-                )
-            return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
-        if weight.dtype == torch.int8 and f"{source}.scales" in shard:
-            return dequantize(shard, source, self.params, str(file))
-        raise CheckpointError(
-            f"{file}: {source}.weight is stored as {str(weight.dtype).removeprefix('torch.')}, expected one of"
-            f" {', '.join(str(d).removeprefix('torch.') for d in FLOATS)}; get the weights in bfloat16"
-        )
+        if weight.dtype == torch.int8:
+            return dequantize(self.shards[rank], source, self.params)
+        scale = self._scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
+        if scale is None or scale.numel() not in (1, len(weight)):
+            raise DamagedError(
+                f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}"
+            )
+        return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
 
     def _has_copies(self, name: str) -> bool:
         """Whether this weight stores each key/value head several times."""
         return self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
-
-    def _without_copies(self, weight: Tensor, name: str) -> Tensor:
-        heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, self.config.head_dim))
-        if not bool((heads == heads[:, :1]).all()):
-            raise CheckpointError(
-                f"{self.path}: the copies of the key/value heads in {name} differ; a shard is damaged, download them"
-                " again"
-            )
-        return heads[:, 0].flatten(0, 1)  # (KV, copies, D, C), then (KV * D, C)
 
     def _is_spun(self, name: str) -> bool:
         """Whether SpinQuant's code multiplies the input of this layer by a Hadamard matrix at run time.
 
         `tensor` multiplies the weight by it instead, with the same result.
         """
-        quantization = self.params.get("quantization_args")
-        return (
-            isinstance(quantization, Mapping) and bool(quantization.get("spinquant")) and name.endswith("w_down.weight")
-        )
+        return bool(self.quantization.get("spinquant")) and name.endswith("w_down.weight")
 
     # -------------------------------------------------------------------------------------------- configuration
     def _config(self) -> ModelConfig:
-        """The architecture, by params.json and the shapes. Sets how often each key/value head is stored."""
-        params, n = Fields(self.params, PARAMS), len(self.shards)
-        dim, n_layers, n_heads = params.get("dim", int), params.get("n_layers", int), params.get("n_heads", int)
+        """The architecture: by params.json, and by the shapes where it states nothing. Finds the copies of heads."""
+        params, n = self.params, len(self.shards)
+        dim, n_layers = self._size()
+        n_heads = params.get("n_heads", int)
         integer(f"{PARAMS}: dim", dim, 1, LARGEST_SIZE, ConfigError)
         if n_heads < 1 or dim % n_heads:
             raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {str(n_heads)[:40]}")
         head_dim = dim // n_heads
-        self._kv_copies = 1
-        for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"):
-            if f"layers.0.{name}.weight" not in self._names:
-                raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; download the files again")
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
-        if rows * n != dim:
-            found = f"{n} shard{'s' * (n > 1)} with {rows * n} rows of wq, but {PARAMS} requires {dim}"
-            if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
-                missing = [f"consolidated.{shard:02d}.pth" for shard in range(n, dim // rows)]
-                absent = f"{missing[0]} up to {missing[-1]} are missing, download them"
-                if len(missing) == 1:
-                    absent = f"{missing[0]} is missing, download it"
-                raise ConfigError(f"{found}; the model has {dim // rows} shards: {absent}")
-            raise ConfigError(f"{found}; the files belong to different models, download them again")
-        expected_kv = params.get("n_kv_heads", int, n_heads)
+        if rows and n < dim // rows <= MOST_SHARDS:
+            raise ConfigError(f"the model has {dim // rows} shards, but {n} are here; download the others")
+        n_kv_heads, vocab_size = params.get("n_kv_heads", int, n_heads), params.get("vocab_size", int, -1)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
-        self._kv_copies = self._find_copies(stored_kv, expected_kv, head_dim)
-        n_kv_heads = stored_kv // self._kv_copies
-        if expected_kv not in (stored_kv, n_kv_heads):
-            raise ConfigError(f"{PARAMS} specifies {expected_kv} key/value heads, but the files have {stored_kv}")
-        vocab_size, _ = self._merged_shape("tok_embeddings.weight")
-        expected_vocab = params.get("vocab_size", int, -1)
-        if expected_vocab not in (-1, vocab_size):  # -1 in Llama 2: the size of the tokenizer
-            raise ConfigError(
-                f"{PARAMS} specifies vocab_size {expected_vocab}, but the embedding has {vocab_size} rows"
-            )
-        hidden_dim = self._merged_shape("layers.0.feed_forward.w_gate.weight")[0]
-        expected_hidden = _hidden_dim(params, dim)
-        if expected_hidden not in (None, hidden_dim):
-            raise ConfigError(
-                f"multiple_of and ffn_dim_multiplier in {PARAMS} imply a feed-forward width of {expected_hidden},"
-                f" but the files have {hidden_dim}"
-            )
-        theta = params.get("rope_theta", float, 10000.0)
-        scaled = params.get("use_scaled_rope", bool, False)
-        tied = self._tied((dim, n_layers))
-        for name in ("tok_embeddings.weight", "output.weight"):  # read for the comparison
-            if name in self._names:
-                self.release(name)
+        self._kv_copies = self._find_copies(stored_kv, n_kv_heads, head_dim)
+        scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0)
+        tied = self._tied()
+        context, family = family_context(scaled, theta, self._stored("tok_embeddings.weight").dtype == torch.float16)
+        if params.get("max_seq_len", int, None) is None:
+            self.notes.append(f"{PARAMS} does not state the context; {context} tokens are assumed ({family})")
         return ModelConfig(
             dim=dim,
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
+            n_kv_heads=stored_kv // self._kv_copies if n_kv_heads == stored_kv else n_kv_heads,
             head_dim=head_dim,
-            hidden_dim=hidden_dim,
-            vocab_size=vocab_size,
+            hidden_dim=_hidden_dim(params, dim) or self._shape("layers.0.feed_forward.w_gate.weight")[0],
+            # -1 in Llama 2: the size of the tokenizer
+            vocab_size=self._shape("tok_embeddings.weight")[0] if vocab_size == -1 else vocab_size,
             norm_eps=params.get("norm_eps", float, 1e-5),
             rope_theta=theta,
-            rope_scaling=self._rope_scaling(params, scaled, tied, (dim, n_layers)),
-            max_seq_len=params.get("max_seq_len", int, self._context(scaled, theta)),
+            rope_scaling=self._rope_scaling(tied) if scaled else None,
+            max_seq_len=params.get("max_seq_len", int, context),
             tie_embeddings=tied,
         )
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
-        if len(self.shards) == 1:
-            return 1
-        if expected and stored > expected and stored % expected == 0:
-            return stored // expected
-        if stored != len(self.shards):  # heads are repeated until every shard has one
-            return 1
+        if stored != expected or stored != len(self.shards):  # heads are repeated until every shard has one
+            return stored // expected if 0 < expected < stored else 1
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
         copies = 1
-        while stored % (2 * copies) == 0 and stored > copies:
-            pairs = heads[::copies].unflatten(0, (-1, 2))  # (heads / 2, 2, D, C)
-            if not torch.equal(pairs[:, 0], pairs[:, 1]):
-                break
+        while stored % (2 * copies) == 0 and torch.equal(heads[:: 2 * copies], heads[copies :: 2 * copies]):
             copies *= 2
         return copies
 
-    def _tied(self, size: tuple[int, int]) -> bool:
+    def _tied(self) -> bool:
         """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B.
 
         The first rows are compared first: in most models they differ, and then the other rows are not read.
         """
-        if "output.weight" not in self._names:
-            if size in SMALL_32:
-                return True
-            raise ConfigError(
-                "output.weight is missing, which is valid only for Llama 3.2 1B and 3B; download the files again"
-            )
-        (_, axis), (_, out_axis) = self._names["tok_embeddings.weight"], self._names["output.weight"]
-        if self._merged_shape("tok_embeddings.weight") != self._merged_shape("output.weight"):
-            return False
-        if axis == out_axis or len(self.shards) == 1:
-            for rank in range(len(self.shards)):
-                ours, other = (self._slice(name, rank) for name in ("tok_embeddings", "output"))
-                if ours.data_ptr() != other.data_ptr() and not (
-                    torch.equal(ours[:1], other[:1]) and torch.equal(ours, other)
-                ):
-                    return False
+        embedding, output = "tok_embeddings.weight", "output.weight"
+        if output not in self._names:
+            if self._size() not in SMALL_32:
+                raise ConfigError(
+                    "output.weight is missing, which only Llama 3.2 1B and 3B do without; get the weights again"
+                )
             return True
-        columns = [self._slice("tok_embeddings", rank) for rank in range(len(self.shards))]
-        for rank in range(len(self.shards)):
-            other = self._slice("output", rank)  # (rows of this shard, C)
-            rows = [part[rank * len(other) : (rank + 1) * len(other)] for part in columns]
-            same_start = torch.equal(torch.cat([part[:1] for part in rows], 1), other[:1])
-            if not same_start or not torch.equal(torch.cat(rows, 1), other):
-                return False
-        return True
+        if self._shape(embedding) != self._shape(output):
+            return False
+        step = -(-self._shape(output)[0] // len(self.shards))
+        parts = [slice(0, 1), *(slice(rank * step, (rank + 1) * step) for rank in range(len(self.shards)))]
+        tied = all(torch.equal(self.piece(embedding, rows, ALL), self.piece(output, rows, ALL)) for rows in parts)
+        self.release(embedding)
+        self.release(output)
+        return tied
 
-    def _rope_scaling(self, params: Fields, scaled: bool, tied: bool, size: tuple[int, int]) -> dict[str, Any] | None:
-        if not scaled:
-            return None
-        small = tied or size in SMALL_32
-        factor = params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
-        if params.get("rope_scaling_factor") is None:
+    def _rope_scaling(self, tied: bool) -> dict[str, Any]:
+        small = tied or self._size() in SMALL_32
+        factor = self.params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
+        if self.params.get("rope_scaling_factor", float, None) is None:
             family = "Llama 3.2 1B and 3B, by the tied output matrix or the size" if small else "Llama 3.1 and 3.3"
             self.notes.append(f"{PARAMS} sets use_scaled_rope without a factor; {factor:g} is used, as in {family}")
         return {**SCALED_ROPE, "factor": factor}
-
-    def _context(self, scaled: bool, theta: float) -> int:
-        """The trained context, inferred from the family if params.json does not state it."""
-        context, family = family_context(scaled, theta, self._stored("tok_embeddings.weight").dtype == torch.float16)
-        if self.params.get("max_seq_len") is None:
-            self.notes.append(f"{PARAMS} does not state the context; {context} tokens are assumed ({family})")
-        return context
 
 
 def family_context(scaled: bool, theta: float, half: bool = False) -> tuple[int, str]:
@@ -487,15 +353,11 @@ def family_context(scaled: bool, theta: float, half: bool = False) -> tuple[int,
 
 def read_params(file: Path) -> ModelConfig:
     """The sizes in a params.json without weights. Raises ConfigError if only the weights have one, as in Llama 2."""
-    values = read_json(file)
-    params = Fields(values["model"] if isinstance(values.get("model"), dict) else values, str(file))
+    params = _unwrapped(file)
     dim, n_heads, vocab_size = params.get("dim", int), params.get("n_heads", int), params.get("vocab_size", int, -1)
     hidden_dim = _hidden_dim(params, dim)
     if vocab_size < 1 or hidden_dim is None or n_heads < 1:
-        raise ConfigError(
-            f"{file} does not state the size of the vocabulary or of the feed-forward network; name the folder with"
-            " the weights, or a file of configs/"
-        )
+        raise ConfigError(f"{file} does not state all sizes; name the folder with the weights, or a file of configs/")
     context, _ = family_context(params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0))
     return ModelConfig(
         dim=dim,
@@ -512,44 +374,30 @@ def read_params(file: Path) -> ModelConfig:
 def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
     """The shards of a model in order, and the names of other torch files in the folder."""
     files = sorted(file for file in folder.iterdir() if file.suffix in (".pth", ".pt"))
-    numbered = {int(m[1]): file for file in files if (m := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))}
+    numbered = {int(m[1]): file for file in files if (m := re.fullmatch(r"consolidated\.(\d{2,3})\.pth", file.name))}
     rest = [file for file in files if file not in numbered.values() and not file.name.startswith("fp8_scales_")]
-    if not numbered:
-        if len(rest) == 1:
-            return rest, []
-        found = f"; found {', '.join(file.name for file in rest[:4])}" if rest else ""
-        raise CheckpointError(
-            f"{folder} has {PARAMS} but no weights: expected consolidated.00.pth{found}; download them"
-        )
-    if missing := [f"consolidated.{i:02d}.pth" for i in range(max(numbered) + 1) if i not in numbered]:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {max(numbered) + 1} shards are missing: {', '.join(missing[:4])};"
-            " download them"
-        )
+    if not numbered and len(rest) == 1:
+        return rest, []
+    if missing := [i for i in range(max(numbered, default=0) + 1) if i not in numbered][:4]:
+        names = ", ".join(f"consolidated.{i:02d}.pth" for i in missing)
+        raise CheckpointError(f"{folder}: weights are missing: {names}; download them")
     return [numbered[i] for i in sorted(numbered)], [file.name for file in rest]
 
 
-def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
-    """Raise CheckpointError if the tokenizer has more tokens than the embedding has rows, or less than a quarter.
-
-    Models pad the vocabulary by a few rows. Llama 2's 32,000 tokens are just below a quarter of Llama 3's 128,256.
-    """
-    if tokenizer.n_vocab > config.vocab_size or 4 * tokenizer.n_vocab < config.vocab_size:
-        raise CheckpointError(
-            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has"
-            f" {config.vocab_size} rows; use the tokenizer that was published with the weights"
-        )
+def _unwrapped(file: Path) -> Fields:
+    """The entries of a params.json; some releases put them into an object "model"."""
+    values = read_json(file)
+    inner = values.get("model")
+    return Fields(inner if isinstance(inner, dict) else values, str(file))
 
 
 def _hidden_dim(params: Fields, dim: int) -> int | None:
     """Width of the feed-forward network as Meta's code computes it; None if params.json does not determine it."""
-    if params.get("multiple_of") is None:
+    if params.get("multiple_of", int, None) is None:
         return None
-    multiple = params.get("multiple_of", int)
-    integer(f"{PARAMS}: multiple_of", multiple, 1, error=ConfigError)
-    hidden = int(8 * dim / 3)
-    if params.get("ffn_dim_multiplier") is not None:
-        multiplier = params.get("ffn_dim_multiplier", float)
-        factor = positive(f"{PARAMS}: ffn_dim_multiplier", multiplier, LARGEST_SIZE, ConfigError)
-        hidden = int(factor * hidden)
+    multiple = integer(f"{PARAMS}: multiple_of", params.get("multiple_of", int), error=ConfigError)
+    factor = positive(
+        f"{PARAMS}: ffn_dim_multiplier", params.get("ffn_dim_multiplier", float, 1), LARGEST_SIZE, ConfigError
+    )
+    hidden = int(factor * int(8 * dim / 3))
     return multiple * -(-hidden // multiple)

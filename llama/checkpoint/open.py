@@ -6,32 +6,29 @@ such folders: one for each of Meta's models, `original/` in a repository of the 
 
 from __future__ import annotations
 
+import itertools
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, LlamaError, TokenizerError
 from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized, torchfile
-from .base import Checkpoint
+from .base import Checkpoint, check_vocabulary
 from .documents import read_json, size_of
-from .nearby import MOST_FOLDERS, folders_in
 
-# (whether a path has this format, its reader); a new format adds one line. A folder may have two formats, like Meta's
-# repositories on the hub; the first match is used, and `beside` reports it.
-FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
+# (whether a path has this format, its reader); a new format adds one line. The first that fits is used.
+HUGGING_FACE: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
     (quantized.recognizes, quantized.QuantizedCheckpoint),
     (prequantized.recognizes, prequantized.PrequantizedCheckpoint),
     (huggingface.recognizes, huggingface.HuggingFaceCheckpoint),
+]
+OTHERS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
     (meta.recognizes, meta.MetaCheckpoint),
     (gguf.recognizes, gguf.GGUFCheckpoint),
 ]
-
-
-WEIGHTS = (".safetensors", ".bin")  # of Hugging Face's format
-# Sizes in params.json that config.json states too
-SAME = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+MOST_PATHS = 1000  # the most files and folders that are looked at below a folder
+EXPECTED = "expected config.json, params.json or *.gguf"
 
 
 def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -41,27 +38,30 @@ def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None =
 
     Raises CheckpointError if the path is not a supported checkpoint, TokenizerError if the tokenizer can't be used.
     """
-    checkpoint = _open(Path(path))
+    try:
+        checkpoint = _open(Path(path))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from None
+    except ValueError as error:  # a NUL byte in the path
+        if isinstance(error, LlamaError):
+            raise
+        raise CheckpointError(f"{str(path)!r} is not a path: {error}") from None
     if tokenizer is not None:
         try:
-            given = read_tokenizer(Path(tokenizer))
+            override = read_tokenizer(Path(tokenizer))
         except CheckpointError as error:
-            raise TokenizerError(
-                f"no usable tokenizer at {tokenizer}: expected a tokenizer.model, a tokenizer.json, a GGUF file, or a"
-                f" folder with one of them ({error})"
-            ) from None
-        meta.check_vocabulary(given, checkpoint.config, str(tokenizer))
-        checkpoint.given = given
+            raise TokenizerError(f"no usable tokenizer at {tokenizer}: {error}") from None
+        check_vocabulary(override, checkpoint.config, str(tokenizer))
+        checkpoint.tokenizer_override = override
     return checkpoint
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint, or of a single tokenizer.model or tokenizer.json; no weight is read."""
-    alone = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError:
-        for file in alone:
+        for file in [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]:
             if file.is_file() and is_tokenizer(file):
                 settings = file.with_name("tokenizer_config.json")
                 return open_tokenizer(file, read_json(settings) if settings.is_file() else None)
@@ -70,119 +70,62 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _open(path: Path) -> Checkpoint:
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-            raise CheckpointError(
-                f"{path} is neither a regular file nor a folder; expected a model folder or a .gguf file"
-            )
-        readers = [reader for recognizes, reader in FORMATS if recognizes(path)]
-        below = find_below(path) if stat.S_ISDIR(mode) and (not readers or _lacks_weights(path)) else []
-        if readers and readers[-1] is not huggingface.HuggingFaceCheckpoint and _lacks_weights(path):
-            return noted(readers[-1](path))  # a GGUF file or Meta's files beside a config.json
-        if len(below) == 1:
-            checkpoint = _open(below[0])
-            checkpoint.warnings = [f"{path} is not a model, but contains one; using {below[0]}", *checkpoint.warnings]
-            return checkpoint
-        if below:
-            raise CheckpointError(f"{path} is not a model, but contains several: {_named(below)}; name one of them")
-        if readers:
-            return noted(readers[0](path))
-        if stat.S_ISDIR(mode):
-            names = sorted(file.name for file in path.iterdir())
-        else:
-            with open(path, "rb") as file:
-                start = file.read(64)
-    except LlamaError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from None
-    except ValueError as error:  # a NUL byte in the path
-        raise CheckpointError(f"{str(path)!r} is not a path: {error}") from None
-    raise CheckpointError(_explain_folder(path, names) if stat.S_ISDIR(mode) else _explain_file(path, start))
-
-
-def noted(checkpoint: Checkpoint) -> Checkpoint:
-    """Add a warning if the folder has a model in Meta's format and a config.json: only one of them is read.
-
-    Raises CheckpointError if the two state different sizes.
-    """
-    path = checkpoint.path
-    if not (huggingface.recognizes(path) and meta.recognizes(path) and any(path.glob("consolidated.*.pth"))):
+    if not path.is_dir():
+        return _open_file(path)
+    readers = _readers(path)
+    if readers:
+        checkpoint = readers[0](path)
+        if huggingface.recognizes(path) and meta.recognizes(path) and any(path.glob("consolidated.*.pth")):
+            warning = f"{path} has files of two formats; only those of {checkpoint.format} are read"
+            checkpoint.warnings = [warning, *checkpoint.warnings]
         return checkpoint
-    params, settings = read_json(path / meta.PARAMS), read_json(path / huggingface.CONFIG)
-    for ours, theirs in SAME.items():
-        one, other = params.get(ours), settings.get(theirs)
-        if one is not None and other is not None and one != other:
-            raise CheckpointError(
-                f"{path} has files of two models: {meta.PARAMS} has {ours} {one}, but {huggingface.CONFIG} has"
-                f" {theirs} {other}; move the files of one model to another folder"
-            )
-    if checkpoint.format == "Meta":
-        choice = f"reading {meta.PARAMS} and the .pth files; {huggingface.CONFIG} has no weights here"
-    else:
-        choice = f"reading {huggingface.CONFIG} and its weights; {meta.PARAMS} and the .pth files are not used"
-    checkpoint.warnings = [f"{path} has files of two formats: {choice}", *checkpoint.warnings]
-    return checkpoint
+    paths = itertools.islice(itertools.chain(path.glob("*"), path.glob("*/*")), MOST_PATHS)
+    models = {folder for folder in paths if folder.name[0] != "." and _is_model(folder)}
+    below = sorted(folder for folder in models if folder.parent not in models)
+    if len(below) == 1:
+        checkpoint = _open(below[0])
+        checkpoint.warnings = [f"{path} is not a model, but contains one; using {below[0]}", *checkpoint.warnings]
+        return checkpoint
+    if below:
+        names = ", ".join(map(str, below[:4])) + ", ..." * (len(below) > 4)
+        raise CheckpointError(f"{path} is not a model, but contains several: {names}; name one of them")
+    if huggingface.recognizes(path):
+        return huggingface.HuggingFaceCheckpoint(path)  # raises CheckpointError, with what is missing
+    raise CheckpointError(_explain_folder(path))
 
 
-def find_below(folder: Path) -> list[Path]:
-    """The checkpoints at most two levels below a folder. Folders inside a checkpoint are not searched."""
-    found: list[Path] = []
-    level = folders_in(folder)
-    for _ in range(2):
-        models = [one for one in level if _is_model(one)]
-        found += models
-        level = [below for one in level if one not in models for below in folders_in(one)][:MOST_FOLDERS]
-    return found
+def _readers(folder: Path) -> list[Callable[[Path], Checkpoint]]:
+    """The readers of the formats that a folder has, without Hugging Face's for a config.json without weights."""
+    lacks_weights = not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
+    formats = OTHERS if lacks_weights else [*HUGGING_FACE, *OTHERS]
+    return [read for recognizes, read in formats if recognizes(folder)]
 
 
 def _is_model(folder: Path) -> bool:
     try:
-        readers = [reader for recognizes, reader in FORMATS if recognizes(folder)]
-        return bool(readers) and (readers[-1] is not huggingface.HuggingFaceCheckpoint or not _lacks_weights(folder))
+        return folder.is_dir() and bool(_readers(folder))
     except OSError:  # not readable
         return False
 
 
-def _lacks_weights(folder: Path) -> bool:
-    """Whether a folder has Hugging Face's config.json without its weights; other formats may be in it or below it."""
-    return huggingface.recognizes(folder) and not any(file.suffix in WEIGHTS for file in folder.iterdir())
-
-
-def _named(paths: list[Path]) -> str:
-    names = [str(path) for path in paths[:4]] + [f"{len(paths) - 4} more"] * (len(paths) > 4)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _explain_folder(path: Path, names: list[str]) -> str:
+def _explain_folder(path: Path) -> str:
     """The error message for a folder that is not a checkpoint."""
-    if not names:
-        return f"{path} is an empty folder; expected config.json, params.json or *.gguf"
-    for name in {meta.PARAMS, huggingface.CONFIG} & set(names):  # present, but not a regular file
-        try:
-            size_of(path / name)
-        except CheckpointError as error:
-            return str(error)
+    names = sorted(file.name for file in path.iterdir())
+    for name in {meta.PARAMS, huggingface.CONFIG} & set(names):
+        size_of(path / name)  # raises CheckpointError if it is not a regular file
     if "adapter_config.json" in names:
         return f"{path} contains an adapter, not a model; pass its base model as --model and this folder as --adapter"
-    if any(name.startswith("tokenizer") for name in names):
-        return f"{path} contains a tokenizer but no model: expected config.json, params.json or *.gguf"
-    found = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{path} is not a checkpoint: expected config.json, params.json or *.gguf; found {found}"
+    found = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+    return f"{path} is not a checkpoint: {EXPECTED}; found {found or 'no file'}"
 
 
-def _explain_file(path: Path, start: bytes) -> str:
-    """The error message for a file that is not a checkpoint."""
-    try:
-        torchfile.refuse_mistakes(path, start)
-    except CheckpointError as error:
-        return str(error)
-    if start.startswith(torchfile.ZIP) or start[8:10] in (b'{"', b"{ ") or start.lstrip().startswith(b"{"):
-        return f"{path} is one file of a checkpoint folder; name the folder: {path.parent}"
-    if start[:1] == torchfile.PICKLE[:1] and start[1:2] <= b"\x05":  # a pickle of any protocol
-        return f"{path} is a pickle, which is not read because it could run code; convert it to safetensors"
-    return (
-        f"{path} is not a checkpoint: expected a .gguf file, or a folder with config.json or params.json; found a file"
-        f" that begins with {start[:8]!r}"
-    )
+def _open_file(path: Path) -> Checkpoint:
+    size_of(path)  # raises CheckpointError if it is not a regular file
+    if gguf.recognizes(path):
+        return gguf.GGUFCheckpoint(path)
+    with open(path, "rb") as file:
+        start = file.read(64)
+    torchfile.refuse_mistakes(path, start)
+    if start.startswith((torchfile.ZIP, torchfile.PICKLE)) or b"{" in (start.lstrip()[:1], start[8:9]):
+        raise CheckpointError(f"{path} is one file of a checkpoint folder; name the folder: {path.parent}")
+    raise CheckpointError(f"{path} is not a checkpoint: {EXPECTED}; found a file that begins with {start[:8]!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import zlib
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,9 @@ from typing import Literal
 
 import torch
 
-from ..checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, torchfile
+from ..checkpoint import Checkpoint, base, gguf, huggingface, meta, open_checkpoint, torchfile
 from ..checkpoint.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_of
-from ..checkpoint.safetensors_header import read_header
-from ..errors import CheckpointError, LlamaError, TokenizerError, UsageError, one_line
+from ..errors import CheckpointError, DamagedError, LlamaError, TokenizerError, UsageError, one_line
 from ..hub import named as hub
 from ..hub.transfer import file_sum
 from ..tokenizer import open_tokenizer
@@ -136,12 +135,13 @@ def find_files(path: Path) -> list[Path]:
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer's file in a folder; that of Meta's LLaMA 1 and 2 is in the parent folder."""
-    if format_of(folder) == "Meta":
-        paths = [folder / "tokenizer.model", folder.parent / "tokenizer.model", folder / "tokenizer.json"]
-    else:
-        paths = [folder / "tokenizer.json", folder / "tokenizer.model"]
-    return next((path for path in paths if path.is_file()), None)
+    """The tokenizer's file, as the readers of the formats find it; None if there is none."""
+    names = ("tokenizer.json", "tokenizer.model")
+    try:
+        found = base.find_tokenizer(folder, names[::-1] if format_of(folder) == "Meta" else names)
+    except TokenizerError:
+        return None
+    return found if found.is_file() else None
 
 
 # ------------------------------------------------------------------------------------------------------- presence
@@ -218,8 +218,8 @@ def check_size(file: Path, root: Path) -> Finding:
         with open(file, "rb") as opened:
             torchfile.refuse_mistakes(file, opened.read(64))
         if file.suffix == ".safetensors":
-            header = read_header(file)
-            return f"{file.stat().st_size:,} bytes, as its header says: {len(header.tensors):,} tensors"
+            tensors = huggingface.open_file(file)
+            return f"{file.stat().st_size:,} bytes, as its header says: {len(tensors):,} tensors"
         if file.suffix in TORCH:
             return torch_size(file)
         if file.suffix in (".json", ".model", ".chk"):
@@ -238,8 +238,8 @@ def torch_size(file: Path) -> str:
     if start[:2] == torchfile.PICKLE:
         return f"{size:,} bytes; an old torch file, which does not declare its size"
     if start != torchfile.ZIP:
-        raise CheckpointError(f"{file} is not a torch file: it begins with {start!r}; download it again")
-    return f"{size:,} bytes, {len(torchfile.records(file)):,} records to the end of the archive"
+        raise DamagedError(f"{file} is not a torch file: it begins with {start!r}")
+    return f"{size:,} bytes, {len(torchfile.read_records(file, file)):,} records to the end of the archive"
 
 
 def check_total_size(folder: Path, sound: list[Path]) -> Iterator[Finding]:
@@ -251,7 +251,7 @@ def check_total_size(folder: Path, sound: list[Path]) -> Iterator[Finding]:
         return
     metadata = read_json(index).get("metadata")
     declared = metadata.get("total_size") if isinstance(metadata, dict) else None
-    found = sum(entry.end - entry.begin for file in shards for entry in read_header(file).tensors.values())
+    found = sum(_data_bytes(file) for file in shards)
     if declared is None:
         yield Finding("size", "warn", index.name, "does not declare the total size of the weights")
     elif declared == found:
@@ -261,29 +261,33 @@ def check_total_size(folder: Path, sound: list[Path]) -> Iterator[Finding]:
         yield Finding("size", "warn", index.name, message)
 
 
+def _data_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file: all that follow the header and its length."""
+    with open(file, "rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+
+
 def check_records(file: Path, root: Path, progress: Progress = _silent) -> Finding:
     """Check the CRC-32 of every record in a torch file's archive. It detects a flipped bit, which loading does not."""
 
     def read() -> str:
         damaged, done = [], 0
-        records = torchfile.records(file)
-        if not any(record.crc for record in records.values()):  # torch.serialization.set_crc32_options(False)
+        records = torchfile.read_records(file, file).values() if torchfile.is_archive(file) else ()
+        if not any(record.CRC for record in records):  # torch.serialization.set_crc32_options(False)
             return UNCHECKED
-        total = sum(record.size for record in records.values())
-        with open(file, "rb") as opened:
-            for name, record in records.items():
-                opened.seek(record.start)
-                found, left = 0, record.size
-                while chunk := opened.read(min(CHUNK, left)):
-                    found, left, done = zlib.crc32(chunk, found), left - len(chunk), done + len(chunk)
-                    progress(f"crc {file.name}", done, total)
-                if found != record.crc:
-                    damaged.append(name)
+        total = sum(record.file_size for record in records)
+        with zipfile.ZipFile(file) as archive:
+            for record in records:
+                try:
+                    with archive.open(record) as opened:
+                        while chunk := opened.read(CHUNK):
+                            done += len(chunk)
+                            progress(f"crc {file.name}", done, total)
+                except zipfile.BadZipFile:
+                    damaged.append(record.filename)
         if damaged:
-            raise CheckpointError(
-                f"{file}: the CRC-32 of {len(damaged):,} of {len(records):,} records does not match:"
-                f" {', '.join(damaged[:3])}{', ...' * (len(damaged) > 3)}; the file is damaged, download it again"
-            )
+            names = ", ".join(damaged[:3]) + ", ..." * (len(damaged) > 3)
+            raise DamagedError(f"{file}: the CRC-32 of {len(damaged):,} of {len(records):,} records differs: {names}")
         return f"the CRC-32 of all {len(records):,} records matches"
 
     finding = _outcome("crc", file, root, read)
@@ -433,7 +437,7 @@ def check_tokenizer(path: Path, checkpoint: Checkpoint | None) -> Finding:
         return f"{tokenizer.kind}, {tokenizer.n_vocab:,} tokens" + f" for {rows:,} rows of the embedding" * bool(rows)
 
     finding = _outcome("tokenizer", file or path, root, look)
-    if counts and counts[0] < 0.75 * rows:  # models pad the embedding by less than this
+    if counts and rows and not 0.75 * rows <= counts[0] <= rows:  # models pad the embedding by less than this
         message = f"has {counts[0]:,} tokens and the embedding {rows:,} rows; it may belong to another model"
         return Finding("tokenizer", "warn", finding.item, message)
     return finding

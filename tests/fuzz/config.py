@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from llama.checkpoint import huggingface, meta, open_checkpoint
+from llama.checkpoint import meta, open_checkpoint
 from llama.rope import Rope
 from llama.rope_scaling import PARAMETERS, SCALINGS
 
@@ -62,8 +62,6 @@ class Harness(law.Harness):
         folder = self.folder / kind
         path = self.put(f"{kind}/{name}", data[1:])
         yield partial(read, folder)
-        if name == "config.json":
-            yield partial(huggingface.ConfigFile, path)
         if name == "params.json":
             yield partial(meta.read_params, path)
         if name not in ("params.json", "config.json"):
