@@ -101,7 +101,8 @@ def read(path: Path, base: Checkpoint) -> Adapter:
             return _read_gguf(path)
     except (ConfigError, OverflowError) as error:  # an integer of hundreds of digits
         raise CheckpointError(f"adapter {path}: {error}") from None
-    raise CheckpointError(f"adapter {path}: expected a PEFT folder with {CONFIG}, or a GGUF adapter (.gguf)")
+    found = "is neither a PEFT folder with adapter_config.json nor a GGUF file" if path.exists() else "does not exist"
+    raise CheckpointError(f"adapter {path} {found}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
