@@ -160,17 +160,15 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
         scale = _by_pattern(alphas, module, float, alpha) / (math.sqrt(r) if root else r)
         low_rank[name] = LowRank(pair["down"], pair["up"], scale)
 
-    def saves(module: str, name: str) -> bool:
-        return f"{module}." in to_file_name(name, NAMES, LAYERS)
+    def is_saved(name: str, modules: list[str]) -> bool:
+        return any(f"{module}." in to_file_name(name, NAMES, LAYERS) for module in modules)
 
-    for name in (EMBEDDING, OUTPUT):  # peft also saves them unchanged if one of them has a LoRA
-        if (
-            name in replaced
-            and not any(saves(module, name) for module in saved)
-            and _is_equal(replaced[name], base, name)
-        ):
+    # peft saves the embedding and the output besides modules_to_save, mostly unchanged, if one of them has a LoRA
+    besides = [name for name in (EMBEDDING, OUTPUT) if name in replaced and not is_saved(name, saved)]
+    for name in besides:
+        if _is_equal(replaced[name], base, name):
             del replaced[name]
-    if missing := [module for module in saved if not any(saves(module, name) for name in replaced)]:
+    if missing := [module for module in saved if not any(is_saved(name, [module]) for name in replaced)]:
         raise DamagedError(f"adapter {folder} lacks the weights of {missing[0]!r:.80}, which {CONFIG} names as trained")
     biases = {name for name in base.shapes if name.endswith(".bias") and bias != "none"}
     trained = {name for name in biases if bias == "all" or name.replace(".bias", ".weight") in low_rank}
@@ -178,9 +176,8 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
         raise DamagedError(
             f"adapter {folder} lacks the biases of {len(trained)} layers, which {CONFIG} names as trained"
         )
-    tied = base.config.tie_embeddings and EMBEDDING in replaced and OUTPUT not in replaced
-    if tied and not any(saves(module, EMBEDDING) for module in saved):  # the tied weight itself, not a copy, was saved
-        replaced[OUTPUT] = replaced[EMBEDDING]
+    if base.config.tie_embeddings and EMBEDDING in besides and EMBEDDING in replaced:
+        replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # the tied weight itself was saved, not a copy
     return Adapter(folder, "half", low_rank, replaced, trained_on)
 
 

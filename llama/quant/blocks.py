@@ -198,7 +198,7 @@ def _legacy(raw: NDArray[np.uint8], bits: int, has_minimum: bool) -> Blocks:
 def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
     """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes.
 
-    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is quant i's of group g.
+    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of group g.
     """
     blocks = raw.reshape(len(raw), -1, 144 + 32 * (bits - 4))
     packed = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
