@@ -85,8 +85,9 @@ class AdaptedCheckpoint(Checkpoint):
         """Raise CheckpointError unless an adapter fits the base and the other adapters."""
         where = f"adapter {adapter.path}"
         changes: list[tuple[str, Any]] = [*adapter.low_rank.items(), *adapter.replaced.items()]
-        for name, shape in ((name, change.shape) for name, change in changes):
-            if shape is None or tuple(shape) != self.shapes.get(name):
+        for name, change in changes:
+            shape = None if change.shape is None else tuple(change.shape)
+            if shape is None or shape != self.shapes.get(name):
                 raise CheckpointError(
                     f"{where} changes {self.file_name(name)} as a weight of shape {shape}, but the model has"
                     f" {self.shapes.get(name)}; pass the model that it was trained on with --model"

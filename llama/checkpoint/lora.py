@@ -173,8 +173,15 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
     biases = {name for name in base.shapes if name.endswith(".bias") and bias != "none"}
     trained = {name for name in biases if bias == "all" or name.replace(".bias", ".weight") in low_rank}
     if trained - replaced.keys():
-        raise DamagedError(
-            f"adapter {folder} lacks the biases of {len(trained)} layers, which {CONFIG} names as trained"
+        raise DamagedError(f"adapter {folder} lacks the biases of some layers, which {CONFIG} names as trained")
+    names, some = (fields.get(key, object, None) for key in ("target_modules", "exclude_modules"))
+    some = some or fields.get("layers_to_transform", object, None)
+    ends = tuple(f".{name}.weight" for name in names) if isinstance(names, list) and not some else ()
+    absent = base.shapes.keys() - low_rank.keys() - replaced.keys()
+    if any(to_file_name(name, NAMES, LAYERS).endswith(ends) for name in absent):
+        raise CheckpointError(
+            f"adapter {folder} has no matrices for some layers of this model; pass the model that it was trained on"
+            " with --model"
         )
     if base.config.tie_embeddings and EMBEDDING in besides and EMBEDDING in replaced:
         replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # the tied weight itself was saved, not a copy
