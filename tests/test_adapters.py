@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -117,100 +116,82 @@ def logits(path: Path, **options: Any) -> Tensor:
     return llama.load_model(path, **{"dtype": "float32", "device": "cpu", **options})(TOKENS)
 
 
-Build = Callable[[Lora], dict[str, Any]]
-
-
-def each(modules: list[str], rank: int = 4, scale: float = 2.0) -> Build:
-    def build(lora: Lora) -> dict[str, Any]:
-        for module in modules:
-            lora.low_rank(module, rank, scale)
-        return {}
-
-    return build
-
-
 def named(*ends: str) -> list[str]:
     return [module for module in MODULES if module.endswith(ends)]
 
 
-def patterns(lora: Lora) -> dict[str, Any]:
-    for module in MODULES:
-        rank = 3 if "layers.1.mlp" in module else 2 if module.endswith("q_proj") else 4
-        alpha = 5 if module.endswith("0.self_attn.k_proj") else 8
-        lora.low_rank(module, rank, alpha / rank)
-    return {"rank_pattern": {r"model\.layers\.1\.mlp\..*": 3, "q_proj": 2}, "alpha_pattern": {"0.self_attn.k_proj": 5}}
-
-
-def saved(*names: str) -> Build:
-    def build(lora: Lora) -> dict[str, Any]:
-        for module in named("q_proj"):
-            lora.low_rank(module, 4, 2.0)
-        for name in sorted(lora.state):
-            if name.removesuffix(".weight").endswith(names) or any(f".{part}." in name for part in names):
-                lora.replace(name)
-        return {"target_modules": ["q_proj"], "modules_to_save": list(names)}
-
-    return build
-
-
-def biases(kind: str) -> Build:
-    def build(lora: Lora) -> dict[str, Any]:
-        for module in named("q_proj"):
-            lora.low_rank(module, 4, 2.0)
-        for name in [name for name in lora.state if name.endswith(".bias")]:
-            module = name.removesuffix(".bias")
-            if kind == "all" or module.endswith("q_proj"):
-                lora.replace(name, f"{module}.base_layer.bias" if module.endswith("q_proj") else name)
-        return {"target_modules": ["q_proj"], "bias": kind}
-
-    return build
-
-
 EMBED, HEAD = "model.embed_tokens", "lm_head"
-CASES: dict[str, tuple[Build, dict[str, Any]]] = {
-    "list": (each(MODULES), {}),
-    "rslora": (each(MODULES, 4, 8 / math.sqrt(4)), {"use_rslora": True}),
-    "patterns": (patterns, {}),
-    "excluded": (each(named("v_proj")), {"target_modules": ["v_proj", "q_proj"], "exclude_modules": ["q_proj"]}),
-    "layers": (each(named("1.mlp.down_proj")), {"target_modules": ["down_proj"], "layers_to_transform": [1]}),
-    "head": (each([HEAD]), {"target_modules": ["lm_head"]}),
-    "embedding": (each([EMBED]), {"target_modules": ["embed_tokens"]}),
-    "both": (each([EMBED, HEAD]), {"target_modules": ["embed_tokens", "lm_head"]}),
-    "saved head": (saved("lm_head"), {}),
-    "saved embedding": (saved("embed_tokens"), {}),
-    "saved norms": (saved("norm"), {}),
-    "saved parts": (saved("mlp"), {}),
-}
+# (the modules with a LoRA, the factor of the change, entries of adapter_config.json)
+CASES: dict[str, tuple[list[str], float, dict[str, Any]]] = {
+    "list": (MODULES, 2.0, {}),
+    "rslora": (MODULES, 4.0, {"use_rslora": True}),
+    "excluded": (named("v_proj"), 2.0, {"target_modules": ["v_proj", "q_proj"], "exclude_modules": ["q_proj"]}),
+    "layers": (named("1.mlp.down_proj"), 2.0, {"target_modules": ["down_proj"], "layers_to_transform": [1]}),
+    "head": ([HEAD], 2.0, {"target_modules": ["lm_head"]}),
+    "embedding": ([EMBED], 2.0, {"target_modules": ["embed_tokens"]}),
+    "both": ([EMBED, HEAD], 2.0, {"target_modules": ["embed_tokens", "lm_head"]}),
+    **{f"saved {name}": (named("q_proj"), 2.0, {"target_modules": ["q_proj"], "modules_to_save": [name]})
+       for name in ("lm_head", "embed_tokens", "norm", "mlp")},
+}  # fmt: skip
+
+
+def build(lora: Lora, folder: Path, modules: list[str], scale: float, config: dict[str, Any]) -> Path:
+    for module in modules:
+        lora.low_rank(module, 4, scale)
+    for part in config.get("modules_to_save", ()):
+        for name in [name for name in lora.state if f"{part}." in name]:
+            lora.replace(name)
+    return lora.write(folder, **config)
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 @pytest.mark.parametrize("case", CASES)
 def test_merged_logits_are_those_of_transformers(bases, tmp_path: Path, case: str, kind: str) -> None:
-    lora, (build, config) = Lora(bases(kind)), CASES[case]
-    path = lora.write(tmp_path / "adapter", **{**build(lora), **config})
+    lora = Lora(bases(kind))
+    path = build(lora, tmp_path / "adapter", *CASES[case])
     ours, theirs = logits(bases(kind), adapters=path), lora.logits(bases(kind))
     assert (ours - theirs).abs().max() < 1e-4
     assert (ours - logits(bases(kind))).abs().max() > 0.1
 
 
+def test_patterns_choose_rank_and_alpha_as_in_peft(bases, tmp_path: Path) -> None:
+    lora = Lora(bases("plain"))
+    for module in MODULES:
+        rank = 3 if "layers.1.mlp" in module else 2 if module.endswith("q_proj") else 4
+        lora.low_rank(module, rank, (5 if module.endswith("0.self_attn.k_proj") else 8) / rank)
+    ranks = {r"model\.layers\.1\.mlp\..*": 3, "q_proj": 2, "_proj": 7}
+    path = lora.write(tmp_path / "adapter", rank_pattern=ranks, alpha_pattern={"0.self_attn.k_proj": 5, ".*q_proj": 8})
+    assert (logits(bases("plain"), adapters=path) - lora.logits(bases("plain"))).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["all", "lora_only"])
 def test_trained_biases_replace_those_of_the_base(bases, tmp_path: Path, kind: str) -> None:
-    lora = Lora(bases("biased"))
-    path = lora.write(tmp_path / "adapter", **biases(kind)(lora))
+    lora, changed = Lora(bases("biased")), named("q_proj")
+    for module in changed:
+        lora.low_rank(module, 4, 2.0)
+        lora.replace(f"{module}.bias", f"{module}.base_layer.bias")
+    for name in [name for name in lora.state if name.endswith(".bias") and kind == "all"]:
+        if name.removesuffix(".bias") not in changed:
+            lora.replace(name)
+    path = lora.write(tmp_path / "adapter", target_modules=["q_proj"], bias=kind)
     assert (logits(bases("biased"), adapters=path) - lora.logits(bases("biased"))).abs().max() < 1e-4
-    rewrite(path, lambda state: [state.pop(key) for key in list(state) if key.endswith("0.self_attn.q_proj.base_layer.bias")])
+    rewrite(path, lambda state: state.pop(f"base_model.model.{changed[0]}.base_layer.bias"))
     with pytest.raises(CheckpointError, match="lacks the biases of some layers"):
         logits(bases("biased"), adapters=path)
 
 
 def test_an_embedding_that_peft_saved_untrained_leaves_the_weights_tied(bases, tmp_path: Path) -> None:
     lora = Lora(bases("tied"))
-    each(named("q_proj"))(lora)
     lora.tensors["model.embed_tokens.weight"] = lora.state["model.embed_tokens.weight"]
-    path = lora.write(tmp_path / "adapter", target_modules=["q_proj"])
+    path = build(lora, tmp_path / "adapter", *CASES["layers"])
     checkpoint = with_adapters(open_checkpoint(bases("tied")), path)
     assert checkpoint.config.tie_embeddings
     assert not checkpoint.changed("tok_embeddings.weight")
+    # Changed and not named in modules_to_save, it is the tied weight itself.
+    lora.replace("model.embed_tokens.weight")
+    lora.state["lm_head.weight"] = lora.state["model.embed_tokens.weight"]
+    path = lora.write(tmp_path / "both", **CASES["layers"][2])
+    assert (logits(bases("tied"), adapters=path) - lora.logits(bases("tied"))).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
@@ -422,31 +403,21 @@ def test_another_base_is_refused_by_its_shapes(adapter: Path, tmp_path: Path) ->
 
 
 def test_complete_tensors_have_no_scale_and_no_rival(bases, tmp_path: Path) -> None:
-    lora = Lora(bases("plain"))
-    path = lora.write(tmp_path / "saved", **saved("lm_head")(lora))
+    path = build(Lora(bases("plain")), tmp_path / "saved", *CASES["saved lm_head"])
     with pytest.raises(UsageError, match=r"replaces lm_head.weight completely, so its scale must be 1, got 0\.5"):
         logits(bases("plain"), adapters=f"{path}:0.5")
     with pytest.raises(CheckpointError, match=r"replaces lm_head.weight, which another adapter also changes"):
         logits(bases("plain"), adapters=[path, path])
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("nowhere:2", "nowhere does not exist"),
-        ("{}:x", "the scale 'x' is not a number"),
-        ("{}:nan", "must be a finite number"),
-        ("{}:1e999", "must be a finite number"),
-        *((f"{{}}/{path}", "is neither a PEFT folder") for path in ("adapter_model.safetensors", "../pipe.gguf", "..")),
-    ],
-)
-def test_a_wrong_path_or_scale_is_refused(bases, adapter: Path, text: str, says: str) -> None:
+def test_a_wrong_path_or_scale_is_refused(bases, adapter: Path) -> None:
     os.mkfifo(adapter.parent / "pipe.gguf")
-    with pytest.raises(LlamaError, match=re.escape(says)):
-        logits(bases("plain"), adapters=text.format(adapter))
-
-
-def test_bad_arguments_in_python_are_refused(bases, adapter: Path) -> None:
+    cases = {"nowhere:2": "nowhere does not exist", f"{adapter}:x": "the scale 'x' is not a number",
+             f"{adapter}:nan": "must be a finite number", f"{adapter}:1e999": "must be a finite number",
+             **{str(adapter / path): "is neither a PEFT folder" for path in ("adapter_model.safetensors", "../pipe.gguf", "..")}}  # fmt: skip
+    for text, says in cases.items():
+        with pytest.raises(LlamaError, match=re.escape(says)):
+            logits(bases("plain"), adapters=text)
     for adapters in ([5], [(adapter, "x")], [(adapter, True)], (adapter, math.inf)):
         with pytest.raises(UsageError, match=r"adapter must be a path|must be a finite number"):
             logits(bases("plain"), adapters=adapters)
@@ -474,18 +445,15 @@ def test_a_cut_or_damaged_adapter_is_refused_or_harmless(bases, tmp_path: Path, 
     if file.endswith(".bin"):
         torch.save(load_file(path / "adapter_model.safetensors"), target)
         (path / "adapter_model.safetensors").unlink()
-    data, base = target.read_bytes(), open_checkpoint(bases("plain"))
-    spots = sorted({len(data) * i // 23 for i in range(23)} | {0, 1, 9, len(data) - 1})
-    changed = [data[:spot] for spot in spots]
-    changed += [data[:spot] + bytes([data[spot] ^ 1 << spot % 8]) + data[spot + 1 :] for spot in spots]
-    refused = 0
-    for content in changed:
-        target.write_bytes(content)
-        with contextlib.suppress(LlamaError):
-            with_adapters(base, target if file == "a.gguf" else path)
-            continue
-        refused += 1
-    assert refused >= len(spots)
+    data, base, refused = target.read_bytes(), open_checkpoint(bases("plain")), 0
+    for spot in sorted({len(data) * i // 23 for i in range(23)} | {0, 1, 9, len(data) - 1}):
+        for content in (data[:spot], data[:spot] + bytes([data[spot] ^ 1 << spot % 8]) + data[spot + 1 :]):
+            target.write_bytes(content)
+            try:
+                with_adapters(base, target if file == "a.gguf" else path)
+            except LlamaError:
+                refused += 1
+    assert refused >= 23
 
 
 # ------------------------------------------------------------------------------------------------------ the commands

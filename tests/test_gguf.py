@@ -62,7 +62,9 @@ def test_every_kind_of_value_is_read(tmp_path: Path) -> None:
         kind.name: (value, kind.name.lower())
         for kind in gguf.GGUFValueType
         if kind.name not in ("STRING", "ARRAY")
-        for value in [True if kind.name == "BOOL" else 1.5 if "FLOAT" in kind.name else -7 if kind.name[0] == "I" else 200]
+        for value in [
+            True if kind.name == "BOOL" else 1.5 if "FLOAT" in kind.name else -7 if kind.name[0] == "I" else 200
+        ]
     }
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
     for key, (value, kind) in values.items():
@@ -81,7 +83,9 @@ def test_logits_are_those_of_the_weights_in_the_file(tmp_path: Path, biases: boo
     config = dataclasses.replace(tiny.CONFIG, attention_bias=biases, mlp_bias=biases)
     path = tiny.write_gguf(tmp_path / "x.gguf", config)
     expected = tiny.model(config)(TOKENS)
-    torch.testing.assert_close(load(path, rope=form)(TOKENS), expected, rtol=0, atol=1e-6 if form == "complex" else 1e-4)
+    torch.testing.assert_close(
+        load(path, rope=form)(TOKENS), expected, rtol=0, atol=1e-6 if form == "complex" else 1e-4
+    )
 
 
 @pytest.mark.parametrize("name", [*READERS, *RARE])
@@ -282,11 +286,16 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     config = dataclasses.replace(tiny.CONFIG, n_kv_heads=4)
     path = tiny.write_gguf(tmp_path / "x.gguf", config, metadata=dict.fromkeys(f"llama.{key}" for key in keys))
     assert open_checkpoint(path).config == config
-    tied = open_checkpoint(tiny.write_gguf(tmp_path / "y.gguf", without=("output.weight",), metadata={"llama.context_length": 2**31}))
+    tied = open_checkpoint(
+        tiny.write_gguf(tmp_path / "y.gguf", without=("output.weight",), metadata={"llama.context_length": 2**31})
+    )
     assert (tied.config.tie_embeddings, tied.config.max_seq_len) == (True, 2**31)
-    window = tiny.write_gguf(tmp_path / "z.gguf", metadata={"llama.attention.sliding_window": 128, "tokenizer.ggml.pre": None})
+    window = tiny.write_gguf(
+        tmp_path / "z.gguf", metadata={"llama.attention.sliding_window": 128, "tokenizer.ggml.pre": None}
+    )
     assert open_checkpoint(window).config.sliding_window == 128
-    assert [words in text for words, text in zip(("window", "pre-tokenizer"), open_checkpoint(window).warnings)] == [True] * 2
+    assert "window" in open_checkpoint(window).warnings[0]
+    assert "does not name its pre-tokenizer" in open_checkpoint(window).warnings[1]
 
 
 SHORT, LONG = [1 + i / 7 for i in range(8)], [1.0 + i for i in range(8)]
