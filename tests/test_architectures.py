@@ -230,9 +230,10 @@ def test_a_window_applies_as_in_transformers(
 ) -> None:
     required = {key: value for key, value in BASE.items() if "position" not in key and not key.endswith("_id")}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **required, **changes}))
-    from llama.checkpoint.huggingface import ConfigFile
+    from llama.checkpoint.documents import read_json
+    from llama.checkpoint.huggingface import read_config
 
-    config = ConfigFile(tmp_path / "config.json").config
+    config = read_config(read_json(tmp_path / "config.json"), "config.json")[0]
     assert config.sliding_window == window
     assert reach(config) == min(config.max_seq_len, window or config.max_seq_len)
 

@@ -39,7 +39,7 @@ class Checkpoint(ABC):
     layout: Layout = "interleaved"  # the order of the rows of wq and wk
     shapes: Mapping[str, tuple[int, ...]]  # by the model's tensor names
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
-    chat_template: str | None = None  # Jinja source
+    chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
     sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
     warnings: Sequence[str] = ()  # to show at once: entries without effect, files that are ignored
     notes: Sequence[str] = ()  # facts that the files do not state, and how they were decided

@@ -21,7 +21,7 @@ from ..rope import to_half_layout
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
 from .architectures import INTERVAL, LAYOUTS, every
 from .base import to_file_name
-from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TENSOR_TYPES
+from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from .write import ROTATED, Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
@@ -116,8 +116,9 @@ def type_of(model: Model, name: str, packed: Mapping[str, Packed]) -> str:
 
 def nbytes(model: Model, name: str, packed: Mapping[str, Packed] = MappingProxyType({})) -> int:
     """The bytes of a tensor in the file."""
-    sizes = {name: (block, size) for name, block, size in TENSOR_TYPES.values()}
-    block, size = sizes[type_of(model, name, packed)]
+    import gguf
+
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_of(model, name, packed)]]
     return math.prod(model.shapes[name]) // block * size
 
 

@@ -137,7 +137,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
     """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
     from ..checkpoint import open_checkpoint
     from ..checkpoint.documents import read_json
-    from ..checkpoint.huggingface import ConfigFile
+    from ..checkpoint.huggingface import read_config
     from ..checkpoint.meta import read_params
     from ..config import ModelConfig
     from ..hub.families import official
@@ -166,7 +166,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
         raise UsageError(f"{path}: no such file; known models: {', '.join(official())}")
     values = read_json(path)
     if "model_type" in values or "hidden_size" in values or "architectures" in values:
-        return name, ConfigFile(path).config, None
+        return name, read_config(read_json(path), str(path))[0], None
     if "hidden_dim" not in values:
         return name, read_params(path), None
     try:

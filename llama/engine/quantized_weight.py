@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks, joined
-from ..quant.rounding import check_overflow, check_range, check_scales, clips_of, quantize
+from ..quant.rounding import check_range, check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
@@ -85,8 +85,6 @@ class QuantizedWeight:
         pieces = _pieces(self.shape, PIECE if device.type == "cpu" else LARGE_PIECE)
         parts = [self.rows(part, device) for part in pieces]
         offsets = [part.offset for part in parts if part.offset is not None]
-        for part in parts:
-            check_overflow(part)
         if self.format.group:
             scale = max(float(part.scale.max()) for part in parts)
             check_range(scale, max((float(offset.abs().max()) for offset in offsets), default=0.0), self.is_zero)
@@ -97,9 +95,7 @@ def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int], format: B
     """Pack a weight piece by piece, so that only one piece is in memory unpacked."""
     out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], format), dtype=torch.uint8)
     for part in _pieces(shape, PACKED_PIECE):
-        blocks = rows(part)
-        check_overflow(blocks)
-        pack(blocks, out[part.start // TILE : -(-part.stop // TILE)])
+        pack(rows(part), out[part.start // TILE : -(-part.stop // TILE)])
     return out
 
 

@@ -1,7 +1,7 @@
 """Quantization to GGUF's block types: the inverse of blocks.READERS, and which weight gets which type.
 
-Q8_0, Q4_0 and Q5_0 follow the rule of llama.cpp's own quantizer and give its integers. The K types have two levels of
-scales, for which no rule is defined; llama.cpp searches with weighted errors, and this file with plain squared errors.
+Q8_0, Q4_0 and Q5_0 are quantized by the gguf package, with llama.cpp's integers. The K types have two levels of scales,
+for which no rule is defined; llama.cpp searches with weighted errors, and this file with plain squared errors.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml; choice of types: llama-quant.cpp of llama.cpp.
 """
 
@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,82 +21,50 @@ from ..errors import CheckpointError
 from .rounding import check_scales
 
 PIECE = 2**18  # entries that are quantized at once; with their copies, they fit into the cache
+SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
 STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # of a group of Q4_K: added to the number of its steps
 ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # of a group of Q6_K: the multiple of the scale that its largest weight becomes
 
 
 # ------------------------------------------------------------------------------------------------------------- types
-def q8_0(w: Tensor) -> Tensor:
-    """Blocks of 32: the largest absolute weight becomes 127."""
-    groups = w.unflatten(1, (-1, 32))  # (R, blocks, 32)
-    d = groups.abs().amax(-1, keepdim=True) / 127
-    x = groups * _inverse(d)
-    whole = x.abs().floor()
-    quants = (x.sign() * (whole + (2 * (x.abs() - whole)).floor())).to(torch.int8)  # halves are rounded away from zero
-    return torch.cat((_half(d), quants.view(torch.uint8)), -1).flatten(1)
-
-
-def q4_0(w: Tensor) -> Tensor:
-    """Blocks of 32: the weight with the largest absolute value becomes -8."""
-    quants, d = _signed(w, 8)
-    return torch.cat((_half(d), _nibbles(quants)), -1).flatten(1)
-
-
-def q5_0(w: Tensor) -> Tensor:
-    """Blocks of 32: the weight with the largest absolute value becomes -16."""
-    quants, d = _signed(w, 16)
-    high = quants >> 4 << torch.arange(8, dtype=torch.uint8).repeat(4)  # (R, blocks, 32)
-    high = high.unflatten(-1, (4, 8)).sum(-1, dtype=torch.uint8)
-    return torch.cat((_half(d), high, _nibbles(quants & 15)), -1).flatten(1)
-
-
-def _signed(w: Tensor, middle: int) -> tuple[Tensor, Tensor]:
-    """Quants (R, blocks, 32) and scales (R, blocks, 1); the weight with the largest absolute value becomes quant 0."""
-    groups = w.unflatten(1, (-1, 32))
-    d = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -middle
-    x = groups * _inverse(d) + (middle + 0.5)  # two roundings, as in llama.cpp
-    return x.clamp(max=2 * middle - 1).to(torch.uint8), d
-
-
 def q4_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
     head, quants = _two_levels(w, 15)
-    return torch.cat((head, _pairs(quants)), -1).flatten(1)
+    return torch.cat((head, _bytes(quants.unflatten(-2, (4, 2))).flatten(-2)), -1).flatten(1)
 
 
 def q5_k(w: Tensor) -> Tensor:
     """Q4_K with 5 bits for q; the highest bits come first: bit g of byte i belongs to quant i of group g."""
     head, quants = _two_levels(w, 31)
     high = (quants >> 4 << torch.arange(8, dtype=torch.uint8)[:, None]).sum(-2, dtype=torch.uint8)  # (R, blocks, 32)
-    return torch.cat((head, high, _pairs(quants & 15)), -1).flatten(1)
+    low = _bytes((quants & 15).unflatten(-2, (4, 2))).flatten(-2)
+    return torch.cat((head, high, low), -1).flatten(1)
 
 
 def q6_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 16 groups: weight = d sc (q - 32), with 8 bits for sc and 6 for q."""
     groups = w.unflatten(1, (-1, 16, 16))  # (R, blocks, groups, 16)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    best = least = None
+    scale, least = -largest / ENDS[0], torch.full_like(largest, torch.inf)
     for end in ENDS:
         quants = (groups * _inverse(-largest / end)).round().clamp(-32, 31)
-        scale = (quants * groups).sum(-1, keepdim=True) * _inverse(quants.square().sum(-1, keepdim=True))
-        error = (scale * quants - groups).square().sum(-1, keepdim=True)
-        best = scale if best is None or least is None else torch.where(error < least, scale, best)
-        least = error if least is None else torch.minimum(error, least)
-    scale = torch.zeros_like(largest) if best is None else best
+        fitted = (quants * groups).sum(-1, keepdim=True) * _inverse(quants.square().sum(-1, keepdim=True))
+        error = (fitted * quants - groups).square().sum(-1, keepdim=True)
+        better = error < least
+        scale, least = torch.where(better, fitted, scale), torch.where(better, error, least)
     d = scale.gather(-2, scale.abs().argmax(-2, keepdim=True)) / -128  # (R, blocks, 1, 1)
     stored = _half(d)
     d = stored.view(torch.float16).float()
     sc = (scale * _inverse(d)).round().clamp(-128, 127)
     q = ((groups * _inverse(d * sc)).round().clamp(-32, 31) + 32).to(torch.uint8).flatten(-2)  # (R, blocks, 256)
-    halves = q.unflatten(-1, (2, 2, 64)) & 15
-    low = halves[..., 0, :] | halves[..., 1, :] << 4  # (R, blocks, 2, 64)
     high = (q >> 4).unflatten(-1, (2, 4, 32)) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     parts = (
-        low.flatten(-2),
+        _bytes(q.unflatten(-1, (2, 2, 64)) & 15).flatten(-2),
         high.sum(-2, dtype=torch.uint8).flatten(-2),
         sc.to(torch.int8).view(torch.uint8).flatten(-2),
+        stored.flatten(-2),
     )
-    return torch.cat((*parts, stored.flatten(-2)), -1).flatten(1)
+    return torch.cat(parts, -1).flatten(1)
 
 
 def _two_levels(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -131,15 +101,9 @@ def _two_levels(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return torch.cat((*(values.flatten(-2) for values in stored), *packed), -1), quants
 
 
-def _pairs(quants: Tensor) -> Tensor:
-    """(R, blocks, 8, 32) quants of 4 bits -> (R, blocks, 128): the halves of 32 bytes hold two groups."""
-    pairs = quants.unflatten(-2, (4, 2))
-    return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)
-
-
-def _nibbles(quants: Tensor) -> Tensor:
-    """(R, blocks, 32) quants of 4 bits -> (R, blocks, 16): the first half in the low halves of the bytes."""
-    return quants[..., :16] | quants[..., 16:] << 4
+def _bytes(pairs: Tensor) -> Tensor:
+    """(.., 2, n) quants of 4 bits -> (.., n): the first n in the low halves of the bytes."""
+    return pairs[..., 0, :] | pairs[..., 1, :] << 4
 
 
 def _inverse(x: Tensor) -> Tensor:
@@ -154,36 +118,55 @@ def _half(x: Tensor) -> Tensor:
     return half.view(torch.uint8)
 
 
-class GGUFType(NamedTuple):
-    """Weights in a block, its bytes, and the function that quantizes rows (R, N) float32 to bytes (R, ..)."""
+def _by_package(type: str) -> Callable[[Tensor], Tensor]:
+    """Quantization by the gguf package, whose integers are llama.cpp's. A block begins with its scale in float16."""
+    kind = gguf.GGMLQuantizationType[type]
 
-    block: int
-    nbytes: int
-    quantize: Callable[[Tensor], Tensor]
+    def quantize(w: Tensor) -> Tensor:
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite scales are refused below
+            raw = torch.from_numpy(gguf.quantize(w.numpy(), kind))
+        check_scales(raw.unflatten(1, (-1, block_of(type)[1]))[..., :2].contiguous().view(torch.float16))
+        return raw
 
-    def size(self, shape: tuple[int, ...]) -> int:
-        """The bytes of a weight of a shape."""
-        return math.prod(shape) // self.block * self.nbytes
+    return quantize
 
 
-TYPES = {
-    "Q8_0": GGUFType(32, 34, q8_0),
-    "Q4_0": GGUFType(32, 18, q4_0),
-    "Q5_0": GGUFType(32, 22, q5_0),
-    "Q4_K": GGUFType(256, 144, q4_k),
-    "Q5_K": GGUFType(256, 176, q5_k),
-    "Q6_K": GGUFType(256, 210, q6_k),
+# Type -> weights that share a scale, and the function that quantizes rows (R, N) float32 to bytes (R, ..)
+TYPES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "Q8_0": (32, _by_package("Q8_0")),
+    "Q4_0": (32, _by_package("Q4_0")),
+    "Q5_0": (32, _by_package("Q5_0")),
+    "Q4_K": (32, q4_k),
+    "Q5_K": (32, q5_k),
+    "Q6_K": (16, q6_k),
 }
 
 
+def block_of(type: str) -> tuple[int, int]:
+    """The weights in a block of a type, and its bytes."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    return block, size
+
+
+def nbytes(shape: tuple[int, ...], type: str) -> int:
+    """The bytes of a weight in a type."""
+    block, size = block_of(type)
+    return math.prod(shape) // block * size
+
+
 def quantize(weight: Tensor, type: str) -> Tensor:
-    """A weight (R, N) in a GGUF type: (R, bytes of a row) uint8. Raises CheckpointError if a weight is not finite."""
-    block, nbytes, function = TYPES[type]
+    """A weight (R, N) in a GGUF type: (R, bytes of a row) uint8. Raises CheckpointError if a weight is not finite.
+
+    Groups below SMALLEST become 0, as in llama.cpp: the reciprocals of their scales would overflow.
+    """
+    group, function = TYPES[type]
     rows, columns = weight.shape
-    out = torch.empty(rows, columns // block * nbytes, dtype=torch.uint8)
+    out = torch.empty(rows, nbytes((columns,), type), dtype=torch.uint8)
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
-        out[first : first + step] = function(weight[first : first + step].float())
+        groups = weight[first : first + step].float().unflatten(1, (-1, group))  # (R, groups, group)
+        tiny = groups.abs().amax(-1, keepdim=True) < SMALLEST
+        out[first : first + step] = function(torch.where(tiny, 0, groups).flatten(1))
     return out
 
 
@@ -219,9 +202,9 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
                 type = "Q6_K"
             elif "wv" in name and config.n_layers == 80 and config.n_heads != config.n_kv_heads:  # Llama 70B
                 type = "Q5_K"  # 8 heads share each value head
-        if shape[1] % TYPES[type].block:
+        if shape[1] % block_of(type)[0]:
             type = SMALLER.get(type, type)
-        if shape[1] % TYPES[type].block:
+        if shape[1] % block_of(type)[0]:
             raise CheckpointError(
                 f"{name} has rows of {shape[1]} weights, and GGUF's quantized types need multiples of 32; write it"
                 f" without --quantize"

@@ -19,14 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import BlockFormat, Blocks
+from .tiles import TILE, unpack
 
 GROUPS = (128, 64, 32, 16)  # columns that share a scale in the kernels, the largest first
 ROUNDING = 2.0**-11  # largest accepted rounding of a scale to float16, as a part of the weight's largest scale
 
 
+@dataclass(frozen=True)
 class Matrix(ABC):
-    """A quantized weight (N, K)."""
+    """A quantized weight (N, K). label: how it is stored, for display."""
 
+    label: str
     shape: tuple[int, int]
 
     @abstractmethod
@@ -42,14 +45,14 @@ class Matrix(ABC):
 class Integers(Matrix):
     """weight[n, k] = scale[n, g] * (quant[n, k] - zero[n, g]), where column k belongs to group g.
 
+    bits    4 or 8
     group   columns in a group; the last group may have fewer
-    quants  (n, K) uint8 of some rows, below 2^bits
+    quants  (n, K) uint8 of some rows
     scale   (n, G) float32 of some rows
     zero    (n, G) integers of some rows; None: 2^(bits - 1) for all groups
     order   (K,) the group of each column, if the columns of a group are not adjacent (act order); otherwise None
     """
 
-    shape: tuple[int, int]
     bits: int
     group: int
     quants: Callable[[slice], NDArray[np.uint8]]
@@ -59,8 +62,7 @@ class Integers(Matrix):
 
     def floats(self, rows: slice) -> Tensor:
         weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
-        middle = 2.0 ** (self.bits - 1)
-        weight -= middle if self.zero is None else self._by_column(_as_float(self.zero(rows)))
+        weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(_as_float(self.zero(rows)))
         return weight.mul_(self._by_column(self.scale(rows)))
 
     def _by_column(self, values: Tensor) -> Tensor:
@@ -69,18 +71,17 @@ class Integers(Matrix):
 
     @functools.cached_property
     def form(self) -> BlockFormat | None:
-        """The kernels' format of this weight: 4 bits, or 8 if it has more than 4; None if no format represents it.
+        """The kernels' format of this weight; None if no format represents it.
 
         Needs the scales and zero points of all rows. Scales that are not float16 are rounded to it, and so is the
         product of scale and zero point.
         """
-        everything, bits = slice(None), 4 if self.bits <= 4 else 8
-        single = self.group >= self.shape[1]
-        scale, zero = self.scale(everything), None if self.zero is None else self.zero(everything)
-        offset = zero is not None and bool((zero != 2 ** (self.bits - 1)).any())
         if self.order is not None:
             return None
-        if single and bits == 8 and not offset:
+        everything, single = slice(None), self.group >= self.shape[1]
+        scale, zero = self.scale(everything), None if self.zero is None else self.zero(everything)
+        offset = zero is not None and bool((zero != 2 ** (self.bits - 1)).any())
+        if single and self.bits == 8 and not offset:
             return BlockFormat(8, 0, False)
         group = next((size for size in GROUPS if single or self.group % size == 0), None)
         error = (scale.half().float() - scale).abs().max()
@@ -88,23 +89,20 @@ class Integers(Matrix):
             return None
         if offset and not bool((scale * _as_float(zero)).half().isfinite().all()):
             return None
-        return BlockFormat(bits, group, offset)
+        return BlockFormat(self.bits, group, offset)
 
     def blocks(self, rows: slice) -> Blocks | None:
         if self.form is None:
             return None
-        bits, group, offset, *_ = self.form
-        quants, scale = torch.from_numpy(self.quants(rows)), self.scale(rows)
-        added = None
-        if offset and self.zero is not None:
+        quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale(rows), None
+        if self.form.offset and self.zero is not None:
             added = -scale * _as_float(self.zero(rows))
-        else:
-            quants = quants + (2 ** (bits - 1) - 2 ** (self.bits - 1))  # the middle integer means 0
+        group = self.form.group
         if group:  # a group of the file is one or several of the kernels'
             repeats, count = -(-self.group // group), -(-self.shape[1] // group)
             scale = _repeated(scale, repeats, count)
             added = None if added is None else _repeated(added, repeats, count)
-        return Blocks(quants, scale, added, bits, group)
+        return Blocks(quants, scale, added, self.bits, group)
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,6 @@ class ScaledFloats(Matrix):
     scale   (ceil(N / b), ceil(K / c)) float32
     """
 
-    shape: tuple[int, int]
     block: tuple[int, int]
     values: Callable[[], Tensor]
     scale: Callable[[], Tensor]
@@ -136,7 +133,6 @@ class Codebook(Matrix):
     absmax  float32 of some blocks
     """
 
-    shape: tuple[int, int]
     block: int
     packed: Callable[[], Tensor]
     values: Callable[[], Tensor]
@@ -152,6 +148,23 @@ class Codebook(Matrix):
         return weight.view(-1, self.shape[1])
 
 
+@dataclass(frozen=True)
+class Tiles(Matrix):
+    """A weight that tiles.py packed: (tiles, bytes of a tile) uint8."""
+
+    format: BlockFormat
+    packed: Callable[[], Tensor]
+
+    def floats(self, rows: slice) -> Tensor:
+        return self.blocks(rows).weight
+
+    def blocks(self, rows: slice) -> Blocks:
+        first, last, _ = rows.indices(self.shape[0])
+        start = first // TILE * TILE
+        tiles = self.packed()[start // TILE : -(-last // TILE)]
+        return unpack(tiles, last - start, self.shape[1], self.format).rows(slice(first - start, None))
+
+
 def _repeated(values: Tensor, times: int, count: int) -> Tensor:
     """Each column several times: (n, G) -> (n, count)."""
     return values.repeat_interleave(min(times, count), 1)[:, :count]
@@ -162,39 +175,29 @@ def _as_float(values: NDArray[Any] | None) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------- integers in words
-def unpack_words(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.uint8]:
-    """Successive integers of `bits` bits, the first in the lowest bits of the first word: (.., W) -> (.., count)."""
-    raw = np.ascontiguousarray(words).view(np.uint8)  # (.., 4 W), little-endian
-    if bits == 8:
-        return raw[..., :count]
+def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None)) -> NDArray[np.uint8]:
+    """Integers `part` of those of 4 or 8 bits in each row, the first in the lowest bits: (.., W) -> (.., n).
+
+    Reads little else of the words.
+    """
+    each = 32 // bits
+    first, last, _ = part.indices(each * words.shape[-1])
+    raw = np.ascontiguousarray(words[..., first // each : -(-last // each)]).view(np.uint8)  # little-endian
     if bits == 4:
-        return np.stack((raw & 15, raw >> 4), axis=-1).reshape(*raw.shape[:-1], -1)[..., :count]
-    eights = -(-count // 8)  # 8 integers are `bits` bytes
-    stream = np.zeros((*raw.shape[:-1], eights * bits), np.uint8)
-    stream[..., : raw.shape[-1]] = raw[..., : eights * bits]
-    numbers = np.zeros((*raw.shape[:-1], eights, 8), np.uint8)
-    numbers[..., :bits] = stream.reshape(*raw.shape[:-1], eights, bits)
-    shifted, out = numbers.view("<u8")[..., 0], np.empty_like(numbers)
-    for i in range(8):
-        out[..., i] = shifted >> np.uint64(bits * i) & np.uint64(2**bits - 1)
-    return out.reshape(*raw.shape[:-1], -1)[..., :count]
+        raw = np.stack((raw & 15, raw >> 4), axis=-1).reshape(*raw.shape[:-1], -1)
+    return raw[..., first % each :][..., : last - first]
 
 
-def unpack_slice(words: NDArray[np.int32], bits: int, part: slice) -> NDArray[np.uint8]:
-    """`unpack_words(..)[.., part]`, reading little else: 32 integers are `bits` words."""
-    skipped = part.start // 32
-    some = words[..., skipped * bits : -(-part.stop // 32) * bits]
-    return unpack_words(some, bits, part.stop - 32 * skipped)[..., part.start - 32 * skipped :]
-
-
-def unpack_rows_of_words(words: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.uint8]:
-    """Integers of 4 bits of which a word holds those of 8 rows: (K, W) -> (8 W, K).
+def unpack_rows_of_words(words: NDArray[np.int32], order: Sequence[int], part: slice) -> NDArray[np.uint8]:
+    """Rows `part` of integers of 4 bits of which a word holds those of 8 rows: (K, W) -> (n, K).
 
     order  the row of the integer in the lowest 4 bits, in the next ones, ...
     """
+    first, last, _ = part.indices(8 * words.shape[1])
+    words = words[:, first // 8 : -(-last // 8)]
     columns = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)  # (W, K, bytes)
     rows = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
     for i, row in enumerate(order):
         byte = columns[..., i // 2]
         rows[:, row] = byte >> 4 if i % 2 else byte & 15
-    return rows.reshape(-1, columns.shape[1])
+    return rows.reshape(-1, columns.shape[1])[first % 8 :][: last - first]

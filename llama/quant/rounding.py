@@ -20,38 +20,29 @@ def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
     """Quantize a weight (N, K) by a format.
 
     For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used;
-    for 8 bits the full range is best. Scales have the kernel's dtype: float16 for groups, float32 for rows.
+    for 8 bits the full range is best. Scales and offsets are rounded to float16.
     kernels.quantize_to_tiles computes the same, packed, tens of times as fast. Raises CheckpointError if a weight
     is not finite, or too large for a float16 scale.
     """
-    rows, columns = weight.shape
-    group = format.group or columns
-    missing = -columns % group
-    w = F.pad(weight.float(), (0, missing)).view(rows, -1, group)  # (N, groups, group)
+    columns = weight.shape[1]
+    missing = -columns % format.group
+    w = F.pad(weight.float(), (0, missing)).unflatten(1, (-1, format.group))  # (N, groups, group)
     if format.offset and missing:  # the padding of the last group must not widen its range
         w[:, -1, -missing:] = w[:, -1, :1]
     first, *others = clips_of(format)
-    best = _quantized(w, format, first)
-    least = _error(w, *best, missing)  # (N, groups)
+    quants, scale, offset = _quantized(w, format, first)
+    least = _error(w, quants, scale, offset, missing)  # (N, groups)
     for clip in others:
         tried = _quantized(w, format, clip)
         error = _error(w, *tried, missing)
         better = error < least
-        best = (
-            torch.where(better[..., None], tried[0], best[0]),  # quants
-            torch.where(better, tried[1], best[1]),  # scale
-            torch.where(better, tried[2], best[2]),  # offset
+        quants = torch.where(better[..., None], tried[0], quants)
+        scale, offset, least = (
+            torch.where(better, *pair) for pair in ((tried[1], scale), (tried[2], offset), (error, least))
         )
-        least = torch.where(better, error, least)
-    quants, scale, offset = best
     check_scales(scale, offset)
-    return Blocks(
-        quants.to(torch.uint8).flatten(1)[:, :columns].contiguous(),
-        scale,
-        offset if format.offset else None,
-        format.bits,
-        format.group,
-    )
+    quants = quants.to(torch.uint8).flatten(1)[:, :columns].contiguous()
+    return Blocks(quants, scale, offset if format.offset else None, format.bits, format.group)
 
 
 def _quantized(w: Tensor, format: BlockFormat, clip: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,19 +51,14 @@ def _quantized(w: Tensor, format: BlockFormat, clip: float) -> tuple[Tensor, Ten
     if format.offset:
         low, high = w.amin(-1), w.amax(-1)  # (N, groups)
         middle, half = (low + high) / 2, (high - low) / 2 * clip
-        scale = _stored(half * 2 / top, format)
-        offset = _stored(middle - half, format)
+        scale = (half * 2 / top).half().float()
+        offset = (middle - half).half().float()
     else:
         middle_quant = 2 ** (format.bits - 1)
-        scale = _stored(w.abs().amax(-1) * clip / (middle_quant - 1), format)
+        scale = (w.abs().amax(-1) * clip / (middle_quant - 1)).half().float()
         offset = -scale * middle_quant
     steps = torch.where(scale > 0, scale, 1)[..., None]
     return ((w - offset[..., None]) / steps).round().clamp(0, top), scale, offset
-
-
-def _stored(x: Tensor, format: BlockFormat) -> Tensor:
-    """A scale or offset as it is stored: float16 for groups."""
-    return x.half().float() if format.group else x
 
 
 def clips_of(format: BlockFormat) -> tuple[float, ...]:
@@ -91,24 +77,9 @@ def check_scales(*scales: Tensor) -> None:
     """Raise CheckpointError if a scale or an offset is not finite."""
     if not all(bool(torch.isfinite(scale).all()) for scale in scales):
         raise CheckpointError(
-            "a weight is not finite, or too large for 16-bit scales, and can't be quantized; download the file again"
-            " (clearllama verify --tensors checks every weight), or load it without quantize (--quantize)"
+            "a weight is not finite, or too large for 16-bit scales, and can't be quantized; load it without quantize"
+            " (--quantize), or see 'clearllama verify --tensors'"
         )
-
-
-LARGEST_SCALE = 65504.0  # of float16
-
-
-def check_overflow(blocks: Blocks) -> None:
-    """Raise CheckpointError if a finite scale or offset of a group becomes infinite in 16 bits."""
-    stored = (blocks.scale, blocks.offset) if blocks.factors is None else (blocks.factors,)
-    for values in stored if blocks.group else ():
-        largest = 0.0 if values is None else float(values.abs().max())  # NaN if one is NaN
-        if LARGEST_SCALE < largest < torch.inf:
-            raise CheckpointError(
-                f"a scale of {largest:g} is beyond float16's limit, {LARGEST_SCALE:g}; load the model with"
-                f" dtype='float32' (--dtype float32), which dequantizes the weights"
-            )
 
 
 # Below these values, adjacent float16 numbers differ by more than 3 %, and the scale of a group has that error.
@@ -123,6 +94,5 @@ def check_range(scale: float, offset: float, is_zero: Callable[[], bool]) -> Non
     """
     if scale < SMALLEST_SCALE and offset < SMALLEST_OFFSET and not is_zero():
         raise CheckpointError(
-            "all entries of a weight are too small for 16-bit scales, so quantizing it would destroy it; use"
-            " quantize='int8-row' (--quantize int8-row), whose scales have 32 bits, or load it without quantize"
+            "all entries of a weight are too small for 16-bit scales; load the model without quantize (--quantize)"
         )

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import checks
+from ..errors import UsageError
 from .blocks import BlockFormat
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bits per weight, inputs per group (0: a complete row), and whether a group has an offset too.
+    """Bits per weight, inputs per group, and whether a group has an offset too.
 
-    output  name of another scheme for the output layer and a tied embedding: a token's logit depends on one row of it,
+    output  the scheme of the output layer and a tied embedding, if another: a token's logit depends on one row of it,
             and no later layer averages the error
     """
 
@@ -25,7 +26,7 @@ class Scheme:
     group: int
     offset: bool
     about: str
-    output: str | None = None
+    output: Scheme | None = None
 
     @property
     def format(self) -> BlockFormat:
@@ -35,28 +36,24 @@ class Scheme:
     @property
     def bits_per_weight(self) -> float:
         """Bits per weight, including scales and offsets, which have 16 bits each."""
-        return self.bits + (16 * (1 + self.offset) / self.group if self.group else 0)
+        return self.bits + 16 * (1 + self.offset) / self.group
 
 
 SCHEMES = {
     "int8": Scheme(8, 32, True, "8 bits in groups of 32 with a zero point"),
-    "int8-sym": Scheme(8, 32, False, "8 bits in groups of 32, symmetric"),
-    "int8-row": Scheme(8, 0, False, "8 bits, one scale for each row"),
-    "int4": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output as int8-sym", "int8-sym"),
-    "int4-g64": Scheme(4, 64, True, "4 bits in groups of 64 with a zero point, output as int8-sym", "int8-sym"),
-    "int4-g128": Scheme(4, 128, True, "4 bits in groups of 128 with a zero point, output as int8-sym", "int8-sym"),
-    "int4-sym": Scheme(4, 32, False, "4 bits in groups of 32, symmetric, output as int8-sym", "int8-sym"),
-    "int4-sym-g64": Scheme(4, 64, False, "4 bits in groups of 64, symmetric, output as int8-sym", "int8-sym"),
-    "int4-sym-g128": Scheme(4, 128, False, "4 bits in groups of 128, symmetric, output as int8-sym", "int8-sym"),
-    "int4-all": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output too"),
-}
+    "int4": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output in 8 bits",
+                   Scheme(8, 32, False, "8 bits in groups of 32, symmetric")),
+}  # fmt: skip
 
 
 def pick_scheme(name: str) -> Scheme:
     """The scheme with a name. Raises UsageError, which lists the known names."""
+    kept = str(name).partition("-")[0]  # int4-g128 and other variants existed before
+    if name not in SCHEMES and kept in SCHEMES:
+        raise UsageError(f"the quantization scheme {name} was removed; use {kept}")
     return SCHEMES[checks.choice("quantization scheme", name, SCHEMES)]
 
 
 def scheme_for(layer: str, scheme: Scheme) -> Scheme:
     """The scheme of one layer, given its name in the model."""
-    return SCHEMES[scheme.output] if layer == "output" and scheme.output else scheme
+    return scheme.output if layer == "output" and scheme.output else scheme

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.gguf import Part
+from ..checkpoint.gguf import GGUFFile
 from ..checks import number
 from ..errors import CheckpointError, UsageError
 from ..model import Transformer
@@ -49,22 +49,22 @@ class ControlVector:
     @classmethod
     def read(cls, path: str | Path) -> ControlVector:
         """Read a GGUF control vector. Raises CheckpointError if it is damaged or another kind of file."""
-        part = Part(Path(path))
-        found = part.header.metadata.get("general.architecture")
+        file = GGUFFile(Path(path))
+        found = file.metadata.get("general.architecture")
         if found != ARCHITECTURE:
             raise CheckpointError(
                 f"{path} is not a control vector: general.architecture is {found!r:.40}, expected {ARCHITECTURE!r};"
                 " pass models with --model and adapters with --adapter"
             )
         directions = {}
-        for name, info in part.header.tensors.items():
+        for name, tensor in file.tensors.items():
             match = re.fullmatch(r"direction\.([1-9][0-9]{0,5})", name)
-            if match is None or len(info.shape) != 1 or info.type != 0:
+            if match is None or len(tensor.shape) != 1 or tensor.type != "F32":
                 raise CheckpointError(
-                    f"{path}: tensor {name:.80} of shape {info.shape} is not a direction; expected direction.N, N from"
-                    " 1, with one axis and type F32: make the vector again"
+                    f"{path}: tensor {name:.80} of shape {tensor.shape} is not a direction; expected direction.N, N"
+                    " from 1, with one axis and type F32: make the vector again"
                 )
-            directions[int(match[1])] = direction = part.tensor(name).clone()
+            directions[int(match[1])] = direction = tensor.read().clone()
             if not bool(torch.isfinite(direction).all()):
                 raise CheckpointError(f"{path}: {name} has numbers that are not finite; make the vector again")
         if not directions:

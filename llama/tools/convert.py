@@ -35,7 +35,7 @@ from ..checkpoint.write import Model, Writer, raw_bytes
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
-from ..quant.gguf_types import MIXES, TYPES, types_of
+from ..quant.gguf_types import MIXES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
 from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep, write_atomically
 from ..tokenizer import Tokenizer
@@ -166,7 +166,7 @@ def convert(
 
     check_target(source, target, is_folder, force)
     try:
-        sizes = (TYPES[types[name]].size(shape) if name in types else model.nbytes(name)
+        sizes = (gguf_types.nbytes(shape, types[name]) if name in types else model.nbytes(name)
                  for name, shape in model.shapes.items())  # fmt: skip
         proof = write_target(target, is_folder, force, sum(sizes), write)
     except ConfigError as error:

@@ -218,14 +218,13 @@ def check_size(file: Path, root: Path) -> Finding:
         with open(file, "rb") as opened:
             torchfile.refuse_mistakes(file, opened.read(64))
         if file.suffix == ".safetensors":
-            tensors = huggingface.open_file(file).shapes
+            tensors = huggingface.open_file(file)
             return f"{file.stat().st_size:,} bytes, as its header says: {len(tensors):,} tensors"
         if file.suffix in TORCH:
             return torch_size(file)
         if file.suffix in (".json", ".model", ".chk"):
             return f"{file.stat().st_size:,} bytes"
-        count = len(gguf.Part(file).header.tensors)
-        return f"{file.stat().st_size:,} bytes, as its header says: {count:,} tensors"
+        return f"{file.stat().st_size:,} bytes, as its header says: {len(gguf.GGUFFile(file).tensors):,} tensors"
 
     return _outcome("size", file, root, look)
 
