@@ -16,8 +16,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from llama.checkpoint import base, huggingface_write, open_checkpoint
 from llama.checkpoint.write import Model
@@ -26,7 +24,7 @@ from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.loader import build, load, load_model
+from llama.loader import build, load_model
 from llama.model import Transformer
 from llama.quant import rounding
 from llama.quant.blocks import BlockFormat
@@ -99,16 +97,10 @@ def contents(model: Transformer) -> dict[str, Any]:
                      for name, t in model.state_dict().items()}  # fmt: skip
 
 
-def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of q or k from Hugging Face's halves of a head to interleaved pairs."""
-    heads = weight.unflatten(0, (-1, 2, head_dim // 2))  # (H, 2, D/2, ..)
-    return heads.transpose(1, 2).flatten(0, 2)
-
-
 # -------------------------------------------------------------------------------------------------- the saved model
 @needs_kernels
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("source", ["hf", "meta", "gguf"])
+@pytest.mark.parametrize("source", ["hf", "gguf"])
 def test_the_saved_model_equals_one_quantized_while_loading(
     sources: dict[str, Path], tmp_path: Path, source: str, scheme: str
 ) -> None:
@@ -137,17 +129,6 @@ def test_this_holds_for_every_source_and_the_other_layout(
     assert torch.equal(loaded(TOKENS), expected(TOKENS))
     before = ("meta, float8", "meta, QLoRA", "gguf, Q5_1")
     assert sum(AGAIN in warning for warning in proof.warnings) == (source in before)
-
-
-@needs_kernels
-@pytest.mark.parametrize("rope", ["complex", "half"])
-def test_the_logits_are_near_those_of_transformers(sources: dict[str, Path], tmp_path: Path, rope: str) -> None:
-    from transformers import LlamaForCausalLM
-
-    quantize(sources["hf"], tmp_path / "q", "int8")
-    expected = LlamaForCausalLM.from_pretrained(sources["hf"], dtype=torch.float32)(TOKENS).logits
-    assert distance(load_model(tmp_path / "q", dtype="float32", device="cpu", rope=rope)(TOKENS), expected) < 0.03
-    assert distance(built(tmp_path / "q", rope=rope)(TOKENS), expected) < 0.05
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -181,7 +162,7 @@ def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path,
         assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
 
 
-@pytest.mark.parametrize("source", ["hf", "meta", "meta, tied", "meta, QLoRA", "gguf", "gguf, Q5_1"])
+@pytest.mark.parametrize("source", ["hf", "meta, tied", "gguf, Q5_1"])
 def test_everything_else_is_kept(sources: dict[str, Path], tmp_path: Path, source: str) -> None:
     proof = quantize(sources[source], tmp_path / "q", "int4")
     old, new = open_checkpoint(sources[source]), open_checkpoint(tmp_path / "q")
@@ -205,21 +186,11 @@ def test_everything_else_is_kept(sources: dict[str, Path], tmp_path: Path, sourc
         assert torch.equal(
             new.tensor(name).float(), to_layout(name, old.tensor(name), 16, old.layout, "interleaved").float()
         )
-        if source in ("hf", "meta", "gguf"):
+        if "Q5" not in source:
             assert new.tensor(name).dtype == old.tensor(name).dtype
     assert {name for name in new.shapes if new.tiles(name) is None} == plain - (
         {"tok_embeddings.weight"} if "Q5" in source else set()
     )
-
-
-def test_biases_and_rows_are_in_metas_layout(sources: dict[str, Path], saved: Path) -> None:
-    state, new = load_file(sources["hf"] / "model.safetensors"), open_checkpoint(saved)
-    for ours, theirs in (("wq", "q_proj"), ("wk", "k_proj")):
-        for kind, bound in (("bias", 0.0), ("weight", 0.1)):
-            original = interleaved(state[f"model.layers.1.self_attn.{theirs}.{kind}"], 16)
-            assert distance(new.tensor(f"layers.1.attention.{ours}.{kind}"), original) <= bound
-    for ours, theirs in (("attention.wv", "self_attn.v_proj"), ("feed_forward.w_down", "mlp.down_proj")):
-        assert torch.equal(new.tensor(f"layers.1.{ours}.bias"), state[f"model.layers.1.{theirs}.bias"])
 
 
 # ----------------------------------------------------------------------------------------- sources that are quantized
@@ -259,17 +230,7 @@ def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_pa
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
 
 
-@needs_kernels
-def test_loading_warns_that_weights_are_quantized_again(saved: Path, sources: dict[str, Path]) -> None:
-    def warned(path: Path, scheme: str) -> list[bool]:
-        return [AGAIN in warning for warning in load(path, "cpu", quantize=scheme).warnings if "quantiz" in warning]
-
-    assert warned(saved, "int4") == []
-    assert warned(saved, "int8") == [True]
-    assert warned(sources["gguf, tied"], "int4") == [] == warned(sources["hf"], "int4")
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 35])
+@pytest.mark.parametrize("count", [2, 35])
 def test_the_weights_are_the_same_in_any_number_of_files(
     sources: dict[str, Path], saved: Path, tmp_path: Path, count: int
 ) -> None:
