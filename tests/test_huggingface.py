@@ -257,6 +257,8 @@ def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> Non
     for name, new in (("bin", True), ("old bin", False)):
         torch.save(model.state_dict(), tmp_path / name / "pytorch_model.bin", _use_new_zipfile_serialization=new)
         (tmp_path / name / WEIGHTS).unlink()
+    (tmp_path / "bin" / "pytorch_model.bin").rename(tmp_path / "bin" / "model.bin")
+    (tmp_path / "bin" / "training_args.bin").touch()
     (tmp_path / "links" / WEIGHTS).unlink()  # as in the hub's cache
     (tmp_path / "links" / WEIGHTS).symlink_to(tmp_path / "one" / WEIGHTS)
     data = (tmp_path / "one" / WEIGHTS).read_bytes()
@@ -446,8 +448,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no family": (config(remove=("model_type", "architectures")), "model_type is null; only llama"),
     "layer types": (config(layer_types=["sliding_attention"] * 2), "layer_types of llama must be full_attention"),
     "window": (config(sliding_window=4096), "sliding_window of llama must be null"),
-    "multiplier": (config(residual_multiplier=0.22), "residual_multiplier is 0.22, but a LLaMA has 1; run"),
-    "activation": (config(hidden_act="gelu"), "hidden_act is 'gelu', but a LLaMA has 'silu'"),
     "typo": (config(num_key_value_head=2), "'num_key_value_head'; did you mean 'num_key_value_heads'"),
     "quantized": (config(quantization_config={"quant_method": "aqlm"}), "'aqlm' can't be read; run .* or get it in BF16"),
     "dim fraction": (config(hidden_size=64.0), "hidden_size must be an integer, got 64.0"),
@@ -543,6 +543,15 @@ def test_unknown_keys_are_a_warning_and_have_no_effect(tmp_path: Path) -> None:
     edit(tmp_path, auto_map={"AutoModel": "evil.py"}, _attn_implementation_internal="evil", my_key=1)
     (warning,) = open_checkpoint(tmp_path).warnings
     assert "_attn_implementation_internal, my_key" in warning
+
+
+@pytest.mark.parametrize("key", huggingface.MUST_BE)
+def test_a_key_that_would_change_the_result_is_refused_unless_it_has_no_effect(many_files: Path, key: str) -> None:
+    document = json.loads((many_files / "config.json").read_text())
+    for value in (None, *huggingface.MUST_BE[key]):
+        huggingface.read_config({**document, key: value}, "config.json")
+    with pytest.raises(LlamaError, match=f"{key} is 0.5, but a LLaMA has .*; run the model with transformers"):
+        huggingface.read_config({**document, key: 0.5}, "config.json")
 
 
 VALUES = st.recursive(

@@ -143,8 +143,14 @@ def packed(w: Tensor, bits: int = 4, group: int = 32, symmetric: bool = True, or
     return tensors | (torched(weight_g_idx=r.group_of.astype("i4")) if order else {}), r.weight
 
 
-def bytes_of(w: Tensor, group: int = -1, symmetric: bool = True, dtype: Any = torch.float32) -> Stored:
+def bytes_of(
+    w: Tensor, group: int = -1, symmetric: bool = True, dtype: Any = torch.float32, tensor: bool = False
+) -> Stored:
     r = rounded(w, 8, group, symmetric, dtype=dtype)
+    if tensor:
+        largest = w.abs().max()
+        quants = (w / largest * 127).round()
+        return {"weight": quants.to(torch.int8), "weight_scale": (largest / 127)[None]}, quants * (largest / 127)
     tensors = torched(weight=(r.quants - 128).astype(np.int8)) | {"weight_scale": torch.from_numpy(r.scale).to(dtype)}
     return tensors | ({} if symmetric else torched(weight_zero_point=(r.zero - 128).astype(np.int8))), r.weight
 
@@ -261,6 +267,9 @@ CASES: dict[str, Case] = {
         f"{INT4} in act order"),
     "compressed int8": (
         bytes_of, c("int-quantized", True, num_bits=8, strategy="channel"), BlockFormat(8, 0, False), "compressed-tensors int8"),
+    "compressed int8 tensor": (
+        lambda w: bytes_of(w, tensor=True), c("int-quantized", num_bits=8, strategy="tensor"), BlockFormat(8, 0, False),
+        "compressed-tensors int8"),
     "compressed int8 asymmetric": (
         lambda w: bytes_of(w, 32, symmetric=False, dtype=torch.float16),
         c("int-quantized", True, num_bits=8, strategy="group", symmetric=False), BlockFormat(8, 32, True),

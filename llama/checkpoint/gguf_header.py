@@ -77,7 +77,9 @@ class _Cursor:
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > end:
-                    raise DamagedError(f"{self.where}: the string at byte {start} ends at byte {at}, the header by {end}")
+                    raise DamagedError(
+                        f"{self.where}: the string at byte {start} ends at byte {at}, the header by {end}"
+                    )
                 found.append(data[start:at].decode())
         except (struct.error, UnicodeDecodeError):
             raise DamagedError(f"{self.where}: the string near byte {at} is cut or not UTF-8") from None
