@@ -198,8 +198,7 @@ def edit(logits: Tensor, params: SamplingParams, text: History | None = None, al
             logits = add_bias(logits, params.logit_bias)
         logits = process(logits, text.ids, params.processors)
     if allowed is not None:
-        allowed = allowed[: logits.shape[-1]]  # some vocabularies have tokens without a row in the embedding
-        logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)
         if params.processors and bool(logits.amax() == -torch.inf):
             raise UsageError("the processors exclude every token that the grammar allows")
     return logits

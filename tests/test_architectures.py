@@ -64,28 +64,25 @@ def gap(ours: Any, theirs: Any, length: int) -> float:
     return float((ours(tokens(length)) - expected).abs().max())
 
 
-# (family, changes, formats that can't express it)
-MODELS: list[tuple[str, dict[str, Any], str]] = [
-    ("Mistral", {"sliding_window": None}, ""),
-    ("Mistral", {"sliding_window": None, "head_dim": 24}, "meta"),  # as in Mistral Nemo
-    ("Mistral", {"sliding_window": 16}, "meta"),
-    ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, "meta"),
-    ("Qwen2", {}, "meta"),
-    ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, "meta"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, "meta"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, "meta"),
-    ("SmolLM3", {}, "meta"),
-    ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, "meta"),
-    ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, "meta gguf"),
-    ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, "meta gguf"),
-    ("SmolLM3", {"use_sliding_window": True, "sliding_window": 16}, "meta"),
+# (family, changes, whether GGUF can't express it)
+MODELS: list[tuple[str, dict[str, Any], bool]] = [
+    ("Mistral", {"sliding_window": None, "head_dim": 24}, False),  # as in Mistral Nemo
+    ("Mistral", {"sliding_window": 16}, False),
+    ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, False),
+    ("Qwen2", {}, False),
+    ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, False),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, False),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, False),
+    ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, False),
+    ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, True),
+    ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, True),
+    ("SmolLM3", {"use_sliding_window": True, "sliding_window": 16}, False),
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "inexpressible"), MODELS, ids=str)
-@pytest.mark.row("B09")
+@pytest.mark.parametrize(("family", "changes", "only_hf"), MODELS, ids=str)
 def test_logits_equal_transformers_in_every_format(
-    tmp_path: Path, family: str, changes: dict[str, Any], inexpressible: str
+    tmp_path: Path, family: str, changes: dict[str, Any], only_hf: bool
 ) -> None:
     """Converted folders are also run by transformers, which computes the same as with the original."""
     model, source = write(tmp_path / "hf", family, **changes), tmp_path / "hf"
@@ -93,16 +90,14 @@ def test_logits_equal_transformers_in_every_format(
     context = ours.max_seq_len
     assert gap(ours, model, context) < 5e-4
     assert ours.config.n_params == sum(p.numel() for p in model.parameters())
-    for to in ("gguf", "hf", "meta"):
-        target = tmp_path / f"new.{to}"
-        if to in inexpressible.split():
-            with pytest.raises(ConfigError, match=r"hf can't be converted to .*; convert (it|the model) to hf"):
-                convert(source, target, to)
-            continue
-        convert(source, target, to)
-        again = load(target)
+    for to in ("hf",) if only_hf else ("gguf", "hf"):
+        convert(source, tmp_path / f"new.{to}", to)
+        again = load(tmp_path / f"new.{to}")
         assert gap(again, model, context) < 5e-4
         assert again.max_seq_len == context
+    if only_hf:
+        with pytest.raises(ConfigError, match="can't be converted"):
+            convert(source, tmp_path / "new.gguf", "gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new.hf", dtype=torch.float32)
     assert float((theirs(tokens(context)).logits - model(tokens(context)).logits).abs().max()) < 5e-5
 
@@ -263,33 +258,23 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("SmolLM3", {"no_rope_layers": [1, 1]}, "no_rope_layers must have a 1 .* for each of the 5 layers"),
     ("SmolLM3", {"no_rope_layers": [1, 1, 1, 2, 1]}, "no_rope_layers must have a 1"),
     ("SmolLM3", {"no_rope_layers": [True] * 5}, "no_rope_layers must have a 1"),
-    ("SmolLM3", {"no_rope_layers": "1110"}, "no_rope_layers must have a 1"),
+    ("SmolLM3", {"no_rope_layers": "1110"}, "no_rope_layers must be a list"),
     ("SmolLM3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be an integer"),
     ("SmolLM3", {"num_hidden_layers": 2**40, "no_rope_layers": None}, "number of layers must be .* to 65536"),
-    (
-        "Qwen2",
-        {"no_rope_layers": [1, 0, 1, 1, 1]},
-        "must be null for model_type qwen2, which has RoPE in every layer, got",
-    ),
+    ("Qwen2", {"no_rope_layers": [1, 0, 1, 1, 1]}, "no_rope_layers must be null"),
     ("Mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
-    ("Mistral", {"sliding_window": "4096"}, "sliding_window must be an integer or null, got '4096'"),
+    ("Mistral", {"sliding_window": "4096"}, "sliding_window must be an integer"),
     ("Mistral", {"sliding_window": 2**80}, "sliding_window must be an integer from 1"),
-    (
-        "Mistral",
-        {"layer_types": ["chunked_attention"] * 5},
-        "layer_types of a mistral model must be .* full_attention or",
-    ),
-    ("Mistral", {"layer_types": {"a": 1}}, "layer_types of a mistral model must be a list"),
+    ("Mistral", {"layer_types": ["chunked_attention"] * 5}, "layer_types of mistral must be full_attention or"),
+    ("Mistral", {"layer_types": {"a": 1}}, "layer_types must be a list"),
     ("Qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
     ("Qwen2", {"max_window_layers": 2.5, "layer_types": None}, "max_window_layers must be an integer"),
     ("Qwen2", {"use_mrope": True}, "use_mrope is true"),
-    ("Qwen2", {"model_type": "qwen2_moe"}, "'qwen2_moe', a model with a mixture of experts; only llama, .* vLLM"),
-    ("Qwen2", {"model_type": "qwen2_5_vl"}, "'qwen2_5_vl', a model with vision; .*try transformers, vLLM or llama.cpp"),
-    ("Mistral", {"model_type": "mixtral"}, "'mixtral', a model with a mixture of experts"),
-    ("Mistral", {"model_type": "mistral3"}, "'mistral3', a model with vision"),
-    ("Mistral", {"model_type": "nonsense"}, "model_type is 'nonsense'; only llama, mistral, qwen2 and smollm3 can"),
-    ("Mistral", {"model_type": ["mistral"]}, r"model_type is \['mistral'\] .a list.; only llama"),
-    ("Mistral", {"model_type": None, "architectures": ["PixtralForX"]}, "model_type is missing; only llama"),
+    *(
+        ("Qwen2", {"model_type": kind}, f"model_type is {kind!r}; only llama, mistral, qwen2, smollm3 can be run; try")
+        for kind in ("qwen2_moe", "mixtral", "nonsense")
+    ),
+    ("Mistral", {"model_type": None, "architectures": ["PixtralForX"]}, "model_type is null; only llama"),
 ]
 
 
@@ -302,7 +287,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("family", "changes", "says"), FAULTS, ids=str)
-@pytest.mark.row("B09")
 def test_each_fault_is_a_one_line_error(
     originals: Path, tmp_path: Path, family: str, changes: dict[str, Any], says: str
 ) -> None:
@@ -330,11 +314,7 @@ def test_keys_that_these_families_ignore_are_named(originals: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"general.architecture": "qwen3"}, "'qwen3', a model with norms on queries and keys; only llama, qwen2 and"),
-        (
-            {"general.architecture": "mistral3"},
-            "'mistral3', a model with vision; .*try transformers, vLLM or llama.cpp",
-        ),
+        ({"general.architecture": "qwen3"}, "'qwen3'; only llama, qwen2, smollm3 can be run; try transformers"),
         ({"general.architecture": "qwen2"}, r"the key qwen2\.\w+.* is missing"),
         ({"llama.expert_count": 8}, "mixture of 8 experts, .*; try transformers, vLLM or llama.cpp"),
         ({"llama.attention.sliding_window": 1.5}, "sliding_window must be an integer from 1"),
@@ -342,7 +322,6 @@ def test_keys_that_these_families_ignore_are_named(originals: Path, tmp_path: Pa
     ],
     ids=str,
 )
-@pytest.mark.row("D10")
 def test_another_gguf_architecture_is_refused_with_what_it_is(
     tmp_path: Path, metadata: dict[str, Any], says: str
 ) -> None:

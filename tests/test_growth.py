@@ -18,7 +18,7 @@ from llama.errors import TokenizerError
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.steps import LARGEST_GROWTH, growth
 
-from .fuzz import tokenizer as fuzzed
+from . import small_vocabularies
 
 SECONDS = 1.0  # processor time for a text of at most 400 characters
 
@@ -78,7 +78,7 @@ texts = st.tuples(st.text("ab .▁é1ﷺﬀİ\u0390'\n", min_size=1, max_size=12
 
 
 def check(composed: dict[str, Any], text: str, unigram: bool) -> None:
-    source = {**json.loads(fuzzed.unigram_json() if unigram else fuzzed.tokenizer_json()), **composed}
+    source = {**json.loads(small_vocabularies.unigram_json() if unigram else small_vocabularies.tokenizer_json()), **composed}
     contents = {token["content"]: token for token in composed["added_tokens"]}
     source["added_tokens"] = [{**token, "id": 5000 + i} for i, token in enumerate(contents.values())]
     started = time.process_time()

@@ -10,7 +10,6 @@ import pytest
 
 from llama import cli
 
-from .faults.rows import ROWS
 from .scripts import lesson_svg, readme_pictures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +59,6 @@ def test_it_names_every_command() -> None:
 
 def test_its_counts_are_those_of_the_files() -> None:
     assert f"eight files, {lines(*DECODER):,} lines in all, {lines('model')} of them in `model.py`" in README
-    assert f"**{len(ROWS)}** kinds of faults" in README
     claims = re.findall(r"^\| \d{3}-", (ROOT / "docs" / "evidence" / "claims.md").read_text(), re.MULTILINE)
     assert f"**{len(claims)}** claims" in README
     assert len(list((ROOT / "docs" / "learn").glob("[0-9][0-9]-*.md"))) == 13

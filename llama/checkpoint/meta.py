@@ -59,6 +59,9 @@ MIXED = "the files are not shards of one model"
 MOST_SHARDS = 128  # official models have at most 16; a larger count means that dim is wrong
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 ALL = slice(None)
+# The weights whose shapes tell sizes that params.json may leave out
+NEEDED = [f"{name}.weight" for name in ("tok_embeddings", "layers.0.attention.wq", "layers.0.attention.wk",
+                                        "layers.0.feed_forward.w_gate")]  # fmt: skip
 
 
 def recognizes(folder: Path) -> bool:
@@ -163,7 +166,10 @@ class MetaCheckpoint(Checkpoint):
         rows = self.config.vocab_size
         # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
         if tokenizer.n_vocab != rows and tokenizer.kind.startswith("tiktoken"):
-            raise DamagedError(f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows")
+            raise CheckpointError(
+                f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows; use the tokenizer that was"
+                " published with the weights"
+            )
         return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
@@ -181,7 +187,7 @@ class MetaCheckpoint(Checkpoint):
             if kind != kinds[0]:
                 odd = min(name for name, _ in kind.items() ^ kinds[0].items())
                 raise CheckpointError(f"{file}: {odd} is not as in {self.files[0].name}; {MIXED}")
-            if norm is not None and not torch.allclose(norm, shard["norm.weight"], 0.02, 0.02, True):
+            if norm is not None and not torch.allclose(norm.float(), shard["norm.weight"].float(), 0.02, 0.02, True):
                 raise CheckpointError(f"{file}: norm.weight differs from that of {self.files[0].name}; {MIXED}")
             rows.add(tuple(shard["layers.0.attention.wq.weight"][:1].flatten().tolist()))
         if len(rows) < len(self.shards):
@@ -199,9 +205,9 @@ class MetaCheckpoint(Checkpoint):
             layer, stem, suffix = match[1] or "", match[2], match[3]
             ours, axis = NAMES[stem]
             weight = shard.get(f"{layer}{stem}.weight")
-            if suffix != ".weight" and (weight is None or weight.dtype != torch.int8):
-                raise CheckpointError(f"{where}: {name} belongs to a quantized weight, but there is none")
             if suffix != ".weight":
+                if weight is None or weight.dtype != torch.int8:
+                    raise CheckpointError(f"{where}: {name} belongs to a quantized weight, but there is none")
                 continue
             if tensor.dim() != (1 if axis is None else 2):
                 raise DamagedError(f"{where}: {name} has the shape {tuple(tensor.shape)}")
@@ -210,14 +216,8 @@ class MetaCheckpoint(Checkpoint):
                 raise CheckpointError(f"{where}: {name} is stored as {dtype}; get the weights in bfloat16")
             names[f"{layer}{ours}.weight"] = (f"{layer}{stem}", axis)
         base.use_tied_output(names, self._size() in SMALL_32)
-        for ours in (
-            "tok_embeddings",
-            "layers.0.attention.wq",
-            "layers.0.attention.wk",
-            "layers.0.feed_forward.w_gate",
-        ):
-            if f"{ours}.weight" not in names:
-                raise DamagedError(f"{where}: {self.file_name(f'{ours}.weight')} is missing")
+        if missing := [name for name in NEEDED if name not in names]:
+            raise DamagedError(f"{where}: {self.file_name(missing[0])} is missing")
         if shard[f"{names['tok_embeddings.weight'][0]}.weight"].shape[1] < self._size()[0]:
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
@@ -275,7 +275,8 @@ class MetaCheckpoint(Checkpoint):
         head_dim = dim // n_heads
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows and n < dim // rows <= MOST_SHARDS:
-            raise ConfigError(f"the model has {dim // rows} shards, but {n} are here; download the others")
+            missing = ", ".join(f"consolidated.{i:02d}.pth" for i in range(n, dim // rows))
+            raise ConfigError(f"the model has {dim // rows} shards, but {n} are here; download {missing}")
         n_kv_heads, vocab_size = params.get("n_kv_heads", int, n_heads), params.get("vocab_size", int, -1)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, n_kv_heads, head_dim)
@@ -302,6 +303,8 @@ class MetaCheckpoint(Checkpoint):
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
+        if len(self.shards) == 1:
+            return 1
         if stored != expected or stored != len(self.shards):  # heads are repeated until every shard has one
             return stored // expected if 0 < expected < stored else 1
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)

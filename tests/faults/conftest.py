@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,8 @@ def attempt(
     forked: Forked,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> Iterator[Try]:
-    """Run `clearllama ARGS` in a child: attempt("inspect", path). Counts the inputs.
+) -> Try:
+    """Run `clearllama ARGS` in a child: attempt("inspect", path).
 
     The child has 10 seconds and 1 GiB of addresses beyond those of the imports. CANARY names a file that only code in
     an input could create. The folder of the test must be unchanged after the command, to the byte; writes=(patterns,)
@@ -29,7 +28,6 @@ def attempt(
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
-    tried = 0
 
     def run(
         *args: object,
@@ -41,8 +39,6 @@ def attempt(
         before: str = "",
         drop_root: bool = False,
     ) -> Outcome:
-        nonlocal tried
-        tried += 1
         earlier = snapshot(tmp_path)
         done = forked.run(
             tuple(str(a) for a in args), stdin, seconds, memory, file_size=file_size, before=before, drop_root=drop_root
@@ -55,5 +51,4 @@ def attempt(
         assert not canary.exists(), f"{args}: code in the input was executed"
         return Outcome(Trial(args), done.returncode, done.stdout, done.stderr)
 
-    yield run
-    record_property("inputs", max(tried, 1))
+    return run

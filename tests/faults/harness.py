@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +118,19 @@ def integers(data: bytes, at: int, width: int) -> Iterator[tuple[str, bytes]]:
         new = (value % (1 << 8 * width)).to_bytes(width, "little")
         if new != data[at : at + width]:
             yield f"{value} at {at}", data[:at] + new + data[at + width :]
+
+
+def peak() -> int:
+    """Return the peak memory of this process in bytes since the last `reset_peak`."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak() -> int:
+    """Reset the peak to the current memory if the system can (proc(5), clear_refs). Returns the peak."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak()

@@ -25,8 +25,8 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.gguf import from_metadata
 
 from .. import tiny
-from ..fuzz import law
 from ..scripts import make_tiny
+from . import harness
 from .conftest import Try
 
 RUN = ("-n", "1", "--device", "cpu", "--dtype", "float32")
@@ -210,11 +210,11 @@ def test_every_hostile_template_ends_within_the_limits(names: Sequence[str]) -> 
     """This process spends neither time nor memory on them."""
     for name in names:
         template = HOSTILE[name]
-        before, used, peak = times(), time.thread_time(), law.reset_peak()
+        before, used, peak = times(), time.thread_time(), harness.reset_peak()
         with pytest.raises(TemplateError, match=ENDS):
             render(template, [{"role": "user", "content": "x"}], TINY)
         assert time.thread_time() - used < 0.2, name
-        assert law.peak() - peak < 2**26, name  # the answer and the request, not what the template computed
+        assert harness.peak() - peak < 2**26, name  # the answer and the request, not what the template computed
         template_module._CHILD.stop()  # the times of a process count when it has ended
         assert times() - before < SECONDS / 20 + 1.5, name  # with the start of the process
 

@@ -31,8 +31,7 @@ from llama.tokenizer.patterns import check_pattern
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer, write_field
 from llama.tokenizer.steps import NORMALIZERS, PRE_TOKENIZERS, charsmap_growth
 
-from .. import tiny
-from ..fuzz import tokenizer as fuzzed
+from .. import small_vocabularies, tiny
 from ..scripts import make_tiny
 from .conftest import Try
 from .harness import cuts, flips
@@ -296,7 +295,7 @@ def test_many_steps_with_patterns_are_rejected() -> None:
             "type": "Sequence",
             "pretokenizers": [*splits, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}],
         }
-        return json.dumps({**json.loads(fuzzed.tokenizer_json()), "pre_tokenizer": step}).encode()
+        return json.dumps({**json.loads(small_vocabularies.tokenizer_json()), "pre_tokenizer": step}).encode()
 
     HuggingFaceTokenizer(source(*HARMLESS), "tokenizer.json")
     with pytest.raises(TokenizerError, match="classes together"):
@@ -353,7 +352,7 @@ LONGER: dict[str, Any] = {
 @pytest.mark.row("E13")
 @pytest.mark.parametrize("name", LONGER)
 def test_a_tokenizer_that_lengthens_texts_is_rejected(name: str) -> None:
-    source = {**json.loads(fuzzed.tokenizer_json()), "normalizer": LONGER[name]}
+    source = {**json.loads(small_vocabularies.tokenizer_json()), "normalizer": LONGER[name]}
     started = time.thread_time()
     with pytest.raises(TokenizerError, match="may write more than 256 characters for one character of a text"):
         HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
@@ -372,7 +371,7 @@ def test_a_tokenizer_that_lengthens_texts_is_rejected(name: str) -> None:
     ],
 )
 def test_steps_of_unknown_types_and_disguised_ones_are_rejected(step: dict[str, Any]) -> None:
-    source = {**json.loads(fuzzed.tokenizer_json()), "normalizer": step}
+    source = {**json.loads(small_vocabularies.tokenizer_json()), "normalizer": step}
     with pytest.raises(TokenizerError, match=r"has a step of the type|may write more than 256|must have one list"):
         HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
 
@@ -420,7 +419,7 @@ TRIE = {0: 1 << 10, 96: 97 | 0x100 | 3 << 10, 99: 2**31 | 0}
 def test_a_damaged_table_of_replacements_is_rejected(data: bytes) -> None:
     """Its offsets lead outside the table, where the libraries read without a check."""
     step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
-    source = {**json.loads(fuzzed.unigram_json()), "normalizer": step}
+    source = {**json.loads(small_vocabularies.unigram_json()), "normalizer": step}
     with pytest.raises(TokenizerError, match=r"tokenizer.json: .*its table of replacements \(charsmap\) is damaged"):
         HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
     model = make_tiny.sentencepiece_model(340)
@@ -460,7 +459,7 @@ def test_what_the_library_reads_differently_is_rejected() -> None:
 @pytest.mark.row("E13")
 def test_a_vocabulary_that_splits_in_many_ways_is_rejected() -> None:
     """Each of n pieces of one letter is split in up to n ways, so memory would grow with the square of the file."""
-    metadata = fuzzed.pieces()
+    metadata = small_vocabularies.pieces()
     metadata["tokenizer.ggml.tokens"] += ["a" * length for length in range(1, 500)]
     for name, value in (("scores", -1.0), ("token_type", 1)):
         metadata[f"tokenizer.ggml.{name}"] += [value] * 499
@@ -480,7 +479,7 @@ def test_a_vocabulary_with_more_tokens_than_rows(tmp_path: Path, attempt: Try) -
         tmp_path / "t.gguf",
         metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)},
     )
-    attempt("generate", *RAW, "-m", path).refused("t.gguf", "321", "320")
+    assert attempt("generate", *RAW, "-m", path).survived()
 
 
 @pytest.mark.row("E06")

@@ -18,7 +18,6 @@ __all__ = [
     "mutate",
     "readme_pictures",
     "reference",
-    "reliability",
     "render_lessons",
     "site_hooks",
     "train_tiny",
