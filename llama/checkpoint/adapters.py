@@ -3,8 +3,7 @@
     merged = weight + scale * B A          (LoRA, arXiv:2106.09685)
 
 `AdaptedCheckpoint` is a checkpoint itself, so the loader, quantization, conversion and sharding read merged weights
-like any others. Besides the model, only the adapter and the weight that is being read are in memory. The sum is
-computed in float32 and rounded once, when the weight is stored.
+like any others. The sum is computed in float32 and rounded once, when the weight is stored.
 """
 
 from __future__ import annotations
@@ -13,73 +12,24 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, DamagedError, UsageError
 from ..quant.blocks import Blocks
-from ..rope import Layout, to_half_layout, to_interleaved_layout
+from ..rope import to_half_layout, to_interleaved_layout
 from ..tokenizer import Tokenizer
 from .base import PIECE, Checkpoint
+from .lora import EMBEDDING, OUTPUT, Adapter, read
 from .write import ROTATED, raw_bytes
-
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 
 # A path, "PATH:SCALE", or (path, scale); or several of them
 OneAdapter = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 Adapters = OneAdapter | Sequence[OneAdapter]
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """The change scale * up @ down to a matrix (out, in): down (r, in), up (out, r)."""
-
-    down: Tensor
-    up: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter as its reader returns it, with the model's tensor names.
-
-    layout    the order of the rows of wq and wk
-    low_rank  changes of matrices
-    replaced  complete tensors that replace those of the base
-    about     for display: rank, number of matrices, the base it was trained on
-    warnings  entries without effect
-    """
-
-    path: Path
-    layout: Layout
-    low_rank: Mapping[str, LowRank]
-    replaced: Mapping[str, Tensor]
-    about: str
-    warnings: Sequence[str] = ()
-
-
-def _peft() -> Callable[[Path, Checkpoint], Adapter]:
-    from . import peft_lora
-
-    return peft_lora.read
-
-
-def _gguf() -> Callable[[Path, Checkpoint], Adapter]:
-    from . import gguf_lora
-
-    return gguf_lora.read
-
-
-# (whether a path has this format, its reader); a new format adds one line.
-FORMATS: list[tuple[Callable[[Path], bool], Callable[[], Callable[[Path, Checkpoint], Adapter]]]] = [
-    (Path.is_dir, _peft),
-    (lambda path: path.is_file() and path.suffix == ".gguf", _gguf),
-]
 
 
 def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
@@ -89,7 +39,7 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """
     one = isinstance(adapters, str | os.PathLike) or (len(adapters) == 2 and isinstance(adapters[1], int | float))
     chosen = [_parse(each) for each in cast("Sequence[OneAdapter]", [adapters] if one else adapters)]
-    return AdaptedCheckpoint(base, [(open_adapter(path, base), scale) for path, scale in chosen]) if chosen else base
+    return AdaptedCheckpoint(base, [(read(path, base), scale) for path, scale in chosen]) if chosen else base
 
 
 def _parse(adapter: OneAdapter) -> tuple[Path, float]:
@@ -109,20 +59,6 @@ def _parse(adapter: OneAdapter) -> tuple[Path, float]:
     return Path(path), float(scale)
 
 
-def open_adapter(path: Path, base: Checkpoint) -> Adapter:
-    """Read an adapter. Raises CheckpointError if it is not an adapter, is damaged, or does not fit the base."""
-    if not path.exists():
-        raise CheckpointError(
-            f"adapter {path} does not exist; expected a PEFT folder with adapter_config.json, or a GGUF adapter (.gguf)"
-        )
-    for recognizes, reader in FORMATS:
-        if recognizes(path):
-            return reader()(path, base)
-    raise CheckpointError(
-        f"adapter {path} is a file; expected the folder with adapter_config.json, or a GGUF adapter (.gguf)"
-    )
-
-
 class AdaptedCheckpoint(Checkpoint):
     """A checkpoint with adapters merged into its weights. See Checkpoint for the members.
 
@@ -134,7 +70,7 @@ class AdaptedCheckpoint(Checkpoint):
         self.base, self._adapters = base, adapters
         self.path, self.format, self.layout, self.config = base.path, base.format, base.layout, base.config
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
-        self.warnings, self.notes = [*base.warnings, *(w for one, _ in adapters for w in one.warnings)], base.notes
+        self.warnings, self.notes = base.warnings, base.notes
         self.shapes = dict(base.shapes)
         self._changed = {name for one, _ in adapters for name in (*one.low_rank, *one.replaced)}
         if self.config.tie_embeddings and self._changed & {EMBEDDING, OUTPUT}:
@@ -148,40 +84,24 @@ class AdaptedCheckpoint(Checkpoint):
     def _check(self, adapter: Adapter, scale: float) -> None:
         """Raise CheckpointError unless an adapter fits the base and the other adapters."""
         where = f"adapter {adapter.path}"
-        for name, low in adapter.low_rank.items():
-            made = len(low.up), low.down.shape[1]
-            if low.up.shape[1] != len(low.down) or made != self.shapes.get(name):
+        changes: list[tuple[str, Any]] = [*adapter.low_rank.items(), *adapter.replaced.items()]
+        for name, change in changes:
+            shape = None if change.shape is None else tuple(change.shape)
+            if shape is None or shape != self.shapes.get(name):
                 raise CheckpointError(
-                    f"{where} has A {tuple(low.down.shape)} and B {tuple(low.up.shape)} for {self.file_name(name)},"
-                    f" whose shape is {self.shapes.get(name)}; the adapter was trained on another model; pass that"
-                    f" model with --model"
+                    f"{where} changes {self.file_name(name)} as a weight of shape {shape}, but the model has"
+                    f" {self.shapes.get(name)}; pass the model that it was trained on with --model"
                 )
-        for name, tensor in adapter.replaced.items():
-            if tuple(tensor.shape) != self.shapes.get(name):
-                resized = " (its vocabulary was resized)" if name in (EMBEDDING, OUTPUT) else ""
-                raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)} of shape {self.shapes.get(name)} with one of"
-                    f" shape {tuple(tensor.shape)}{resized}; the adapter was trained on another model; merge the"
-                    " adapter into that model with peft (merge_and_unload) and load the result"
+        for name in adapter.replaced:
+            if any(name in {*one.low_rank, *one.replaced} for one, _ in self._adapters if one is not adapter):
+                raise CheckpointError(f"{where} replaces {self.file_name(name)}, which another adapter also changes")
+            if scale != 1:
+                raise UsageError(
+                    f"{where} replaces {self.file_name(name)} completely, so its scale must be 1, got {scale:g}"
                 )
-            others = [one for one, _ in self._adapters if one is not adapter and name in {*one.low_rank, *one.replaced}]
-            if others:
-                raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)}, which {others[0].path} also changes; pass only"
-                    " one of these adapters"
-                )
-        if adapter.replaced and scale != 1:
-            raise UsageError(
-                f"{where} replaces {self.file_name(next(iter(adapter.replaced)))} completely, so its scale must be 1,"
-                f" got {scale:g}"
-            )
-        for tensor in (*(part for low in adapter.low_rank.values() for part in (low.down, low.up)),
-                       *adapter.replaced.values()):  # fmt: skip
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(
-                    f"{where} contains values that are not finite; its training failed or the file is damaged; download"
-                    " it again"
-                )
+        for tensor in adapter.tensors.values():
+            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+                raise DamagedError(f"{where} has values that are not finite floating-point numbers")
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -195,9 +115,8 @@ class AdaptedCheckpoint(Checkpoint):
         return name in self._changed
 
     def tensor(self, name: str) -> Tensor:
-        return (
-            self.piece(name, slice(None), slice(None)) if self.changed(name) else self.base.tensor(self._source(name))
-        )
+        everything = slice(None), slice(None)
+        return self.piece(name, *everything) if self.changed(name) else self.base.tensor(self._source(name))
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
         replaced = [self._ordered(name, one.replaced[name], one) for one, _ in self._adapters if name in one.replaced]
@@ -243,21 +162,10 @@ class AdaptedCheckpoint(Checkpoint):
         self.base.release(self._source(name))
 
     def own_tokenizer(self) -> Tokenizer:
-        before = len(self.base.warnings)
-        tokenizer = self.base.tokenizer()
-        self.warnings = [*self.warnings, *self.base.warnings[before:]]
-        return tokenizer
+        return self.base.tokenizer()
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         return self.base.chat_format(tokenizer)
-
-
-def describe_ranks(low_rank: Mapping[str, LowRank], trained_on: str | None) -> str:
-    """'LoRA of rank 8 on 224 matrices, trained on ORG/NAME'."""
-    ranks = sorted({len(low.down) for low in low_rank.values()})
-    span = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}" if ranks else "0"
-    trained = f", trained on {trained_on:.200}" if trained_on else ""
-    return f"LoRA of rank {span} on {len(low_rank)} matrices{trained}"
 
 
 def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
@@ -265,10 +173,7 @@ def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
     digest = hashlib.sha256()
     for adapter, scale in adapters:
         digest.update(f"{adapter.layout} {scale!r}\n".encode())
-        tensors = dict(adapter.replaced)
-        for name, low in adapter.low_rank.items():
-            tensors |= {f"{name} down {low.scale!r}": low.down, f"{name} up": low.up}
-        for name, tensor in sorted(tensors.items()):
+        for name, tensor in sorted(adapter.tensors.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             digest.update(raw_bytes(tensor).data)
     return digest.hexdigest()

@@ -24,7 +24,14 @@ from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
 from .base import (
-    FLOATS, Checkpoint, check_vocabulary, checked, dequantized_floats, drop_pages, stored_bytes, to_file_name,
+    FLOATS,
+    Checkpoint,
+    check_vocabulary,
+    checked,
+    dequantized_floats,
+    drop_pages,
+    stored_bytes,
+    to_file_name,
     to_model_name,
 )  # fmt: skip
 from .documents import Fields, with_remedy
@@ -86,8 +93,8 @@ class GGUFTensor:
     @property
     def raw(self) -> NDArray[np.uint8]:
         """Its bytes: (rows, bytes of a row). A row has shape[-1] entries, whatever the rank."""
-        rows = np.frombuffer(self.data, np.uint8, self.info.nbytes, self.info.offset)
-        return rows.reshape(math.prod(self.shape[:-1]), -1)
+        rows, width = math.prod(self.shape[:-1]), self.shape[-1] // self.info.block * self.info.size
+        return np.frombuffer(self.data, np.uint8, rows * width, self.info.offset).reshape(rows, width)
 
     def read(self) -> Tensor:
         """The tensor, dequantized to float32 if it is quantized."""
@@ -247,8 +254,8 @@ def _open_files(path: Path) -> list[GGUFFile]:
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
         models = {match[1] if (match := SPLIT.fullmatch(file.name)) else file.name for file in found}
         if len(models) > 1:
-            names = ", ".join(file.name for file in found[:4])
-            raise CheckpointError(f"{path} contains {len(models)} GGUF models ({names}); name one of them")
+            listed = ", ".join(file.name for file in found[:4])
+            raise CheckpointError(f"{path} contains {len(models)} GGUF models ({listed}); name one of them")
         path = found[0]
     names = [path.name]
     if match := SPLIT.fullmatch(path.name):

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, DamagedError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-LARGEST_HEADER = 2**27  # bytes; Llama 3's header has 10 million
+LARGEST_HEADER = 2**26  # bytes; Llama 3's header has 10 million
 
 # Value type -> format of struct and numpy
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

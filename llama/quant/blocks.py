@@ -104,7 +104,8 @@ class Blocks(NamedTuple):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Blocks:
         """Change every tensor; each has the rows of the weight."""
-        return self._replace(**{name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)})
+        changed: dict[str, Any] = {name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**changed)
 
     def columns(self, part: slice) -> Blocks:
         """A range of the columns. Raises ValueError unless it begins and ends at group boundaries.
@@ -139,7 +140,8 @@ def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
 def joined(parts: Sequence[Blocks]) -> Blocks:
     """The rows of several weights of one format, below each other."""
     names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
-    return parts[0]._replace(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    below: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return parts[0]._replace(**below)
 
 
 def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -196,7 +198,7 @@ def _legacy(raw: NDArray[np.uint8], bits: int, has_minimum: bool) -> Blocks:
 def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
     """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes.
 
-    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of quant i of group g.
+    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of group g.
     """
     blocks = raw.reshape(len(raw), -1, 144 + 32 * (bits - 4))
     packed = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves

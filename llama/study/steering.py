@@ -61,8 +61,8 @@ class ControlVector:
             match = re.fullmatch(r"direction\.([1-9][0-9]{0,5})", name)
             if match is None or len(tensor.shape) != 1 or tensor.type != "F32":
                 raise CheckpointError(
-                    f"{path}: tensor {name:.80} of shape {tensor.shape} is not a direction; expected direction.N, N from"
-                    " 1, with one axis and type F32: make the vector again"
+                    f"{path}: tensor {name:.80} of shape {tensor.shape} is not a direction; expected direction.N, N"
+                    " from 1, with one axis and type F32: make the vector again"
                 )
             directions[int(match[1])] = direction = tensor.read().clone()
             if not bool(torch.isfinite(direction).all()):

@@ -224,8 +224,7 @@ def check_size(file: Path, root: Path) -> Finding:
             return torch_size(file)
         if file.suffix in (".json", ".model", ".chk"):
             return f"{file.stat().st_size:,} bytes"
-        tensors = gguf.GGUFFile(file).tensors
-        return f"{file.stat().st_size:,} bytes, as its header says: {len(tensors):,} tensors"
+        return f"{file.stat().st_size:,} bytes, as its header says: {len(gguf.GGUFFile(file).tensors):,} tensors"
 
     return _outcome("size", file, root, look)
 

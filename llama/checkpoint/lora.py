@@ -1,0 +1,226 @@
+"""Readers of LoRA adapters: PEFT's folders, and the GGUF files of llama.cpp's convert_lora_to_gguf.py.
+
+The tensors that are present decide which weights change; the configuration has the scales. What can't be merged is
+refused. Sources: huggingface/peft, src/peft/tuners/lora and utils/other.py; llama.cpp, src/llama-adapter.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigError, DamagedError
+from ..rope import Layout
+from . import gguf, huggingface
+from .base import Checkpoint, to_file_name, to_model_name
+from .documents import Fields, read_json
+from .huggingface import LAYERS, NAMES
+
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and load the result"
+
+# A tensor's key in PEFT's files: the module, and which tensor of it
+KEY = re.compile(
+    r"base_model\.model\.(.+?)\.(?:lora_([AB])\.weight|lora_embedding_([AB])|(?:base_layer\.)?(weight|bias))"
+)
+# Entries of adapter_config.json that do not change the merged weights, or only say which tensors the file has. Another
+# entry that is set, such as use_dora, changes the result in a way that is not supported.
+NO_EFFECT = {
+    "auto_mapping", "peft_version", "revision", "inference_mode", "task_type", "lora_dropout", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
+    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+}  # fmt: skip
+# Initializations that leave the base's weights unchanged. Others, such as pissa, belong to a changed base.
+UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The change scale * up @ down to a matrix (out, in): down (r, in), up (out, r)."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(out, in); None if `up @ down` is not defined."""
+        fits = self.up.dim() == self.down.dim() == 2 and self.up.shape[1] == len(self.down)
+        return (len(self.up), self.down.shape[1]) if fits else None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, with the model's tensor names.
+
+    layout      the order of the rows of wq and wk
+    low_rank    changes of matrices
+    replaced    complete tensors that replace those of the base
+    trained_on  the name of the base it was trained on, if the files have it
+    """
+
+    path: Path
+    layout: Layout
+    low_rank: Mapping[str, LowRank]
+    replaced: Mapping[str, Tensor]
+    trained_on: str | None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors. A name also states the scale of a change."""
+        down = {f"{name} down {low.scale!r}": low.down for name, low in self.low_rank.items()}
+        return {**self.replaced, **down, **{f"{name} up": low.up for name, low in self.low_rank.items()}}
+
+    @property
+    def about(self) -> str:
+        """'LoRA of rank 8 on 224 matrices, trained on ORG/NAME'."""
+        ranks = sorted({len(low.down) for low in self.low_rank.values()}) or [0]
+        span = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+        trained = f", trained on {self.trained_on:.200}" if self.trained_on else ""
+        complete = f", {len(self.replaced)} complete tensors" if self.replaced else ""
+        return f"LoRA of rank {span} on {len(self.low_rank)} matrices{trained}{complete}"
+
+
+def read(path: Path, base: Checkpoint) -> Adapter:
+    """The adapter at a path. Raises CheckpointError if it is damaged or can't be merged."""
+    try:
+        if (path / CONFIG).is_file():
+            return _read_peft(path, base)
+        if path.suffix == ".gguf" and path.is_file():
+            return _read_gguf(path)
+    except (ConfigError, OverflowError) as error:  # an integer of hundreds of digits
+        raise CheckpointError(f"adapter {path}: {error}") from None
+    found = "is neither a PEFT folder with adapter_config.json nor a GGUF file" if path.exists() else "does not exist"
+    raise CheckpointError(f"adapter {path} {found}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- GGUF
+def _read_gguf(path: Path) -> Adapter:
+    """NAME.lora_a (r, in) and NAME.lora_b (out, r); of the embedding, lora_a is stored as (V, r)."""
+    file = gguf.GGUFFile(path)
+    fields = Fields(file.metadata, "metadata")
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora"), ("general.architecture", "llama")):
+        if (found := fields.get(key, str, "")) != expected:
+            raise CheckpointError(
+                f"adapter {path} is not a LoRA for LLaMA: {key} is {found!r:.40}, expected {expected!r}"
+            )
+    if "adapter.alora.invocation_tokens" in file.metadata:
+        raise CheckpointError(f"adapter {path} applies only after certain tokens (aLoRA); run it with llama.cpp")
+    alpha, low_rank = fields.get("adapter.lora.alpha", float, 0.0), {}
+    for weight in dict.fromkeys(re.sub(r"\.lora_[ab]$", "", name) for name in file.tensors):
+        name = to_model_name(weight, gguf.NAMES, gguf.LAYERS)
+        a, b = (file.tensors.get(f"{weight}.lora_{end}") for end in "ab")
+        if name is None or a is None or b is None:
+            raise DamagedError(f"adapter {path}: expected two matrices for each weight of a LLaMA, found {weight:.80}")
+        down, up = a.read(), b.read()
+        if name == EMBEDDING:
+            down, up = up.transpose(0, -1), down
+        low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha
+    return Adapter(path, "interleaved", low_rank, {}, fields.get("general.base_model.0.name", str, None))
+
+
+# ---------------------------------------------------------------------------------------------------------------- PEFT
+def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
+    fields = Fields(read_json(folder / CONFIG), CONFIG)
+    if (kind := fields.get("peft_type", object, None)) != "LORA":
+        raise CheckpointError(
+            f"adapter {folder} has the PEFT type {kind!r:.40}, expected 'LORA'; run or merge it with peft"
+        )
+    if (start := fields.get("init_lora_weights", object, True)) not in UNCHANGED_BASE:
+        raise CheckpointError(f"adapter {folder}: {start!r:.40} also changed the weights of its base; {MERGE}")
+    rank, alpha = fields.get("r", int, 8), fields.get("lora_alpha", float, 8.0)
+    ranks, alphas = (
+        Fields(fields.get(f"{key}_pattern", dict, {}), f"{CONFIG}: {key}_pattern") for key in ("rank", "alpha")
+    )
+    root = fields.get("use_rslora", bool, False)
+    saved, bias = fields.get("modules_to_save", list, []), fields.get("bias", str, "none")
+    trained_on = fields.get("base_model_name_or_path", str, None)
+    for key in fields.unknown():
+        if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, ""):
+            raise CheckpointError(f"adapter {folder}: {CONFIG} sets {key:.60}, which is not supported; {MERGE}")
+    pairs, replaced = _read_tensors(folder)
+    low_rank = {}
+    for name, pair in pairs.items():
+        module = to_file_name(name, NAMES, LAYERS).removesuffix(".weight")
+        r = _by_pattern(ranks, module, int, rank)
+        if pair.keys() != {"down", "up"} or r < 1 or pair["down"].shape[:1] != (r,):
+            found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in pair.items())
+            raise DamagedError(f"adapter {folder}: {module} has {found}, expected two matrices of rank {r!r:.20}")
+        scale = _by_pattern(alphas, module, float, alpha) / (math.sqrt(r) if root else r)
+        low_rank[name] = LowRank(pair["down"], pair["up"], scale)
+
+    def is_saved(name: str, modules: list[str]) -> bool:
+        return any(f"{module}." in to_file_name(name, NAMES, LAYERS) for module in modules)
+
+    # peft saves the embedding and the output besides modules_to_save, mostly unchanged, if one of them has a LoRA
+    besides = [name for name in (EMBEDDING, OUTPUT) if name in replaced and not is_saved(name, saved)]
+    for name in besides:
+        if _is_equal(replaced[name], base, name):
+            del replaced[name]
+    if missing := [module for module in saved if not any(is_saved(name, [module]) for name in replaced)]:
+        raise DamagedError(f"adapter {folder} lacks the weights of {missing[0]!r:.80}, which {CONFIG} names as trained")
+    biases = {name for name in base.shapes if name.endswith(".bias") and bias != "none"}
+    trained = {name for name in biases if bias == "all" or name.replace(".bias", ".weight") in low_rank}
+    if trained - replaced.keys():
+        raise DamagedError(f"adapter {folder} lacks the biases of some layers, which {CONFIG} names as trained")
+    names, some = (fields.get(key, object, None) for key in ("target_modules", "exclude_modules"))
+    some = some or fields.get("layers_to_transform", object, None)
+    ends = tuple(f".{name}.weight" for name in names) if isinstance(names, list) and not some else ()
+    absent = base.shapes.keys() - low_rank.keys() - replaced.keys()
+    if any(to_file_name(name, NAMES, LAYERS).endswith(ends) for name in absent):
+        raise CheckpointError(
+            f"adapter {folder} has no matrices for some layers of this model; pass the model that it was trained on"
+            " with --model"
+        )
+    if base.config.tie_embeddings and EMBEDDING in besides and EMBEDDING in replaced:
+        replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # the tied weight itself was saved, not a copy
+    return Adapter(folder, "half", low_rank, replaced, trained_on)
+
+
+def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
+    """The value of the first key that matches a module's name, by the rule of peft's get_pattern_key."""
+    try:
+        keys = (key for key in patterns.values if re.match(rf"(.*\.)?({key})$", module))
+        key = next(keys, None)
+    except re.error as error:
+        raise ConfigError(f"{patterns.where}: a key is no regular expression ({error})") from None
+    return default if key is None else patterns.get(key, type)
+
+
+def _read_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """{weight: {"down" and "up": its matrices}}, and {name: a complete tensor}, by the model's names."""
+    path = next((folder / name for name in WEIGHTS if (folder / name).exists()), folder / WEIGHTS[0])
+    pairs: dict[str, dict[str, Tensor]] = {}
+    replaced: dict[str, Tensor] = {}
+    for key, stored in huggingface.open_file(path).items():
+        match = KEY.fullmatch(key)
+        name = to_model_name(f"{match[1]}.{match[4] or 'weight'}", NAMES, LAYERS) if match else None
+        if match is None or name is None:
+            raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix or a weight of a LLaMA; {MERGE}")
+        tensor = stored.read()
+        if match[2]:
+            pairs.setdefault(name, {})["down" if match[2] == "A" else "up"] = tensor
+        elif match[3]:  # the embedding maps ids to rows, so A (r, V) is its up matrix, and B (C, r) the other
+            pairs.setdefault(name, {})["up" if match[3] == "A" else "down"] = tensor.transpose(0, -1)
+        else:
+            replaced[name] = tensor
+    return pairs, replaced
+
+
+def _is_equal(tensor: Tensor, base: Checkpoint, name: str) -> bool:
+    """Whether a tensor is the base's own, which then need not be replaced."""
+    own = name if name in base.shapes else EMBEDDING
+    equal = tuple(tensor.shape) == base.shapes[own] and torch.equal(tensor.float(), base.tensor(own).float())
+    base.release(own)
+    return equal
