@@ -7,7 +7,6 @@ folder. DEPENDS and the tables below say what each depends on.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import shutil
@@ -23,9 +22,7 @@ from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
-from llama.hub import named
 from llama.model import Transformer
-from llama.system import temporary
 from llama.tools.convert import convert
 from llama.weights import sample_hash
 
@@ -111,6 +108,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.row("F09")
 def test_an_output_is_resumed_only_with_what_it_was_made_with(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,41 +132,19 @@ def test_an_output_is_resumed_only_with_what_it_was_made_with(
         assert (tmp_path / "out.run.json").read_bytes() == before["out.run.json"], name
 
 
-def test_defaults_of_the_checkpoint_belong_to_what_an_output_was_made_with(
-    batch: Batch, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = dict(models)
-    folder = tmp_path / "hf"
-    convert(models["plain"], folder, "hf")
-    run = [
-        "generate",
-        "--prompts",
-        str(tmp_path / "in"),
-        "--output",
-        str(tmp_path / "out"),
-        "-m",
-        str(folder),
-        "-q",
-        "-n",
-        "1",
-    ]
-    assert cli.main(run) == 0
-    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
-    assert cli.main(run) == 2
-    assert "made with temperature 0.0; this run has 0.5: " in capsys.readouterr().err
-    assert cli.main([*run, "--temp", "0"]) == 0
-
-
-STOPS: dict[str, tuple[str, dict[str, Any], str]] = {
+SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "stop ids of config.json": ("config.json", {"eos_token_id": [2, 7]}, "made with stop_ids [0, 2]"),
     "stop ids of generation_config.json": ("generation_config.json", {"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]"),
+    "a default of the checkpoint": (
+        "generation_config.json", {"do_sample": True, "temperature": 0.5}, "made with temperature 0.0; this run has 0.5: "),
 }  # fmt: skip
 
 
-def test_ids_that_begin_and_end_a_text_belong_to_what_an_output_was_made_with(
+@pytest.mark.row("F09")
+def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint may state them outside of its tokenizer's files."""
+    """A checkpoint may state stop ids and sampling options outside of its tokenizer's files."""
     folder, prompts, output = tmp_path / "hf", tmp_path / "in", tmp_path / "out"
     convert(models["plain"], folder, "hf")
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -176,7 +152,7 @@ def test_ids_that_begin_and_end_a_text_belong_to_what_an_output_was_made_with(
     assert cli.main(run) == 0
     output.write_bytes(output.read_bytes().partition(b"\n")[0] + b"\n")
     before = output.read_bytes()
-    for name, (file, change, message) in STOPS.items():
+    for name, (file, change, message) in SETTINGS.items():
         old = (folder / file).read_bytes() if (folder / file).exists() else b"{}"
         (folder / file).write_text(json.dumps({**json.loads(old), **change}))
         assert cli.main(run) == 2, name
@@ -186,6 +162,7 @@ def test_ids_that_begin_and_end_a_text_belong_to_what_an_output_was_made_with(
     assert cli.main(run) == 0
 
 
+@pytest.mark.row("F09")
 def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,13 +209,9 @@ FIRST = b'"first": "%s", "lines": {}}' % hashlib.sha256(ANSWER).hexdigest().enco
 RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether --fresh may replace it)
     (None, "out.run.json, which records their model and options, is missing", True),
     (b"notes", "out.run.json is not valid JSON", False),
-    (b"", "out.run.json is empty", False),
-    (b"{", "out.run.json is not valid JSON", False),
-    (b"[" * 100_000, "out.run.json is nested too deeply", False),
-    (b"[]", "out.run.json: expected an object", False),
+    (b"[]", "out.run.json must be an object", False),
     (b"{}", "out.run.json is not the record of a run", False),
     (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
-    (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is damaged: it lacks the settings", True),
     (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
     (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "does not belong to the answers in", True),
     (b'{"clearllama_run": "1", "settings": {}, ' + FIRST, "was made with add_bos none", True),
@@ -246,6 +219,7 @@ RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether 
 ]
 
 
+@pytest.mark.row("F09")
 @pytest.mark.parametrize(("content", "message", "replaced"), RECORDS)
 def test_answers_without_a_valid_record_are_not_continued(
     batch: Batch,
@@ -274,61 +248,7 @@ def test_answers_without_a_valid_record_are_not_continued(
         assert batch() == 0
 
 
-@pytest.mark.parametrize("target", ["notes", "missing", "folder", "record"])
-def test_a_record_that_is_a_link_or_a_folder_is_neither_followed_nor_replaced(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
-    assert batch() == 0
-    (tmp_path / "out.run.json").rename(tmp_path / "record")
-    (tmp_path / "notes").write_bytes(b"notes")
-    if target == "folder":
-        (tmp_path / "out.run.json").mkdir()
-    else:
-        (tmp_path / "out.run.json").symlink_to(target)
-    before = {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}, state(tmp_path)
-    for args in ((), ("--fresh",)):
-        capsys.readouterr()
-        assert batch(*args) == 2
-        kind = "is not the record of a run" if target == "folder" else "is a symbolic link, which is not followed"
-        assert f"out.run.json {kind}" in capsys.readouterr().err
-        assert ({path.name: path.lstat().st_mode for path in tmp_path.iterdir()}, state(tmp_path)) == before
-
-
-def test_an_output_that_is_a_link_is_followed_and_its_record_lies_beside_the_target(
-    batch: Batch, tmp_path: Path
-) -> None:
-    (tmp_path / "away").mkdir()
-    (tmp_path / "out").symlink_to("away/answers")
-    assert batch() == 0
-    assert batch() == 0  # resumes
-    assert batch("--fresh") == 0
-    assert (tmp_path / "out").is_symlink()
-    assert {path.name for path in (tmp_path / "away").iterdir()} == {"answers", "answers.run.json"}
-    assert (tmp_path / "away" / "answers").read_bytes().count(b"\n") == 2
-    assert not (tmp_path / "out.run.json").exists()
-
-
-def test_a_link_that_was_changed_to_other_answers_does_not_mix_them(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    for name, seed in (("one", "1"), ("two", "2")):
-        out.unlink(missing_ok=True)
-        out.symlink_to(name)
-        assert batch("--temp", "1", "--seed", seed) == 0
-    two = (tmp_path / "two").read_bytes().partition(b"\n")[0] + b"\n"
-    (tmp_path / "two").write_bytes(two)
-    out.unlink()
-    out.symlink_to("one")
-    assert batch("--temp", "1", "--seed", "1") == 0
-    out.unlink()
-    out.symlink_to("two")
-    assert batch("--temp", "1", "--seed", "1") == 2
-    assert "made with seed 2; this run has 1: " in capsys.readouterr().err
-    assert (tmp_path / "two").read_bytes() == two
-    assert batch("--temp", "1", "--seed", "2") == 0
-
-
+@pytest.mark.row("F09")
 def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,35 +270,6 @@ def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
     assert batch() == 0
     assert batch() == 0
     assert json.loads(record.read_text())["first"] == hashlib.sha256(out.read_bytes().splitlines(True)[0]).hexdigest()
-
-
-def test_a_run_that_is_killed_before_its_first_answer_is_resumed(
-    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert batch("-n", "2") == 0
-    (tmp_path / "out").write_bytes((tmp_path / "out").read_bytes()[:9])  # the record is complete, the answer is not
-    assert batch() == 0
-    assert batch() == 0
-
-
-def test_a_record_that_cannot_be_written_stops_the_run_before_the_first_answer(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(temporary, "write_atomically", fail)
-    assert batch() == 1
-    assert "out.run.json: No space left on device; no answer was written" in capsys.readouterr().err
-    assert (tmp_path / "out").read_bytes() == b""
-
-
-def test_fresh_needs_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in").write_text('{"prompt": "a"}\n')
-    assert cli.main(["generate", "--prompts", str(tmp_path / "in"), "--fresh"]) == 2
-    assert "--fresh needs --output FILE" in capsys.readouterr().err
-    assert cli.main(["generate", "a", "--fresh"]) == 2
-    assert "--fresh needs --prompts FILE" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions
@@ -403,6 +294,7 @@ SESSION_SAME: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.row("F09")
 def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -421,6 +313,7 @@ def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
         assert Session.load(tmp_path / "s", load(model, options)).tokens == session.tokens
 
 
+@pytest.mark.row("F09")
 def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -445,6 +338,7 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 
+@pytest.mark.row("F09")
 def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: dict[str, Path]) -> None:
     llm = loader.load(models["plain"], dtype="float32", device="cpu")
     session = Session()
@@ -456,20 +350,6 @@ def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: d
     llm.model.bfloat16()
     with pytest.raises(UsageError, match=r"another model \(dtype float32 instead of bfloat16\); create a session"):
         list(llm.stream("hello", session=session, max_new_tokens=2))
-
-
-def test_a_new_session_is_private_and_a_replaced_one_keeps_its_permissions(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    llm = loader.load(models["plain"], dtype="float32", device="cpu")
-    session = Session()
-    list(llm.stream("hello", session=session, max_new_tokens=2))
-    session.save(tmp_path / "s", llm.model)
-    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
-    for mode in (0o640, 0o400):
-        (tmp_path / "s").chmod(mode)
-        session.save(tmp_path / "s", llm.model)
-        assert (tmp_path / "s").stat().st_mode & 0o777 == mode
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache
@@ -522,33 +402,7 @@ def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeyp
     assert name() == plain
 
 
-def test_a_downloaded_model_of_another_size_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Content of the right size is found by `pull --check` and `verify`, not by each run."""
-    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
-    entry = dataclasses.replace(named.MODELS[named.DEFAULT], file="one.gguf", size=3)
-    monkeypatch.setitem(named.MODELS, "one", entry)
-    assert named.find("one") is None
-    (tmp_path / "one.gguf").write_bytes(b"abc")
-    assert named.find("one") == tmp_path / "one.gguf"
-    for other in (b"ab", b"abcd"):
-        (tmp_path / "one.gguf").write_bytes(other)
-        assert named.find("one") is None
-
-
-def test_a_converted_folder_is_never_completed_from_another_model(models: dict[str, Path], tmp_path: Path) -> None:
-    convert(models["plain"], tmp_path / "hf", "hf")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    for model in ("plain", "other seed"):
-        with pytest.raises(UsageError, match="exists already"):
-            convert(models[model], tmp_path / "hf", "hf")
-        assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
-    convert(models["other seed"], tmp_path / "hf", "hf", force=True)
-    convert(models["other seed"], tmp_path / "other", "hf")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()
-    }
-
-
+@pytest.mark.row("K04")
 def test_the_sample_hash_of_a_checkpoint_covers_every_norm_and_the_first_row_of_matrices(tmp_path: Path) -> None:
     state = tiny.weights(tiny.CONFIG)
 

@@ -161,7 +161,8 @@ def open_weights(folder: Path) -> list[StoredTensor]:
                 raise CheckpointError(f"{folder} has both {index} and {single}; remove the one that does not belong")
             return _open_indexed(folder, index)
         names = [single] if os.path.lexists(folder / single) else sorted(os.listdir(folder))
-        names = [name for name in names if name.endswith(single[-4:]) and not name.startswith(NO_WEIGHTS)]
+        ending = Path(single).suffix
+        names = [name for name in names if name.endswith(ending) and not name.startswith(NO_WEIGHTS)]
         if names:
             return [tensor for name in names for tensor in open_file(folder / name).values()]
     raise CheckpointError(f"{folder} has {CONFIG} but no weights, expected model.safetensors; complete the download")

@@ -150,9 +150,9 @@ class GPTQ(Method):
 
     def _subtracted(self, qzeros: StoredTensor, rows: int) -> int:
         """What was subtracted from the zero points. In a symmetric model all are 2^(bits - 1), which decides."""
-        stored = set(unpack_words(qzeros.read()[0].numpy(), self.bits, slice(rows)).tolist())
-        found = 2 ** (self.bits - 1) - min(stored)
-        if not self.symmetric or len(stored) > 1 or found not in (0, 1):
+        stored = unpack_words(qzeros.read()[0].numpy(), self.bits, slice(rows))
+        found = 2 ** (self.bits - 1) - int(stored.min())
+        if not self.symmetric or stored.min() != stored.max() or found not in (0, 1):
             return self.subtracted
         if found != self.subtracted and not self.warnings:
             kinds = "gptq_v2", "gptq"
@@ -275,7 +275,7 @@ class CompressedTensors(Method):
             packed, bits = layer.matrix("weight", ("I8", *FLOAT8)), 8
             rows, columns = packed.shape
         groups = scale.shape[1] if len(scale.shape) == 2 else 1
-        group = -(-columns // max(groups, 1))
+        group = -(-columns // (groups or 1))
         if packed.dtype in FLOAT8:
             return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
         if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
