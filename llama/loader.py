@@ -341,7 +341,7 @@ def check_memory(plan: Plan) -> None:
     ranks = 1 if options.world is None else options.world.on_this_host
     for device in dict.fromkeys((*placement.layers, placement.output)):
         names = [name for name in plan.checkpoint.shapes if placement.device_of(name) == device]
-        weights, _ = memory_footprint(plan.checkpoint, names, device, plan.storage, copies=options.compile)
+        weights = memory_footprint(plan.checkpoint, names, device, plan.storage)
         part = dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
         tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
         cache = memory.cache_bytes(part, tokens, dtype.itemsize, options.kv_cache)

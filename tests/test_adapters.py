@@ -27,7 +27,6 @@ from llama.engine import kernels
 from llama.engine.sharding import Rank, ShardedCheckpoint
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.generation.session import Session, settings_of
-from llama.loader import LoadOptions
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
 
@@ -336,17 +335,6 @@ def test_requantizing_a_q4_0_weight_loses_a_small_adapter() -> None:
     stored = again(weight)
     kept = ((again(stored + change) - stored) * change).sum() / change.square().sum()
     assert kept < 0.1
-
-
-def test_merged_weights_are_not_counted_as_mapped(bases, tmp_path: Path) -> None:
-    path, _ = simple(bases("plain"), tmp_path / "adapter", modules=named("1.mlp.up_proj"))
-    mapped = []
-    for adapters in ((), path):
-        plan = loader.resolve_options(loader.open_model(bases("plain"), adapters), LoadOptions("cpu", "float32"))
-        weights = loader.memory_footprint(plan.checkpoint, plan.checkpoint.shapes, torch.device("cpu"), plan.storage)
-        mapped.append(weights)
-    assert mapped[0][0] == mapped[1][0]
-    assert mapped[0][1] - mapped[1][1] == 4 * 64 * 96
 
 
 # --------------------------------------------------------------------------------------------------------- identity

@@ -23,7 +23,7 @@ from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
-from llama.hub import models as named
+from llama.hub import models as hub
 from llama.model import Transformer
 from llama.system import temporary
 from llama.tools.convert import convert
@@ -536,14 +536,14 @@ def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeyp
 def test_a_downloaded_model_of_another_size_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Content of the right size is found by `pull --check` and `verify`, not by each run."""
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
-    entry = dataclasses.replace(named.MODELS[named.DEFAULT], file="one.gguf", size=3)
-    monkeypatch.setitem(named.MODELS, "one", entry)
-    assert named.find("one") is None
+    entry = dataclasses.replace(hub.MODELS[hub.DEFAULT], file="one.gguf", size=3)
+    monkeypatch.setitem(hub.MODELS, "one", entry)
+    assert hub.find("one") is None
     (tmp_path / "one.gguf").write_bytes(b"abc")
-    assert named.find("one") == tmp_path / "one.gguf"
+    assert hub.find("one") == tmp_path / "one.gguf"
     for other in (b"ab", b"abcd"):
         (tmp_path / "one.gguf").write_bytes(other)
-        assert named.find("one") is None
+        assert hub.find("one") is None
 
 
 def test_a_converted_folder_is_never_completed_from_another_model(models: dict[str, Path], tmp_path: Path) -> None:

@@ -64,11 +64,9 @@ def locate(name: str) -> Path:
     path = Path(name)
     if path.exists() or path.is_symlink():
         return path
-    if name in hub.MODELS:
-        found = hub.find(name)
-    else:
-        wanted = repository.hub_id(name)
-        found = repository.find_cached(wanted) or repository.snapshot(wanted) if wanted else hub.from_meta(name)
+    found = hub.find(name) or hub.from_meta(name)
+    if found is None and (wanted := repository.hub_id(name)) and (root := repository.snapshot(wanted)):
+        found = root / wanted.path
     if found is None:
         raise CheckpointError(
             f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.suggestion(name)}"

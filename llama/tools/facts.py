@@ -152,7 +152,8 @@ def machine() -> Iterator[Finding]:
     """The system, the processor, its cores, and the environment variables that change how the program runs."""
     yield Finding("ok", "machine", "system", platform.platform())
     yield Finding("ok", "machine", "processor", f"{processor()}, {platform.machine()}")
-    yield Finding("ok", "machine", "cores", f"{os.cpu_count()}, {default_threads()} threads by default")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("ok", "machine", "cores", f"{os.cpu_count()}, {usable} of them for this process")
     names = sorted(name for name in os.environ if name.startswith("CLEARLLAMA_") or name in SETTINGS)
     settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
     yield Finding("ok", "machine", "settings", settings or "no environment variable changes how the program runs")
