@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -49,6 +48,7 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
         "org/meta": files_of(root / "meta", "original/"),
         "org/sharded": {**files_of(root / "sharded"), "consolidated.safetensors": b"x", **more},
         "org/gguf": {**three, "config.json": b"{}", "mmproj-tiny-f16.gguf": b"x", "README.md": b"x"},
+        "org/evil": {"../evil.gguf": gguf},
         "org/nothing": {"README.md": b"x", "tokenizer.json": b"{}"},
     }
 
@@ -148,6 +148,7 @@ def test_every_error_of_the_hub_is_one_line_with_its_remedy(clearllama: Run, ser
         ("org/none", env, "has no repository org/none, or it is private: check the name, or log in"),
         ("org/sharded@v9", env, "org/sharded has no revision 'v9'; branches, tags and commits are on"),
         ("org/nothing", env, "org/nothing has no complete model that can be run: expected config.json with"),
+        ("org/evil", env, "downloading org/evil failed (ValueError: "),
         ("org/gguf", offline(env), "no complete copy of org/gguf; unset HF_HUB_OFFLINE to download it"),
         ("org/gguf", down, "downloading org/gguf failed (ConnectError: "),
         ("org/a--b", env, "downloading org/a--b failed (HFValidationError: "),
@@ -182,15 +183,13 @@ def test_failures_during_a_download_are_one_line(
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "generation_config.json", "config.json", "model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "model.safetensors"])
 def test_a_dangling_link_means_incomplete(clearllama: Run, server: Hub, env: dict[str, str], name: str) -> None:
     folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env))
     (folder / name).resolve().unlink()
     assert "no complete copy of meta-llama/Tiny" in resolve("meta-llama/Tiny", offline(env))
     if name.endswith(".json"):
-        assert f"{folder / name} is a link to a file that is gone; download" in resolve(str(folder), env)
+        assert f"{folder / name} is a link to a file that is gone; " in resolve(str(folder), env)
     server.served.clear()
     assert resolve("meta-llama/Tiny", env) == str(folder)
     assert server.served == [name]
@@ -239,8 +238,9 @@ def test_only_complete_models_of_the_cache_are_found(cache: Path) -> None:
     trees = cache.parent.parent / "trees"  # the list that snapshot_download stores
     trees.mkdir()
     entry = {"size": 2, "blob_id": "0" * 40}
-    listed = dict.fromkeys(("config.json", "README.md", "tokenizer_config.json"), entry)
+    listed = dict.fromkeys(("config.json", "README.md", "model.safetensors", "tokenizer_config.json"), entry)
     (trees / f"{SHA}.json").write_text(json.dumps({"format_version": 1, "files": listed}))
+    (cache / "model.safetensors").touch()
     assert hub.find("org/name") is None
     (cache / "tokenizer_config.json").touch()
     assert hub.find("org/name") == cache
@@ -311,7 +311,8 @@ def test_the_chosen_files(names: list[str], chosen: list[str]) -> None:
     ("names", "quant", "chosen"),
     [
         ("m-Q4_0 m-Q4_K_M m", "", "m-Q4_K_M"),
-        ("m-fp16 m-Q8_0", "F16", "m-fp16"),
+        ("m-F16 m-bf16 m-Q8_0", "f16", "m-F16"),
+        ("m.q4_k m.q4_k_m m.iq4_k", "Q4_K", "m.q4_k"),
         ("m-UD-Q4_K_XL m-Q4_K_XL", "Q4_K_XL", "m-Q4_K_XL"),
         ("m-UD-Q4_K_XL m-Q2_K", "q4_k_xl", "m-UD-Q4_K_XL"),
         ("a", "", "a"),
@@ -334,12 +335,3 @@ def test_the_chosen_quantization(names: str, quant: str, chosen: str | None) -> 
     else:
         found = quants.choose(files, quant, "org/name")
         assert sorted(found) == [f"{name}.gguf" for name in chosen.split()]
-
-
-def test_every_type_of_the_gguf_package_is_a_label() -> None:
-    import gguf
-
-    for kind in gguf.LlamaFileType:
-        name = re.sub(r"^MOSTLY_|^ALL_", "", kind.name)
-        if name != "GUESSED" and not re.search(r"Q1_0|_\d_\d$", name):
-            assert quants.label(f"x-{name}.gguf") == name

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import spelling
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, DamagedError, UsageError
 from ..system.folders import cache_folder
 from ..system.temporary import own_temporary, replace
 from . import quants
@@ -112,13 +112,13 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
 
 
 def check_links(folder: Path) -> None:
-    """Raise CheckpointError if a link in a folder dangles, as in a snapshot of which a part was removed.
+    """Raise DamagedError if a link in a folder dangles, as in a snapshot of which a part was removed.
 
     The readers would take an optional file, such as the chat template, for one that the model does not have.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.suffix in (".json", ".jinja", ".model") and not path.exists():
-            raise CheckpointError(f"{path} is a link to a file that is gone; download the model again, or remove it")
+            raise DamagedError(f"{path} is a link to a file that is gone")
 
 
 def pull(name: str, *, force: bool = False, meta: bool = False, quiet: bool = False) -> Path:

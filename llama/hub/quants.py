@@ -9,15 +9,11 @@ from ..errors import CheckpointError
 
 DEFAULT = "Q4_K_M"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
-LABEL = re.compile(
-    r"(?<![A-Z0-9])((?:UD-)?(?:I?Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4)(?![A-Z0-9_])",
-    re.IGNORECASE,
-)
 OTHER = re.compile(r"(?i)(^|[-_.])(mmproj|imatrix)")  # GGUF files that accompany a model but are not one
 
 
 def choose(names: Collection[str], quant: str, where: str) -> list[str]:
-    """All files of the GGUF model with a quantization; empty if there is no model and `quant` is empty.
+    """All files of the GGUF model whose path names a quantization; empty if there is no model and `quant` is empty.
 
     quant  "": the only model, or DEFAULT
 
@@ -25,24 +21,18 @@ def choose(names: Collection[str], quant: str, where: str) -> list[str]:
     """
     first = {PART.sub(r"\1", path): path for path in sorted(names, reverse=True) if path.endswith(".gguf")}
     models = sorted(path for path in first.values() if not OTHER.search(path.rpartition("/")[2]))
-    wanted = (quant or DEFAULT).upper()
-    found = [path for path in models if label(path) in (wanted, f"UD-{wanted}")]
-    found = [path for path in found if label(path) == wanted] or found or ([] if quant else models)
-    if len(found) > 1 or (quant and not found):
+    wanted = quant or DEFAULT
+    found = [path for path in models if re.search(rf"(?i)(?<![A-Z0-9]){wanted}(?![A-Z0-9_])", path)]
+    found = [path for path in found if f"UD-{wanted}".upper() not in path.upper()] or found
+    if not quant and len(models) < 2:
+        found = models
+    elif len(found) != 1:
         listed = ", ".join(models[:12]) + ", ..." * (len(models) > 12)
         raise CheckpointError(
             f"{where} has no single GGUF model of type {wanted}; choose one, as in {where}:TYPE or {where}/FILE.gguf:"
             f" {listed or 'it has none'}"
         )
     return with_all_parts(found)
-
-
-def label(path: str) -> str:
-    """The quantization that the path of a GGUF file names, such as "Q4_K_M" or "UD-Q4_K_XL"; "" if it names none."""
-    for part in reversed(path.removesuffix(".gguf").split("/")):
-        if found := LABEL.findall(part):
-            return re.sub(r"^FP(16|32)$", r"F\1", str(found[-1]).upper())
-    return ""
 
 
 def with_all_parts(names: Collection[str]) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-import glob
 import re
 import sys
 from collections.abc import Collection
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, one_line
 from ..system.temporary import write_atomically
 from . import quants
 
@@ -105,25 +104,18 @@ def find_cached(id: HubId) -> Path | None:
     root = snapshot(id)
     if root is None:
         return None
-    names = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_symlink() or path.is_file()}
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        names = {file.path for file in get_cached_repo_tree(id.repo, revision=root.name)}
+    except CachedRepoTreeNotFoundError:  # only snapshot_download stores the list
+        names = {path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()}
     try:
         chosen = choose(id, names)
     except CheckpointError:  # the hub may have the file
         return None
-    if not chosen or not all((root / name).is_file() for name in chosen):
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    folder = _path_of(root, chosen)
-    documents = META_DOCUMENTS if (folder / "params.json").exists() else DOCUMENTS
-    prefix = "".join(f"{part}/" for part in folder.relative_to(root).parts)
-    patterns = [] if folder.is_file() else [glob.escape(prefix) + pattern for pattern in documents]
-    try:  # if the library has the list of the repository's files, it finds those that never arrived
-        snapshot_download(id.repo, revision=root.name, local_files_only=True, allow_patterns=patterns)
-    except LocalEntryNotFoundError:
-        return None
-    return folder
+    return _path_of(root, chosen) if chosen and all((root / name).is_file() for name in chosen) else None
 
 
 def snapshot(id: HubId) -> Path | None:
@@ -192,7 +184,8 @@ def _download(id: HubId, force: bool, quiet: bool) -> Path:
     if needed and not quiet:
         what = chosen[0] if len(chosen) == 1 else f"{len(chosen)} files"
         licence = (info.card_data or {}).get("license") or "not stated"
-        print(f"downloading {id} ({what}, {needed / 10**6:,.0f} MB, licence {licence!s:.60})", file=sys.stderr)
+        line = f"downloading {id} ({what}, {needed / 10**6:,.0f} MB, licence {licence!s:.60})"
+        print(one_line(line), file=sys.stderr)
     for name in sorted(chosen, key=sizes.__getitem__):  # not by snapshot_download, whose threads Ctrl-C does not end
         hf_hub_download(id.repo, name, revision=info.sha, force_download=force)
     if info.sha != id.revision:
