@@ -147,37 +147,6 @@ CONFIG: tuple[Defect, ...] = (
     Defect("B12", "no warning about a context beyond the trained one", "llama/cli/loading.py",
            "    if args.max_seq_len and args.max_seq_len >", "    if False and args.max_seq_len >"),
 )  # fmt: skip
-WRITES = (
-    Defect(
-        "F03",
-        "a file is written in place",
-        "llama/system/temporary.py",
-        """    path = target.resolve() if follow else target
-""",
-        """    path = target.resolve() if follow else target
-    path.write_bytes(content)
-    return
-""",
-    ),
-    Defect(
-        "F03",
-        "files left by a killed process are never removed",
-        "llama/system/temporary.py",
-        """        shutil.rmtree(stale, ignore_errors=True)
-""",
-        """        pass
-""",
-    ),
-    Defect(
-        "F04",
-        "two conversions write to one target",
-        "llama/tools/convert.py",
-        """        with locked(target, PREFIX):
-""",
-        """        with contextlib.nullcontext():
-""",
-    ),
-)
 MADE_WITH = (
     Defect(
         "F09",
@@ -517,55 +486,11 @@ CHAT: tuple[Defect, ...] = (
 )
 
 FOLDERS: tuple[Defect, ...] = (
-    Defect("I13", "the owners of folders and files are not checked", "llama/system/folders.py",
-           "    if not trusted:\n", "    if False:\n"),
-    Defect("I13", "any path may belong to users outside of the namespace", "llama/system/folders.py",
-           "trusted = parent if _is_outside", "trusted = True if _is_outside"),
-    Defect("I13", "users with the group as primary group are not counted as members", "llama/system/folders.py",
-           "all(other.pw_uid == user.pw_uid for", "all(True for"),
-    Defect("I13", "a later library has the name of an earlier one", "llama/system/folders.py",
-           "    loaded = LOADED.setdefault((path.name, found.st_dev, found.st_ino), handle)",
-           "    loaded = LOADED.setdefault((path.suffix, 0, 0), handle)"),
-    Defect("F03", "a file of another, longer name is removed", "llama/system/folders.py",
-           "{'[0-9a-f]' * 16}", "*"),
-    Defect("I13", "only two folders are checked", "llama/system/folders.py",
-           "for path in (*reversed(folder.parents), folder):  # from", "for path in (folder.parent, folder):  # from"),
-    Defect("I13", "folders and files may be writable by everybody", "llama/system/folders.py",
-           "(found.st_mode & stat.S_IWOTH or by_group)", "by_group"),
-    Defect("I13", "folders and files may be writable by a group", "llama/system/folders.py",
-           "(found.st_mode & stat.S_IWOTH or by_group)", "found.st_mode & stat.S_IWOTH"),
-    Defect("I13", "every group of the user's name is trusted", "llama/system/folders.py",
-           " and set(group.gr_mem) <= {user.pw_name}", ""),
-    Defect("I13", "access lists are ignored", "llama/system/folders.py",
-           "return alone and not _has_access_list(path)", "return alone"),
-    Defect("I13", "a file system without access lists is refused", "llama/system/folders.py",
-           "return error.errno not in NO_ACCESS_LISTS", "return True"),
-    Defect("I13", "sticky folders are refused", "llama/system/folders.py", " and not sticky:", ":"),
-    Defect("I13", "others may put files next to the code", "llama/system/folders.py",
-           "sticky = parent and ", "sticky = "),
-    Defect("I13", "a link to the folder is not resolved", "llama/system/folders.py",
-           "    folder = Path(os.path.realpath(folder))  # checked", "    folder = folder.absolute()  # checked"),
-    Defect("I13", "a link in place of the file is followed", "llama/system/folders.py",
-           ' | getattr(os, "O_NOFOLLOW", 0)', ""),
-    Defect("I13", "the file's owner and mode are not checked", "llama/system/folders.py",
-           " and _distrust(path, found) is None\n", "\n"),
-    Defect("I13", "a file that is not regular is read", "llama/system/folders.py",
-           "stat.S_ISREG(found.st_mode) and ", ""),
-    Defect("I13", "the file is loaded by its name", "llama/system/folders.py",
-           "    return f\"/proc/self/fd/{loaded}\"\n", "    return str(path)\n"),
-    Defect("I13", "a file is kept before it is loaded", "llama/system/folders.py",
-           "        loaded = load(str(made))\n        keep(made, folder, name)\n        return loaded\n",
-           "        return load(str(keep(made, folder, name)))\n"),
     Defect("I13", "a kept file that does not load is not removed", "llama/system/folders.py",
            "            path.unlink(missing_ok=True)\n", "            raise\n"),
-    Defect("I13", "a kept file is writable by others", "llama/system/folders.py", "    made.chmod(0o644)\n", ""),
     Defect("I13", "a library without the operators is accepted", "llama/engine/kernels.py",
            "if missing := [name for name in OPERATORS if not hasattr(torch.ops.clearllama, name)]:",
            "if missing := []:"),
-    Defect("I13", "a lock follows a link", "llama/system/temporary.py",
-           ' | getattr(os, "O_NOFOLLOW", 0), 0o666)', ", 0o666)"),
-    Defect("I13", "pip is imported from the current folder", "llama/hub/named.py",
-           'sys.executable, "-P", ', "sys.executable, "),
     Defect("I13", "Inductor's cache may belong to anybody", "llama/engine/compiled.py",
            "contextlib.nullcontext() if is_private(Path(cache_dir())) else", "contextlib.nullcontext() if True else"),
 )  # fmt: skip
@@ -611,8 +536,7 @@ DEFECTS = (
     *SAFETENSORS,
     *GGUF,
     *TOKENIZERS,
-    *WRITES,
-    *MADE_WITH,
+        *MADE_WITH,
     *SAMPLING,
     *CHAT,
     *PROCESS,
