@@ -536,7 +536,7 @@ DEFECTS = (
     *SAFETENSORS,
     *GGUF,
     *TOKENIZERS,
-        *MADE_WITH,
+    *MADE_WITH,
     *SAMPLING,
     *CHAT,
     *PROCESS,
