@@ -468,6 +468,14 @@ def test_the_bytes_of_the_weights_are_predicted(
     assert needs[0] == pytest.approx(linear_like_bytes(model), rel=1e-6)
 
 
+def test_a_small_cache_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch, 0)
+    memory.check_growth(64 * 2**20, 100, torch.device("cpu"))
+    memory.check_growth(2**40, 100, torch.device("meta"))
+    with pytest.raises(MemoryLimitError, match="a KV cache for 100 tokens needs 64 MiB more memory"):
+        memory.check_growth(64 * 2**20 + 1, 100, torch.device("cpu"))
+
+
 @pytest.mark.row("J01")
 def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL", 0)
