@@ -65,16 +65,10 @@ def quantized_format(
     return kept, kept is not None
 
 
-def memory_footprint(
-    checkpoint: Checkpoint, names: Iterable[str], device: torch.device, storage: Storage, copies: bool = False
-) -> tuple[int, int]:
-    """Bytes of weights in a model, and how many of those remain in the mapped file. Only headers are read.
-
-    copies  whether the runner copies packed weights (engine/compiled.py)
-    """
-    weights = mapped = 0
+def memory_footprint(checkpoint: Checkpoint, names: Iterable[str], device: torch.device, storage: Storage) -> int:
+    """Bytes of weights in a model. Only headers are read."""
+    weights = 0
     formats: dict[object, tuple[BlockFormat | None, bool]] = {}  # by stored type and shape, the same for all layers
-    on_cpu = device.type == "cpu"
     for name in names:
         shape, stored = checkpoint.shapes[name], checkpoint.stored(name)
         changed = checkpoint.changed(name)
@@ -82,18 +76,14 @@ def memory_footprint(
         if kind not in formats:
             formats[kind] = quantized_format(checkpoint, name, device, storage)
         format, in_file = formats[kind]
-        reordered = storage.layout != checkpoint.layout and name.endswith(ROTATED)
         if format is not None:
             size = -(-shape[0] // TILE) * tile_bytes(shape[1], format)
-            if not on_cpu and in_file and has_wide_scales(checkpoint, name):
+            if device.type != "cpu" and in_file and has_wide_scales(checkpoint, name):
                 size += 2 * (1 + format.offset) * shape[0] * -(-shape[1] // (format.group or shape[1]))
-            unchanged = in_file and not copies and checkpoint.tiles(name) is not None
         else:
             size = math.prod(shape) * storage.dtype.itemsize
-            unchanged = stored == FLOATS[storage.dtype] and not changed
         weights += size
-        mapped += size if unchanged and on_cpu and not reordered else 0
-    return weights, mapped
+    return weights
 
 
 def has_wide_scales(checkpoint: Checkpoint, name: str) -> bool:

@@ -28,13 +28,9 @@ class Hub(ThreadingHTTPServer):
     repos    name -> files
     cards    name -> the metadata of its page, such as {"license": "mit"}
     gated    repositories that need a token
-    served   paths that were sent completely, or their rest
-    sent     path -> number of bytes that were sent
-    ranges   path -> the first byte of every request for it
+    served   paths that were sent completely
     stalled  a path of which the server sends the first half, then nothing
-    damaged  a path of which the server sends other bytes than it lists
     commit   the commit that main is at
-    pause    seconds between two pieces of PIECE bytes
     """
 
     daemon_threads = True
@@ -45,20 +41,13 @@ class Hub(ThreadingHTTPServer):
         self.cards: dict[str, dict[str, Any]] = {}
         self.gated: set[str] = set()
         self.served: list[str] = []
-        self.sent: dict[str, int] = {}
-        self.ranges: dict[str, list[int]] = {}
-        self.stalled = self.damaged = ""
+        self.stalled = ""
         self.commit = SHA
-        self.pause = 0.0
         self.halfway = threading.Event()
-        self.tokens: set[str] = set()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-PIECE = 2**16
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -74,15 +63,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(key.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            for start in range(0, len(body), PIECE):
-                self.wfile.write(body[start : start + PIECE])
-                time.sleep(self.server.pause)
+            self.wfile.write(body)
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        self.server.tokens.add(self.headers.get("Authorization", ""))
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
@@ -106,12 +92,13 @@ class Handler(BaseHTTPRequestHandler):
         """The hub's list of the files of a repository, in the form of `revision` or `tree`."""
         entries = []
         for name, body in self.server.repos[repo].items():
-            large = {"lfs": {"sha256": etag(name, body), "size": len(body), "pointerSize": 130}}
-            more = large if name.endswith(LARGE) else {}
+            hash = etag(name, body)
+            more = (
+                {"lfs": {"sha256": hash, "oid": hash, "size": len(body), "pointerSize": 130}} if len(hash) == 64 else {}
+            )
             if kind == "revision":
                 entries.append({"rfilename": name, "size": len(body), "blobId": git(body), **more})
             else:
-                more = {"lfs": {"oid": etag(name, body), "size": len(body), "pointerSize": 130}} if more else {}
                 entries.append({"type": "file", "path": name, "size": len(body), "oid": git(body), **more})
         if kind == "tree":
             return entries
@@ -120,9 +107,6 @@ class Handler(BaseHTTPRequestHandler):
         return {"id": repo, "sha": self.server.commit, "siblings": entries, "cardData": card, "gated": gated}
 
     def send_file(self, name: str, body: bytes) -> None:
-        headers = {"ETag": f'"{etag(name, body)}"', "X_Repo_Commit": self.server.commit}
-        if name == self.server.damaged:
-            body = bytes(reversed(body))
         if self.command == "GET" and name == self.server.stalled:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
@@ -132,16 +116,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.halfway.set()
             time.sleep(30)
             return
-        start = 0
-        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(match[1])
-            headers["Content_Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-        if self.command == "GET":
-            self.server.ranges.setdefault(name, []).append(start)
-        self.answer(206 if match else 200, body[start:], **headers)
+        self.answer(200, body, ETag=f'"{etag(name, body)}"', X_Repo_Commit=self.server.commit)
         if self.command == "GET":
             self.server.served.append(name)
-            self.server.sent[name] = self.server.sent.get(name, 0) + len(body) - start
 
 
 def git(body: bytes) -> str:

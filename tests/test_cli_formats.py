@@ -31,17 +31,17 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", make_tiny.names())
 def test_every_official_architecture_is_recognized(name: str) -> None:
     config = make_tiny.real_config(name)
-    assert name in families.named(config)
+    assert name in families.names_of(config)
     tweaked = dataclasses.replace(config, max_seq_len=999, norm_eps=3e-6)  # files may lack these values
-    assert name in families.named(tweaked)
-    assert families.named(dataclasses.replace(config, hidden_dim=config.hidden_dim + 1)) == []
+    assert name in families.names_of(tweaked)
+    assert families.names_of(dataclasses.replace(config, hidden_dim=config.hidden_dim + 1)) == []
 
 
 def test_families_are_distinguished_where_they_differ() -> None:
-    assert families.named(make_tiny.real_config("llama-2-7b")) == ["llama-2-7b"]
-    assert families.named(make_tiny.real_config("llama-1-7b")) == ["llama-1-7b"]
-    assert families.named(make_tiny.real_config("llama-3.1-70b")) == ["llama-3.1-70b", "llama-3.3-70b"]
-    assert families.named(make_tiny.real_config("llama-3-8b")) == ["llama-3-8b"]
+    assert families.names_of(make_tiny.real_config("llama-2-7b")) == ["llama-2-7b"]
+    assert families.names_of(make_tiny.real_config("llama-1-7b")) == ["llama-1-7b"]
+    assert families.names_of(make_tiny.real_config("llama-3.1-70b")) == ["llama-3.1-70b", "llama-3.3-70b"]
+    assert families.names_of(make_tiny.real_config("llama-3-8b")) == ["llama-3-8b"]
 
 
 # ---------------------------------------------------------------------------------------------------------- inspect

@@ -19,7 +19,6 @@ from llama.generate import generate, prefill
 from llama.loader import load
 from llama.model import Transformer
 from llama.sampling import SamplingParams
-from llama.system.folders import keep, make_folder
 
 from . import tiny
 
@@ -190,26 +189,6 @@ def test_code_is_compiled_in_a_folder_of_this_user(
     with compiled._inductor_cache(work):
         used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert (used == folder, used.parent == work) == (kept, not kept)
-
-
-def test_a_kept_step_is_loaded_from_the_file_that_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is opened by its descriptor, so its path may stand for another file by then."""
-    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
-    net = model(rope="half")
-    name = compiled.fingerprint(net, compiled.shell(FusedBlock.of(net.layers[0], join=True)), "model")
-    make_folder(tmp_path / "compiled")
-    (tmp_path / "x.pt2").write_bytes(b"content")
-    path = keep(tmp_path / "x.pt2", tmp_path / "compiled", name)
-    opened: list[bytes] = []
-
-    def loader(given: str, *args: object) -> object:
-        path.unlink()
-        opened.append(Path(given).read_bytes())
-        return None
-
-    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", loader)
-    compiled.load_step(net, compiled.shell(FusedBlock.of(net.layers[0], join=True)), "model")
-    assert opened == [b"content"]
 
 
 def test_a_package_that_does_not_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

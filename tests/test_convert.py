@@ -393,7 +393,6 @@ def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", fail_once)
-    monkeypatch.setattr(convert_module, "swap", lambda one, other: False)  # a disk that can't swap
     with pytest.raises(CheckpointError, match="Input/output error; nothing was changed"):
         convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path / "hf") == before

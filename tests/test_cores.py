@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import llama
 from llama.cli import bench, main
+from llama.engine import runtime
 from llama.system import cores
-from llama.system.cores import Threads, available, default_threads
+from llama.system.cores import available_cores
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 GROUPS = {  # a container with a namespace of its own; one without; a service; both versions at once
@@ -32,7 +33,6 @@ def machine(root: Path, siblings: list[str], group: str = "", quota: str = "") -
         file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{text}\n")
-    (root / "sys/devices/system/cpu/cpufreq").mkdir(parents=True)
     if group:
         own, folder = GROUPS[group]
         (root / "proc/self").mkdir(parents=True)
@@ -49,60 +49,33 @@ def machine(root: Path, siblings: list[str], group: str = "", quota: str = "") -
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
     ("quota", "count"),
-    [("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("25000 10000", 3), ("400000 100000", 4)],
+    [
+        *[("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("25000 10000", 3), ("400000 100000", 4)],
+        *((quota, 6) for quota in ("max 100000", "-1 100000", "900000 100000", "", "x y", "5 0", "1")),
+    ],
 )
 def test_a_quota_limits_the_threads(tmp_path: Path, group: str, quota: str, count: int) -> None:
-    found = available(range(64), machine(tmp_path, [str(cpu) for cpu in range(64)], group, quota))
-    assert found == Threads(count, f"{count} of 64 cores by the container's CPU quota")
-
-
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("quota", ["max 100000", "-1 100000", "900000 100000", "400000 100000", "", "x y", "5 0", "1"])
-def test_without_a_lower_quota_there_is_a_thread_per_core(tmp_path: Path, group: str, quota: str) -> None:
-    found = available(range(4), machine(tmp_path, [str(cpu) for cpu in range(4)], group, quota))
-    assert found == Threads(4, "one for each of 4 cores")
+    assert available_cores(range(6), machine(tmp_path, [str(cpu) for cpu in range(6)], group, quota)) == count
 
 
 def test_the_lowest_quota_of_the_ancestors_counts(tmp_path: Path) -> None:
     machine(tmp_path, ["0", "1", "2", "3"], "v2, ancestor", "100000 100000")
     (tmp_path / "sys/fs/cgroup/user.slice/run").mkdir()
     (tmp_path / "sys/fs/cgroup/user.slice/run/cpu.max").write_text("300000 100000\n")
-    assert available(range(4), tmp_path).count == 1
+    assert available_cores(range(4), tmp_path) == 1
 
 
-@pytest.mark.parametrize(
-    ("siblings", "allowed", "expected"),
-    [
-        (["0,2", "1,3", "0,2", "1,3"], range(4), Threads(2, "one for each of 2 cores")),
-        (["0-1", "0-1"], range(2), Threads(1, "there is one core")),
-        (["0,2", "1,3", "0,2", "1,3"], {0, 2}, Threads(1, "1 of 2 cores by the CPU affinity of this process")),
-        (["0,2", "1,3", "0,2", "1,3"], {0, 1}, Threads(2, "one for each of 2 cores")),
-        (["0", "1", "2", "3"], {3}, Threads(1, "1 of 4 cores by the CPU affinity of this process")),
-        ([], {0, 1, 5}, Threads(3, "one for each of 3 cores")),  # a system that does not report its cores
-    ],
-)
-def test_hyperthreads_share_a_thread(tmp_path: Path, siblings: list[str], allowed: set[int], expected: Threads) -> None:
-    assert available(allowed, machine(tmp_path, siblings)) == expected
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data())
-def test_the_threads_are_the_cores_of_the_allowed_cpus(core_of: list[int], data: st.DataObject) -> None:
-    """core_of[i] is the core of CPU i."""
+@settings(max_examples=20)
+@given(core_of=st.lists(st.integers(0, 5), min_size=1, max_size=12), data=st.data())
+def test_the_threads_are_the_cores_of_the_allowed_cpus(
+    tmp_path_factory: pytest.TempPathFactory, core_of: list[int], data: st.DataObject
+) -> None:
+    """core_of[i] is the core of CPU i. Without the system's list, each CPU counts as a core."""
     allowed = data.draw(st.sets(st.sampled_from(range(len(core_of))), min_size=1))
     siblings = [",".join(str(cpu) for cpu, other in enumerate(core_of) if other == core) for core in core_of]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cores, "read_lines", lambda path: [siblings[int(path.parents[1].name[3:])]])
-        patch.setattr(
-            Path, "glob", lambda *_: [Path(f"/cpu{i}/topology/thread_siblings_list") for i in range(len(core_of))]
-        )
-        patch.setattr(cores, "control_groups", lambda *_: [])
-        assert available(allowed).count == len({core_of[cpu] for cpu in allowed})
-
-
-def test_the_words_are_singular_and_plural() -> None:
-    assert str(Threads(1, "there is one core")) == "1 thread: there is one core"
-    assert str(Threads(2, "one for each of 2 cores")) == "2 threads: one for each of 2 cores"
+    root = machine(tmp_path_factory.mktemp("machine"), siblings)
+    assert available_cores(allowed, root) == len({core_of[cpu] for cpu in allowed})
+    assert available_cores(allowed, root / "none") == len(allowed)
 
 
 # ----------------------------------------------------------------------------------------------- where it is applied
@@ -112,58 +85,43 @@ def threads(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
     for name in cores.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    cores.chosen.cache_clear()
+    cores.default_threads.cache_clear()
     yield
     torch.set_num_threads(before)
-    cores.chosen.cache_clear()
+    cores.default_threads.cache_clear()
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"OMP_NUM_THREADS": "3"}, Threads(3, "by OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": " 5 ,2"}, Threads(5, "by OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "4"}, Threads(3, "by OMP_NUM_THREADS")),
-        ({"MKL_NUM_THREADS": "4"}, Threads(4, "by MKL_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "many"}, None),
-        ({"OMP_NUM_THREADS": "0"}, None),
-    ],
-)
-def test_variables_of_the_user_come_before_the_quota(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: Threads | None
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    own = Threads(7, "one for each of 7 cores")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)), raising=False)
-    monkeypatch.setattr(cores, "available", lambda allowed: own)
-    assert cores.chosen() == (expected or own)
-    assert default_threads() == (expected or own).count
+@pytest.mark.parametrize("variable", [*cores.VARIABLES, None])
+def test_variables_of_the_user_come_before_the_quota(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
+    """PyTorch has read them."""
+    if variable:
+        monkeypatch.setenv(variable, "3")
+    torch.set_num_threads(3)
+    monkeypatch.setattr(cores, "available_cores", lambda allowed: 7)
+    assert cores.default_threads() == (3 if variable else 7)
 
 
 @pytest.mark.usefixtures("threads")
 def test_without_an_affinity_pytorch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert cores.chosen() == Threads(torch.get_num_threads(), "PyTorch's choice")
+    assert cores.default_threads() == torch.get_num_threads()
 
 
 @pytest.mark.usefixtures("threads")
 def test_the_command_sets_the_threads_and_the_library_does_not(
     monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cores, "available", lambda allowed: Threads(3, "3 of 64 cores by the container's CPU quota"))
+    monkeypatch.setattr(cores, "available_cores", lambda allowed: 3)
     torch.set_num_threads(2)
     llama.load(tiny_gguf).generate("a", max_new_tokens=1)
     llama.load_model(tiny_gguf)
     assert torch.get_num_threads() == 2
     monkeypatch.setattr(bench, "measure", lambda *_: {})
-    for options, line in (
-        ([], "3 threads: 3 of 64 cores by the container's CPU quota"),
-        (["--threads", "1"], "1 thread: set for this run"),
-    ):
+    for options, line in (([], "3 threads"), (["--threads", "1"], "1 thread")):
         assert main(["bench", "-m", str(tiny_gguf), *options]) == 0
         assert torch.get_num_threads() == int(line[0])
+        assert runtime.describe_threads() == line
         assert capsys.readouterr().err == f"clearllama: {line}\n"
 
 

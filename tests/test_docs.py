@@ -15,7 +15,7 @@ import torch
 
 from llama.cli import main
 from llama.system.folders import cache_folder
-from llama.system.memory import free_memory
+from llama.system.memory import rooms
 
 from .conftest import Run
 from .hub_server import environment, running
@@ -157,10 +157,10 @@ def test_commands_print_what_is_shown(
         convert(folder / "Meta-Llama-3-8B-Instruct", tmp_path / "hf", "hf")
         name = "meta-llama/Meta-Llama-3-8B"
         with running({name: {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}}) as server:
-            server.gated, server.cards[name] = {name}, {"license": "other", "license_name": "llama3"}
+            server.gated, server.cards[name] = {name}, {"license": "llama3"}
             check(block, folder, clearllama, environment(server, tmp_path))
     elif ("--device cuda" in command and torch.version.cuda is not None) or (
-        "are free on this machine" in block and (free_memory() or 0) > 100 * 2**30
+        "are free on this machine" in block and rooms() and rooms()[0].bytes > 100 * 2**30
     ):
         pytest.skip("this machine has what the page's machine lacks")
     else:
@@ -172,12 +172,12 @@ def test_commands_print_what_is_shown(
 def test_commands_with_the_default_model_print_what_is_shown(
     block: str, folder: Path, tmp_path: Path, clearllama: Run
 ) -> None:
-    from llama.hub import named
+    from llama.hub import models
 
     cache = cache_folder()
     if "CXX=" in block:  # compiled kernels would be used
         cache = tmp_path
-        (cache / named.MODELS[named.DEFAULT].file).symlink_to(named.resolve())
+        (cache / models.MODELS[models.DEFAULT].file).symlink_to(models.resolve())
     check(block, folder, clearllama, {"CLEARLLAMA_CACHE": str(cache)})
 
 

@@ -1,15 +1,9 @@
-"""Models of the Hugging Face hub by their id. huggingface_hub itself runs, with a local server that mimics the hub.
-
-The choice of files, the cache and the errors are tested without the server.
-"""
+"""Models of the Hugging Face hub by their id. huggingface_hub itself runs, with a local server that mimics the hub."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,34 +13,19 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import tokenizers
 from huggingface_hub import constants
-from tokenizers import decoders, models, pre_tokenizers
 
-from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.hub import named as hub
-from llama.hub import repository
-from llama.tokenizer.common import BYTE_OF
+from llama.errors import CheckpointError
+from llama.hub import models as hub
+from llama.hub import quants, repository
+from llama.hub.repository import HubId, choose, hub_id
 
 from . import hub_server, test_huggingface, tiny
 from .conftest import Run
 from .hub_server import SHA, Files, Hub, error_of, path_of, resolve
 from .scripts import make_tiny
 
-
-def write_folder(folder: Path, **options: Any) -> Path:
-    """A random model in Hugging Face's layout from transformers, and a byte-level vocabulary from tokenizers."""
-    model = test_huggingface.write(folder)
-    shutil.rmtree(folder)
-    model.save_pretrained(folder, **options)
-    vocabulary = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(BYTE_OF)}, merges=[]))
-    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary.decoder = decoders.ByteLevel()
-    vocabulary.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
-    vocabulary.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+NEXT = "abcdef1234567890abcdef1234567890abcdef12"  # a later commit
 
 
 def files_of(folder: Path, prefix: str = "") -> Files:
@@ -57,16 +36,19 @@ def files_of(folder: Path, prefix: str = "") -> Files:
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     """Repositories like those on the hub, with more files than a model needs."""
     root = tmp_path_factory.mktemp("repos")
-    write_folder(root / "hf")
+    test_huggingface.write(root / "hf").save_pretrained(root / "sharded", max_shard_size="60KB")
+    settings = {"tokenizer_config.json": b'{"chat_template": "{{ messages }}"}', "generation_config.json": b"{}"}
+    (root / "hf" / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE"}}))
     make_tiny.make(root / "meta", "llama-3.2-1b")
-    write_folder(root / "sharded", max_shard_size="60KB")
     gguf = tiny.write_gguf(root / "a.gguf").read_bytes()
-    more = {"README.md": b"# words", "training_args.bin": b"x", "pytorch_model.bin": b"x", "LICENSE": b"x"}
+    more = {"README.md": b"# words", "training_args.bin": b"x", "pytorch_model.bin": b"x", "modeling_tiny.py": b"x"}
+    three = {"tiny-Q2_K.gguf": b"GGUF2", "tiny-Q4_K_M.gguf": gguf, "tiny-Q8_0.gguf": b"GGUF8"}
     return {
-        "meta-llama/Tiny": {**files_of(root / "hf"), **files_of(root / "meta", "original/"), **more},
+        "meta-llama/Tiny": {**files_of(root / "hf"), **settings, **files_of(root / "meta", "original/"), **more},
+        "org/meta": files_of(root / "meta", "original/"),
         "org/sharded": {**files_of(root / "sharded"), "consolidated.safetensors": b"x", **more},
-        "org/gguf": {"tiny-Q4_0.gguf": gguf, "tiny-Q8_0.gguf": gguf, "config.json": b"{}", "README.md": b"x"},
-        "org/one-gguf": {"tiny.gguf": gguf, "README.md": b"x"},
+        "org/gguf": {**three, "config.json": b"{}", "mmproj-tiny-f16.gguf": b"x", "README.md": b"x"},
+        "org/evil": {"../evil.gguf": gguf},
         "org/nothing": {"README.md": b"x", "tokenizer.json": b"{}"},
     }
 
@@ -82,180 +64,155 @@ def env(server: Hub, tmp_path: Path) -> dict[str, str]:
     return hub_server.environment(server, tmp_path)
 
 
+def offline(env: dict[str, str]) -> dict[str, str]:
+    return {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+
+
 # ----------------------------------------------------------------------------------------------------- end to end
 def test_a_pull_fetches_the_needed_files_and_the_id_then_works_offline(
     clearllama: Run, server: Hub, env: dict[str, str]
 ) -> None:
+    server.cards["meta-llama/Tiny"] = {"license": "llama3.2"}
     result = clearllama("pull", "meta-llama/Tiny", env=env)
     folder = path_of(result)
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert wanted - {"generation_config.json"} <= {file.name for file in folder.iterdir()}
-    assert set(server.served) == {file.name for file in folder.iterdir()} <= wanted | {"special_tokens_map.json"}
-    assert all((folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name] for name in server.served)
-    assert re.fullmatch(
-        rb"downloading meta-llama/Tiny \(\d files, \d+ MB to download, licence not stated\)\n", result.stderr
-    )
-
-    offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
-    facts = json.loads(clearllama("inspect", "meta-llama/Tiny", "--json", env=offline).stdout)
-    assert facts["path"] == str(folder)
-    assert facts["format"] == "Hugging Face"
-    again = clearllama("pull", "meta-llama/Tiny", env={**offline, "HF_HUB_OFFLINE": ""})  # the network is down
+    assert set(server.served) == {file.name for file in folder.iterdir()} == wanted
+    assert all((folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name] for name in wanted)
+    assert result.stderr == b"downloading meta-llama/Tiny (5 files, 0 MB, licence llama3.2)\n"
+    assert resolve("meta-llama/Tiny", offline(env)) == str(folder)
+    again = clearllama("pull", "meta-llama/Tiny", env=offline(env))
     assert path_of(again) == folder
-    assert b"using the complete local copy" in again.stderr
-    count = len(server.served)
+    assert again.stderr.endswith(b"; using the complete local copy\n")
     assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env)) == folder
-    assert len(server.served) == count
-
-
-def test_meta_fetches_the_original_files(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
-    folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=env))
-    assert folder.name == "original"
-    assert sorted(server.served) == [
-        f"original/{n}" for n in ("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model")
-    ]
-    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny/original", env=env)) == folder
-    down = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=down)) == folder
+    assert len(server.served) == len(wanted), "nothing is fetched twice"
+    assert path_of(clearllama("pull", "-q", "--force", "meta-llama/Tiny", env=env)) == folder
+    assert len(server.served) == 2 * len(wanted)
+    server.commit = NEXT
     assert resolve("meta-llama/Tiny", env) == str(folder)
-    (folder / "tokenizer.model").unlink()  # the library knows that it is missing
-    line = resolve("meta-llama/Tiny", {**env, "HF_HUB_OFFLINE": "1"})
-    assert "the Hugging Face cache has no complete copy of meta-llama/Tiny" in line
+    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env)) == folder.with_name(NEXT)
+    assert resolve("meta-llama/Tiny", offline(env)) == str(folder.with_name(NEXT))
+    assert resolve(f"meta-llama/Tiny@{SHA}", offline(env)) == str(folder)
 
 
-def test_a_repository_with_metas_files_alone_needs_no_option(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
-    files = server.repos["meta-llama/Tiny"]
-    server.repos["org/meta"] = {name: body for name, body in files.items() if name.startswith("original/")}
-    assert path_of(clearllama("pull", "-q", "org/meta", env=env)).name == "original"
-    assert resolve("org/meta", {**env, "HF_HUB_OFFLINE": "1"}).endswith("/original")
-
-
-def test_an_interrupted_pull_ends_at_once_and_the_next_resumes(
-    clearllama: Run, server: Hub, env: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "options"), [("meta-llama/Tiny", ["--meta"]), ("org/meta", []), ("org/meta/original", [])]
+)
+def test_metas_files_are_in_the_folder_original(
+    clearllama: Run, server: Hub, env: dict[str, str], name: str, options: list[str]
 ) -> None:
-    shards = sorted(name for name in server.repos["org/sharded"] if name.startswith("model-"))
-    assert len(shards) > 2
-    server.stalled = shards[-1]
-    command = [sys.executable, "-m", "llama", "pull", "org/sharded"]
-    process = subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert server.halfway.wait(10)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=5)
-    assert (process.returncode, stdout) == (130, "")
-    assert "downloading org/sharded was stopped; the same command resumes it" in stderr.splitlines()
-    line = resolve("org/sharded", {**env, "HF_HUB_OFFLINE": "1"})
-    assert "the Hugging Face cache has no complete copy of org/sharded" in line
-    before = set(server.served)
-    server.stalled = ""
-    server.served.clear()
-    folder = path_of(clearllama("pull", "-q", "org/sharded", env=env))
-    assert shards[-1] in server.served
-    assert not before & set(server.served), "nothing is fetched twice"
-    assert {file.name for file in folder.glob("*.safetensors")} == set(shards)
+    folder = path_of(clearllama("pull", "-q", name, *options, env=env))
+    assert folder.name == "original"
+    names = ("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model")
+    assert sorted(server.served) == [f"original/{name}" for name in names]
+    assert resolve(name, offline(env)) == str(folder)
 
 
-def test_gguf_repositories(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
-    assert path_of(clearllama("pull", "-q", "org/one-gguf", env=env)).name == "tiny.gguf"
-    path = path_of(clearllama("pull", "-q", "org/gguf/tiny-Q8_0.gguf@main", env=env))
-    assert path.read_bytes() == server.repos["org/gguf"]["tiny-Q8_0.gguf"]
-    assert server.served == ["tiny.gguf", "tiny-Q8_0.gguf"]
-
-
-def test_gated_repositories_need_a_token(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
-    server.gated = {"org/sharded"}
-    line = error_of(clearllama("pull", "org/sharded", env=env))
-    assert f"accept its licence on {server.url}/org/sharded, log in with 'hf auth login' or set HF_TOKEN" in line
-    path_of(clearllama("pull", "-q", "org/sharded", env={**env, "HF_TOKEN": "right"}))
-    assert "Bearer right" in server.tokens
-
-
-def test_missing_repositories_revisions_and_models_are_errors(
+def test_an_interrupted_pull_ends_at_once_and_the_next_fetches_the_rest(
     clearllama: Run, server: Hub, env: dict[str, str]
 ) -> None:
-    assert "no accessible repository org/none; it does not exist or is private" in error_of(
-        clearllama("pull", "org/none", env=env)
-    )
-    assert "org/sharded has no revision 'v9'" in error_of(clearllama("pull", "org/sharded@v9", env=env))
-    assert "has no model that can be run" in error_of(clearllama("pull", "org/nothing", env=env))
+    shards = sorted(name for name in server.repos["org/sharded"] if name.startswith("model-"))
+    server.stalled = shards[-1]
+    command = [sys.executable, "-m", "llama", "pull", "org/sharded"]
+    process = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert server.halfway.wait(20)
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=5)
+    assert (process.returncode, stdout) == (130, b"")
+    line = resolve("org/sharded", offline(env))
+    assert "the Hugging Face cache has no complete copy of org/sharded; unset HF_HUB_OFFLINE" in line
+    before, server.stalled, server.served = {*server.served}, "", []
+    folder = path_of(clearllama("pull", "-q", "org/sharded", env=env))
+    assert not before & {*server.served}, "nothing is fetched twice"
+    assert {file.name for file in folder.glob("*.safetensors")} == {*shards}
+
+
+def test_the_quantizations_of_a_repository(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    result = clearllama("inspect", "org/gguf", "--json", env=env)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["path"].endswith("/tiny-Q4_K_M.gguf")
+    assert result.stderr == b"downloading org/gguf (tiny-Q4_K_M.gguf, 0 MB, licence not stated)\n"
+    assert resolve("org/gguf:q8_0", env).endswith("tiny-Q8_0.gguf")
+    assert resolve("org/gguf/tiny-Q2_K.gguf@main", env).endswith("tiny-Q2_K.gguf")
+    assert server.served == ["tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "tiny-Q2_K.gguf"]
+    assert resolve("org/gguf:Q8_0", offline(env)).endswith("tiny-Q8_0.gguf")
+    assert "org/gguf:Q5_0 has no single GGUF model of type Q5_0; choose one" in resolve("org/gguf:Q5_0", env)
+    plan = clearllama("plan", "-m", "org/meta", "--gpus", "1xH100", env=env)
+    assert b"this command does not download models: first run clearllama pull org/meta" in plan.stderr
+
+
+def test_every_error_of_the_hub_is_one_line_with_its_remedy(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    server.gated = {"org/sharded"}
+    down = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    for name, settings, message in [
+        ("org/sharded", env, f"accept its licence on {server.url}/org/sharded, log in with 'hf auth login' or set HF_"),
+        ("org/none", env, "has no repository org/none, or it is private: check the name, or log in"),
+        ("org/sharded@v9", env, "org/sharded has no revision 'v9'; branches, tags and commits are on"),
+        ("org/nothing", env, "org/nothing has no complete model that can be run: expected config.json with"),
+        ("org/evil", env, "downloading org/evil failed (ValueError: "),
+        ("org/gguf", offline(env), "no complete copy of org/gguf; unset HF_HUB_OFFLINE to download it"),
+        ("org/gguf", down, "downloading org/gguf failed (ConnectError: "),
+        ("org/a--b", env, "downloading org/a--b failed (HFValidationError: "),
+    ]:
+        assert message in error_of(clearllama("pull", name, env=settings))
     assert server.served == []
+    path_of(clearllama("pull", "-q", "org/sharded", env={**env, "HF_TOKEN": "right"}))
 
 
-def test_offline_mode_and_an_unreachable_hub_are_errors(clearllama: Run, env: dict[str, str]) -> None:
-    line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
-    assert "the Hugging Face cache has no complete copy of org/sharded, and HF_HUB_OFFLINE is set; unset it" in line
-    line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}))
-    assert "downloading org/sharded from the Hugging Face hub failed (ConnectError" in line
-    assert "check the network" in line
-
-
-# ----------------------------------------------------------------------------------------------------------- names
 @pytest.mark.parametrize(
-    ("name", "repo", "path", "revision"),
+    ("error", "message"),
     [
-        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "", "main"),
-        ("a/b@v1.0", "a/b", "", "v1.0"),
-        ("a/b@refs/pr/3", "a/b", "", "refs/pr/3"),
-        ("a/b/original/mp16", "a/b", "original/mp16", "main"),
-        ("a/b/Q4/x-00001-of-00002.gguf@main", "a/b", "Q4/x-00001-of-00002.gguf", "main"),
+        (
+            OSError(28, "No space left on device", "/x"),
+            "can't write /x: No space left on device; make room, or set HF_",
+        ),
+        (RuntimeError("odd\nthings"), r"downloading org/gguf failed \(RuntimeError: odd things\); check the network"),
     ],
 )
-def test_ids_are_parsed(name: str, repo: str, path: str, revision: str) -> None:
-    id = repository.hub_id(name)
-    assert id == repository.HubId(repo, path, revision)
-    assert repository.hub_id(str(id)) == id
+def test_failures_during_a_download_are_one_line(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    for name in ("ENDPOINT", "HF_HUB_CACHE"):
+        monkeypatch.setattr(constants, name, {"ENDPOINT": server.url}.get(name, str(tmp_path)))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fails)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        repository.pull_repository(HubId("org/gguf"), quiet=True)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "./a/b", "../a/b", "/a/b", "a/", "a/b/", "a//b", "a/../b", "a/b/../c", "a/b@", "~/a", "a\\b", "", "a/b\n",
-     "models/x.gguf", "models/7B/consolidated.00.pth", "a/b/model.safetensors", "a/b/tokenizer.model", "ä/b"],
-)  # fmt: skip
-def test_paths_are_not_ids(name: str) -> None:
-    assert repository.hub_id(name) is None
+# ----------------------------------------------------------------------------------------- a damaged or partial cache
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "model.safetensors"])
+def test_a_dangling_link_means_incomplete(clearllama: Run, server: Hub, env: dict[str, str], name: str) -> None:
+    folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env))
+    (folder / name).resolve().unlink()
+    assert "no complete copy of meta-llama/Tiny" in resolve("meta-llama/Tiny", offline(env))
+    if name.endswith(".json"):
+        assert f"{folder / name} is a link to a file that is gone; " in resolve(str(folder), env)
+    server.served.clear()
+    assert resolve("meta-llama/Tiny", env) == str(folder)
+    assert server.served == [name]
+    assert (folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name]
 
 
-def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "cached", lambda id: pytest.fail("the cache was searched"))
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert hub.resolve("org/name") == Path("org/name")
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"../../../x", None])
+def test_a_damaged_name_of_a_revision_is_fetched_again_or_one_line(
+    clearllama: Run, server: Hub, env: dict[str, str], content: bytes | None
+) -> None:
+    folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env))
+    ref = folder.parents[1] / "refs" / "main"
+    ref.unlink()
+    if content is None:
+        ref.mkdir()
+        assert f"can't write {ref}" in error_of(clearllama("pull", "meta-llama/Tiny", env=env))
+        return
+    ref.write_bytes(content)
+    assert "no complete copy of meta-llama/Tiny" in resolve("meta-llama/Tiny", offline(env))
+    assert resolve("meta-llama/Tiny", env) == str(folder)
+    assert ref.read_text() == SHA
 
 
-# --------------------------------------------------------------------------------------------- which files are chosen
-HF = {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "special_tokens_map.json"}
-SMALL = sorted(HF - {"README.md"})
-
-
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [
-        ({*HF, "model.safetensors", "pytorch_model.bin"}, [*SMALL, "model.safetensors"]),
-        ({*HF, "model.safetensors", "consolidated.safetensors"}, [*SMALL, "model.safetensors"]),
-        ({*HF, "model.safetensors.index.json", "x.safetensors", "y.safetensors"},
-         [*SMALL, "model.safetensors.index.json", "indexed.safetensors"]),
-        ({*HF, "model-00001-of-00002.safetensors"},
-         [*SMALL, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
-        ({*HF, "pytorch_model.bin", "training_args.bin", "optimizer.bin"}, [*SMALL, "pytorch_model.bin"]),
-        ({*HF, "pytorch_model.bin.index.json"}, [*SMALL, "pytorch_model.bin.index.json", "indexed.safetensors"]),
-        ({*HF, "adapter_model.safetensors"}, []),
-        ({*HF, "x.gguf"}, ["x.gguf"]),
-        ({"x-00002-of-00002.gguf"}, ["x-00002-of-00002.gguf", "x-00001-of-00002.gguf"]),
-        ({"params.json", "consolidated.00.pth", "consolidated.01.pth", "tokenizer.model", "tokenizer_checklist.chk",
-          "checklist.chk", "LICENSE.pth"},
-         ["checklist.chk", "params.json", "tokenizer.model", "tokenizer_checklist.chk", "consolidated.00.pth",
-          "consolidated.01.pth"]),
-        ({"params.json", "tokenizer.model"}, []),
-        ({"model.safetensors"}, []),
-        (set(), []),
-    ],
-)  # fmt: skip
-def test_the_chosen_files(names: set[str], chosen: list[str]) -> None:
-    assert repository.choose(names, lambda index: {"indexed.safetensors"}, "org/name") == chosen
-
-
-# -------------------------------------------------------------------------------------- the cache of huggingface_hub
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty snapshot of org/name in the cache; the library has no list of its files."""
@@ -268,108 +225,113 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_only_complete_models_are_found(cache: Path) -> None:
-    assert hub.find("org/name") is None
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (cache / "model.safetensors.index.json").write_text(json.dumps(index))
-    (cache / "config.json").write_text("{}")
-    (cache / "model-1.safetensors").touch()
-    assert hub.find("org/name") is None
-    assert repository.cached(repository.HubId("org/name", "", "main")) == cache
-    (cache / "model-2.safetensors").symlink_to(cache / "gone")
-    assert hub.find("org/name") is None
-    (cache / "gone").touch()
+def test_only_complete_models_of_the_cache_are_found(cache: Path) -> None:
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        (cache / name).write_text("{}")
+        assert hub.find("org/name") is None
+    assert repository.snapshot(HubId("org/name")) == cache
+    (cache / "model-00002-of-00002.safetensors").touch()
     assert hub.find("org/name") == hub.find(f"org/name@{SHA}") == hub.resolve("org/name") == cache
-    assert hub.find("org/name@other") is None
-    assert hub.find("org/name/original") is None
-
-
-def test_gguf_models_in_the_cache(cache: Path) -> None:
-    (cache / "x-00001-of-00002.gguf").touch()
+    assert hub.find("org/name@other") is hub.find("org/name/original") is hub.find("org/name:Q8_0") is None
+    (cache / "x-Q8_0.gguf").touch()
+    assert hub.find("org/name:Q8_0") == hub.find("org/name/x-Q8_0.gguf") == cache / "x-Q8_0.gguf"
+    trees = cache.parent.parent / "trees"  # the list that snapshot_download stores
+    trees.mkdir()
+    entry = {"size": 2, "blob_id": "0" * 40}
+    listed = dict.fromkeys(("config.json", "README.md", "model.safetensors", "tokenizer_config.json"), entry)
+    (trees / f"{SHA}.json").write_text(json.dumps({"format_version": 1, "files": listed}))
+    (cache / "model.safetensors").touch()
     assert hub.find("org/name") is None
-    assert hub.find("org/name/x-00001-of-00002.gguf") is None
-    (cache / "x-00002-of-00002.gguf").touch()
-    assert hub.find("org/name") == hub.find("org/name/x-00002-of-00002.gguf") == cache / "x-00001-of-00002.gguf"
-    (cache / "y.gguf").touch()
-    assert hub.find("org/name/y.gguf") == cache / "y.gguf"
-    with pytest.raises(CheckpointError, match="choose one"):
-        hub.find("org/name")
+    (cache / "tokenizer_config.json").touch()
+    assert hub.find("org/name") == cache
 
 
-def test_a_broken_index_in_the_cache_is_an_error(cache: Path) -> None:
-    (cache / "config.json").write_text("{}")
-    (cache / "model.safetensors.index.json").write_text("<html>")
-    with pytest.raises(CheckpointError, match="--force"):
-        hub.find("org/name")
+# ----------------------------------------------------------------------------------------------------------- names
+@pytest.mark.parametrize(
+    ("name", "id"),
+    [
+        ("meta-llama/Llama-3.1-8B", HubId("meta-llama/Llama-3.1-8B")),
+        ("a/b@refs/pr/3", HubId("a/b", revision="refs/pr/3")),
+        ("a/b:Q4_K_M@v1.0", HubId("a/b", "", "v1.0", "Q4_K_M")),
+        ("a/b/original/mp16", HubId("a/b", "original/mp16")),
+        ("a/b/Q4/x-00001-of-00002.gguf@x", HubId("a/b", "Q4/x-00001-of-00002.gguf", "x")),
+        *((name, None) for name in (
+            "llama", "./a/b", "../a/b", "/a/b", "a/", "a/b/", "a//b", "a/../b", "a/b/../c", "a/b@", "~/a", "a\\b", "",
+            "a/b\n", "models/x.gguf", "models/7B/consolidated.00.pth", "a/b/model.safetensors", "ä/b", "a/b/x.gguf:Q8_0",
+        )),
+    ],
+)  # fmt: skip
+def test_ids_and_paths(name: str, id: HubId | None) -> None:
+    assert hub_id(name) == id
+    assert id is None or str(id) == name
 
 
-def test_without_huggingface_hub_the_error_names_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    for fetch in (hub.pull, hub.resolve):
-        with pytest.raises(CheckpointError, match=r"pip install 'clearllama\[hub\]'$"):
-            fetch("org/name")
+def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve("org/name") == Path("org/name")
+    (tmp_path / "org" / "name" / "m-Q8_0.gguf").touch()
+    assert hub.resolve("org/name:Q8_0") == Path("org/name/m-Q8_0.gguf")
 
 
-# ------------------------------------------------------------------------------------------ failures, without the server
-@pytest.fixture
-def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A hub with a valid list of files, whose download fails with the test's error."""
-    files = [type("File", (), {"rfilename": name, "size": 1000})() for name in ("config.json", "model.safetensors")]
-    state: dict[str, Any] = {"info": type("Info", (), {"sha": SHA, "siblings": files})(), "download": OSError("?")}
-
-    def download(*args: Any, **options: Any) -> str:
-        state["options"] = options
-        raise state["download"]
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: state["info"])
-    return state
+# --------------------------------------------------------------------------------------------- which files are chosen
+SMALL = ["config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
+META = ["checklist.chk", "consolidated.00.pth", "consolidated.01.pth", "params.json", "tokenizer.model"]
+PARTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("names", "chosen"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "is full; free some space or set HF_HOME"),
-        (PermissionError(errno.EACCES, "Permission denied"), "can't write to the Hugging Face cache"),
-        (RuntimeError("odd\nthings"), r"RuntimeError: odd things\); check the network and try again"),
+        ([*SMALL, "model.safetensors", "pytorch_model.bin", "x.safetensors"], [*SMALL, "model.safetensors"]),
+        ([*SMALL, "model.safetensors", "consolidated.safetensors", "params.json"], [*SMALL, "model.safetensors"]),
+        ([*SMALL, "model.safetensors.index.json", *PARTS, "model.safetensors"],
+         [*SMALL, *PARTS, "model.safetensors.index.json"]),
+        ([*SMALL, PARTS[0]], [*SMALL, *PARTS]),
+        ([*SMALL, "pytorch_model.bin", "training_args.bin"], [*SMALL, "pytorch_model.bin"]),
+        ([*SMALL, "adapter_model.safetensors"], []),
+        ([*SMALL, "additional_chat_templates/tool_use.jinja", "x/model.safetensors", "model.safetensors"],
+         [*SMALL, "additional_chat_templates/tool_use.jinja", "model.safetensors"]),
+        ([*SMALL, "x.gguf"], ["x.gguf"]),
+        ([*META, "LICENSE.pth", "config.json"], META),
+        ([f"original/{name}" for name in META], [f"original/{name}" for name in META]),
+        (["params.json", "tokenizer.model"], []),
+        (["model.safetensors"], []),
+    ],
+)  # fmt: skip
+def test_the_chosen_files(names: list[str], chosen: list[str]) -> None:
+    assert choose(HubId("org/name"), names) == sorted(chosen)
+    inside = [f"a/b/{name}" for name in names]
+    assert choose(HubId("org/name"), inside) == [], "models are in the root or in original/"
+    if not names[0].startswith("original/"):
+        assert choose(HubId("org/name", "a/b"), inside) == sorted(f"a/b/{name}" for name in chosen)
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "chosen"),
+    [
+        ("m-Q4_0 m-Q4_K_M m", "", "m-Q4_K_M"),
+        ("m-F16 m-bf16 m-Q8_0", "f16", "m-F16"),
+        ("m.q4_k m.q4_k_m m.iq4_k", "Q4_K", "m.q4_k"),
+        ("m-UD-Q4_K_XL m-Q4_K_XL", "Q4_K_XL", "m-Q4_K_XL"),
+        ("m-UD-Q4_K_XL m-Q2_K", "q4_k_xl", "m-UD-Q4_K_XL"),
+        ("a", "", "a"),
+        ("a mmproj-F16 a.imatrix", "", "a"),
+        ("Q4_K_M/m-00002-of-00002 m-Q8_0", "", "Q4_K_M/m-00001-of-00002 Q4_K_M/m-00002-of-00002"),
+        ("", "", ""),
+        ("7b-Q4_K_M 13b-Q4_K_M", "Q4_K_M", None),
+        ("m-Q3_K_S m-Q6_K", "", None),
+        ("a-Q4_0", "Q8_0", None),
+        ("", "Q8_0", None),
     ],
 )
-def test_failures_during_a_download_are_one_line_errors(
-    fake_hub: dict[str, Any], error: Exception, message: str
-) -> None:
-    fake_hub["download"] = error
-    with pytest.raises(CheckpointError, match=message) as caught:
-        hub.pull("org/name")
-    assert "\n" not in str(caught.value)
-
-
-def test_too_little_disk_space_is_an_error_before_the_download(
-    fake_hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = type("Usage", (), {"free": 1999})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match="needs 0 MB; free some space or set HF_HOME"):
-        hub.pull("org/name")
-    assert "options" not in fake_hub
-    usage.free = 2000
-    with pytest.raises(CheckpointError, match="check the network"):
-        hub.pull("org/name")
-    assert fake_hub["options"]["revision"] == SHA
-
-
-def test_force_does_not_fall_back_to_the_cache(fake_hub: dict[str, Any], cache: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (cache / name).touch()
-    assert hub.pull("org/name", quiet=True) == cache
-    with pytest.raises(LlamaError, match="check the network"):
-        hub.pull("org/name", force=True)
-    assert fake_hub["options"]["force_download"] is True
-
-
-def test_invalid_names_and_options_are_errors() -> None:
-    with pytest.raises(UsageError, match="ORG/NAME on the Hugging Face hub"):
-        hub.pull("no-such-model")
-    with pytest.raises(UsageError, match="--meta"):
-        hub.pull(hub.DEFAULT, meta=True)
-    with pytest.raises(UsageError, match="is not a valid name on the Hugging Face hub"):
-        hub.pull("a--b/c..d")
+def test_the_chosen_quantization(names: str, quant: str, chosen: str | None) -> None:
+    files = [f"{name}.gguf" for name in names.split()]
+    if chosen is None:
+        with pytest.raises(
+            CheckpointError, match=r"no single GGUF model of type .*; choose one, as in org/name:TYPE or"
+        ):
+            quants.choose(files, quant, "org/name")
+    else:
+        found = quants.choose(files, quant, "org/name")
+        assert sorted(found) == [f"{name}.gguf" for name in chosen.split()]

@@ -20,7 +20,6 @@ from llama.engine.linears import TileLinear
 from llama.errors import UsageError
 from llama.quant.blocks import BlockFormat, Blocks
 from llama.quant.tiles import pack
-from llama.system.folders import keep, make_folder
 
 from . import tiny
 from .forked import Forked
@@ -608,10 +607,9 @@ def test_a_kept_library_that_does_not_load_is_built_again(
 ) -> None:
     folder = tmp_path / "cache" / "kernels"
     env = {"CLEARLLAMA_CACHE": str(tmp_path / "cache"), "CXX": compiler[0]}
-    code = "from llama.engine import kernels; print(kernels._location(kernels.pick_form())[1])"
-    make_folder(folder)
-    (tmp_path / "x.so").write_bytes(b"junk")
-    keep(tmp_path / "x.so", folder, run(code, **env).stdout.decode().strip())
+    code = "from llama.engine import kernels; print(kernels._location(kernels.pick_form()))"
+    folder.mkdir(0o700, parents=True)
+    Path(run(code, **env).stdout.decode().strip()).write_bytes(b"junk")
     done = run(READY, **env)
     assert (done.returncode, done.stderr) == (0, b"")
     [library] = folder.iterdir()

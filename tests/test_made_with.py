@@ -108,7 +108,6 @@ RESUMED = {
 }
 
 
-@pytest.mark.row("F09")
 def test_an_output_is_resumed_only_with_what_it_was_made_with(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +139,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.row("F09")
 def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +160,6 @@ def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
     assert cli.main(run) == 0
 
 
-@pytest.mark.row("F09")
 def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +216,6 @@ RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether 
 ]
 
 
-@pytest.mark.row("F09")
 @pytest.mark.parametrize(("content", "message", "replaced"), RECORDS)
 def test_answers_without_a_valid_record_are_not_continued(
     batch: Batch,
@@ -248,7 +244,6 @@ def test_answers_without_a_valid_record_are_not_continued(
         assert batch() == 0
 
 
-@pytest.mark.row("F09")
 def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,7 +289,6 @@ SESSION_SAME: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.row("F09")
 def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -313,7 +307,6 @@ def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
         assert Session.load(tmp_path / "s", load(model, options)).tokens == session.tokens
 
 
-@pytest.mark.row("F09")
 def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -338,7 +331,6 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 
-@pytest.mark.row("F09")
 def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: dict[str, Path]) -> None:
     llm = loader.load(models["plain"], dtype="float32", device="cpu")
     session = Session()
@@ -402,7 +394,6 @@ def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeyp
     assert name() == plain
 
 
-@pytest.mark.row("K04")
 def test_the_sample_hash_of_a_checkpoint_covers_every_norm_and_the_first_row_of_matrices(tmp_path: Path) -> None:
     state = tiny.weights(tiny.CONFIG)
 

@@ -17,7 +17,6 @@ import torch
 import tqdm
 
 from llama.cli import answers, batch, convert, study, verify
-from llama.hub import transfer
 from llama.text import Llama, Session
 from llama.tokenizer.gguf import from_metadata
 
@@ -70,14 +69,8 @@ def of_verify() -> Iterator[Show]:
         yield show
 
 
-@contextlib.contextmanager
-def of_download() -> Iterator[Show]:
-    with transfer.progress_bar("model", 9, False) as show:
-        yield lambda what, done, total: show(done)
-
-
 @pytest.mark.parametrize(
-    "bar", [of_verify, of_download, lambda: convert.progress_bar(False), lambda: contextlib.nullcontext(study._progress())]
+    "bar", [of_verify, lambda: convert.progress_bar(False), lambda: contextlib.nullcontext(study._progress())]
 )  # fmt: skip
 def test_a_bar_shows_the_counts_that_are_reported(bar: Any, bars: list[Bar]) -> None:
     with bar() as show:

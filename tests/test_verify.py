@@ -15,25 +15,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
 
 from llama.cli import build_parser
 from llama.errors import CheckpointError, UsageError
-from llama.hub import named as hub
-from llama.hub import repository, transfer
+from llama.hub import models as hub
+from llama.hub import repository
+from llama.tokenizer.common import BYTE_OF
 from llama.tools import verify as verify_module
 from llama.tools.verify import Finding, cache_sum, file_sum, format_of, read_checklist, verify
 
-from . import tiny
+from . import test_huggingface, tiny
 from .conftest import Run
 from .scripts import make_tiny
-from .test_hub_ids import write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = b"\n  <!DOCTYPE html><html><body>403 Forbidden</body></html>" * 20
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+
+
+def write_folder(folder: Path, **options: Any) -> Path:
+    """A random model in Hugging Face's layout from transformers, and a byte-level vocabulary from tokenizers."""
+    model = test_huggingface.write(folder)
+    shutil.rmtree(folder)
+    model.save_pretrained(folder, **options)
+    vocabulary = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(BYTE_OF)}, merges=[]))
+    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = decoders.ByteLevel()
+    vocabulary.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    vocabulary.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -390,8 +407,7 @@ def test_a_named_model_is_compared_with_its_sha256(copy: Copy, monkeypatch: pyte
 
 def test_files_are_read_in_chunks_and_progress_is_reported(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     path, steps = copy("meta"), {}
-    for module in (verify_module, transfer):
-        monkeypatch.setattr(module, "CHUNK", 1000)
+    monkeypatch.setattr(verify_module, "CHUNK", 1000)
 
     def progress(what: str, done: int, total: int) -> None:
         before, _ = steps.get(what, (0, 0))
@@ -585,7 +601,7 @@ def test_a_usage_error_of_the_process_is_one_line(clearllama: Run, copy: Copy) -
 
 
 def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
+    monkeypatch.setattr(repository, "snapshot", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
     assert run("org/name") == 0
     with pytest.raises(CheckpointError, match="there is no file or folder"):
         run("org/other")

@@ -62,7 +62,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..engine.runtime import pick_device, pick_dtype
-    from ..hub.named import resolve
+    from ..hub import resolve
     from ..tools.convert import convert
 
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))

@@ -15,7 +15,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         description="Download a model and print its path. A model that clearllama knows by a short name goes into the"
         " cache folder (CLEARLLAMA_CACHE)."
         " From a repository on the Hugging Face hub, only the files that clearllama reads are downloaded, into the"
-        " hub's cache (HF_HOME), and verified. Other commands, except plan and verify, download"
+        " hub's cache (HF_HOME). Other commands, except plan and verify, download"
         " -m ORG/NAME on first use; pull also updates an older copy."
         " The access token comes from HF_TOKEN or 'hf auth login'.",
         allow_abbrev=False,
@@ -37,8 +37,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..hub import named as hub
+    from ..hub import models as hub
 
-    path = hub.pull(args.name, force=args.force, check=True, meta=args.meta, quiet=args.quiet)
+    path = hub.pull(args.name, force=args.force, meta=args.meta, quiet=args.quiet)
     streams.write_raw(f"{path}\n")
     return 0

@@ -58,22 +58,18 @@ def run(args: argparse.Namespace) -> int:
 
 def locate(name: str) -> Path:
     """The path of a file, a folder or a pulled model, which may be incomplete."""
-    from ..hub import named as hub
+    from ..hub import models as hub
     from ..hub import repository
 
     path = Path(name)
     if path.exists() or path.is_symlink():
         return path
-    if name in hub.MODELS:
-        found = hub.find(name)
-    else:
-        wanted = repository.hub_id(name)
-        found = (
-            (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else hub.from_meta(name)
-        )
+    found = hub.find(name) or hub.from_meta(name)
+    if found is None and (wanted := repository.hub_id(name)) and (root := repository.snapshot(wanted)):
+        found = root / wanted.path
     if found is None:
         raise CheckpointError(
-            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.expected(name)}"
+            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.suggestion(name)}"
         )
     return found
 

@@ -8,7 +8,6 @@ archive's record, or the offsets in a safetensors header, which another library 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -37,7 +36,7 @@ from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
 from ..quant.gguf_types import MIXES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
-from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep, write_atomically
+from ..system.temporary import own_temporary, replace, write_atomically
 from ..tokenizer import Tokenizer
 from ..weights import check_tensors, to_layout
 
@@ -241,17 +240,13 @@ def write_target(target: Path, is_folder: bool, force: bool, needed: int, write:
     Raises CheckpointError if the system reports an error. Then the target is unchanged.
     """
     try:
-        with locked(target, PREFIX):
-            _restore(target)
-            sweep(target.parent, PREFIX)
-            _check_space(target, needed)
-            with own_temporary(target.parent, PREFIX) as work:
-                path = work / target.name
-                if is_folder:
-                    path.mkdir()
-                made = write(path)
-                _sync(path)
-                _install(path, target, force, work)
+        _check_space(target, needed)
+        with own_temporary(target.parent, PREFIX) as work:
+            path = work / target.name
+            if is_folder:
+                path.mkdir()
+            made = write(path)
+            _install(path, target, force)
     except OSError as error:
         why = f"{error.filename or target}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -485,48 +480,10 @@ def _check_space(target: Path, needed: int) -> None:
         )
 
 
-def _sync(path: Path) -> None:
-    """Write a new file or folder to the disk before it gets its name."""
-    for part in [*path.iterdir()] if path.is_dir() else [path]:
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-    with contextlib.suppress(OSError):  # not every system can open a folder
-        handle = os.open(path if path.is_dir() else path.parent, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def _install(path: Path, target: Path, force: bool, work: Path) -> None:
-    """Rename the finished file or folder to its target. An old target is removed after the new one is in its place."""
+def _install(path: Path, target: Path, force: bool) -> None:
+    """Rename the finished file or folder to its target."""
     if target.exists() and not force:
         raise CheckpointError(f"{target} was created in the meantime; nothing was changed")
     if target.is_dir() and (foreign := _foreign_content(target)):
         raise CheckpointError(f"{target} contains {foreign}; nothing was changed")
-    keep_mode(path, target)
-    if not target.is_dir():
-        os.replace(path, target)
-        return
-    if swap(path, target):
-        return  # the old folder is in `work` now and is removed with it
-    old = target.with_name(f"{_old_prefix(target)}{work.name}")
-    os.rename(target, old)  # if the process is killed after this line, the next conversion renames it back
-    try:
-        os.rename(path, target)
-    except OSError:
-        os.rename(old, target)
-        raise
-    shutil.rmtree(old)
-
-
-def _old_prefix(target: Path) -> str:
-    """The prefix of the name that an old target has while it is replaced."""
-    return f".{target.name}"
-
-
-def _restore(target: Path) -> None:
-    """Rename back, or remove, the old target of a conversion that was killed while it replaced it without `swap`."""
-    for old in abandoned(target.parent, f"{_old_prefix(target)}{PREFIX}"):
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(old, target)
+    replace(path, target)

@@ -383,13 +383,6 @@ def test_figures_without_matplotlib_are_refused(attempt: Try, tmp_path: Path, en
     assert table.survived()
 
 
-def test_repositories_without_huggingface_hub_are_refused(attempt: Try, model: Path) -> None:
-    gone = without("huggingface_hub")
-    attempt("pull", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")
-    attempt("generate", "a", "-m", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")
-    assert attempt(*GENERATE, "-m", model, before=gone).survived()
-
-
 # ------------------------------------------------------------------------------------------------------------ quiet
 def test_quiet_also_silences_the_log_of_the_library(attempt: Try, model: Path) -> None:
     """The log line of a compilation is written without compiling."""
