@@ -54,7 +54,7 @@ class Proof:
 
     path      the new folder or file
     tensors   number of weights that were compared
-    sha256    one hash of the names and bytes of all weights as they were written, in the interleaved layout
+    sha256    one hash of the names and bytes of all weights, in the interleaved layout
     warnings  what could not be converted
     """
 
@@ -259,8 +259,8 @@ def write_and_prove(
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """The sha256 of a tensor's bytes."""
-    return hashlib.sha256(raw_bytes(tensor).data).hexdigest()
+    """The sha256 of a tensor's bytes; of a vector in float32, so that the hash is the same in every format."""
+    return hashlib.sha256(raw_bytes(tensor.float() if tensor.dim() == 1 else tensor).data).hexdigest()
 
 
 def check_config(source: ModelConfig, written: ModelConfig) -> None:
