@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -33,6 +32,7 @@ from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
 from ..quant.gguf_types import MIXES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
+from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..weights import cast as to_dtype
 from ..weights import check_tensors, to_layout
@@ -310,14 +310,12 @@ def new_target(target: Path, is_folder: bool) -> Iterator[Path]:
     Raises CheckpointError if the system reports an error. Then the target is unchanged.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as work:
-            path = Path(work, target.name)
+        with own_temporary(target.parent, ".convert") as work:
+            path = work / target.name
             if is_folder:
                 path.mkdir()
             yield path
-            if target.is_dir():
-                os.rename(target, Path(work, "old"))  # removed with the temporary folder
-            os.replace(path, target)
+            replace(path, target)
     except OSError as error:
         free = shutil.disk_usage(target.parent).free // 10**6
         raise CheckpointError(
