@@ -202,6 +202,8 @@ def write_meta(
 
     folder.mkdir()
     state = weights(config) if state is None else state
+    if config.tie_embeddings:
+        state = {**state, "output.weight": state["tok_embeddings.weight"]}
     pieces = {to_file_name(name, STEMS): tensor for name, tensor in state.items()}
     split = {name: make_tiny.split(name, tensor, config, shards, False) for name, tensor in pieces.items()}
     for rank in range(shards):

@@ -90,7 +90,11 @@ def _padded(entries: dict[str, Any], vocab_size: int) -> dict[str, Any]:
         raise TokenizerError(
             f"the vocabulary has {rows.start} tokens and the embedding {vocab_size} rows, expected at least as many"
         )
-    pad = {TOKENS: [padding(id) for id in rows], TYPES: [UNUSED] * len(rows), SCORES: [PADDING_SCORE] * len(rows)}
+    pad: dict[str, list[Any]] = {
+        TOKENS: [padding(id) for id in rows],
+        TYPES: [UNUSED] * len(rows),
+        SCORES: [PADDING_SCORE] * len(rows),
+    }
     return {key: [*value, *pad[key]] if key in pad else value for key, value in entries.items()}
 
 

@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.quantized import LAYOUT, Packed, write
 from ..checkpoint.write import Model
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..hub import resolve
 from ..quant.blocks import BlockFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
@@ -37,9 +37,8 @@ def quantize(
 ) -> Proof:
     """Write a model to the folder `target`, its linear layers quantized, as `clearllama quantize` does.
 
-    The source is a path or a name, as for `llama.load`, in any format. Weights that are stored quantized as in the
-    scheme are copied; those quantized in another way are dequantized and quantized again, with a warning. All other
-    weights stay as they are.
+    The source is a path or a name, as for `llama.load`. Weights that are stored quantized as in the scheme are copied;
+    those quantized in another way are quantized again, with a warning. All other weights stay as they are.
 
     scheme         one of `clearllama quantize --list`
     adapters       LoRA adapters to merge first, as for `llama.load`
@@ -51,7 +50,7 @@ def quantize(
 
     Returns the `path` of the folder, the number of `tensors` that were read back and compared, and `warnings`.
     Raises UsageError for an unknown scheme, or if the target exists and force is False, CheckpointError for a weight
-    that can't be quantized, ConfigError for a model that such a folder can't hold.
+    that can't be quantized, ConfigError for a model or tokenizer that such a folder can't hold.
     """
     chosen, report = pick_scheme(scheme), progress or (lambda what, done, total: None)
     checks.integer("shards", shards, 0)
@@ -60,11 +59,11 @@ def quantize(
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     formats = {name: format_for(checkpoint, name, chosen) for name in checkpoint.shapes}
-    dtypes = {name: stored_dtype(checkpoint, name) for name in checkpoint.shapes}
-    # What is stored quantized is computed with in bfloat16, or dequantized here to float32.
-    floats = {name: kind if isinstance(kind, torch.dtype) else torch.bfloat16 if formats[name] else torch.float32
-              for name, kind in dtypes.items()}  # fmt: skip
-    model, warnings = model_of(checkpoint, floats, chat_template)
+    dtypes = {}
+    for name, format in formats.items():
+        kind = stored_dtype(checkpoint, name)  # quantized: computed with in bfloat16, or dequantized here to float32
+        dtypes[name] = kind if isinstance(kind, torch.dtype) else torch.bfloat16 if format else torch.float32
+    model, warnings = model_of(checkpoint, dtypes, chat_template)
 
     def read(name: str) -> Tensor:
         format = formats[name]
@@ -88,7 +87,7 @@ def quantize(
     try:
         with new_target(target, True) as path:
             proof = write_and_prove(path, dataclasses.replace(model, read=read), write_folder, read_back, report)
-    except ConfigError as error:
+    except (ConfigError, TokenizerError) as error:
         raise ConfigError(f"{source} can't be saved: {error}") from error
     warnings += requantization_warning(checkpoint, chosen)
     return dataclasses.replace(proof, path=target, warnings=warnings)
