@@ -158,7 +158,8 @@ def test_a_killed_command_leaves_the_old_target_or_the_complete_new_one(
 
 
 @pytest.mark.row("F03")
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [20])
 def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
     forked: Forked, source: Path, out: Path, moments: int, record_property: Callable[[str, object], None]
 ) -> None:
