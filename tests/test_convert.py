@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import llama
+from llama.chat import TEMPLATES
 from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
 from llama.checkpoint.architectures import FAMILIES
 from llama.config import ModelConfig
@@ -220,6 +221,22 @@ def test_each_weight_keeps_its_dtype(tmp_path: Path) -> None:
     assert (types["blk.0.ffn_up.weight"], types["blk.0.attn_q.weight"], types["output_norm.weight"]) == (
         "F32", "BF16", "F32",
     )  # fmt: skip
+
+
+def test_the_other_files_of_a_folder_have_the_keys_of_transformers(source: Path, tmp_path: Path) -> None:
+    first = convert(source, tmp_path / "first", "hf", chat_template="llama3").path
+    sampling = {"temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    test_huggingface.edit(first, file="generation_config.json", **sampling)
+    second = convert(first, tmp_path / "second", "hf").path
+    for folder, more in ((first, sampling), (second, sampling)):
+        names = ("config.json", "generation_config.json", "tokenizer_config.json")
+        config, generation, settings = (json.loads((folder / name).read_text()) for name in names)
+        ids = {"bos_token_id": 512, "eos_token_id": [513, 520, 521]}
+        assert generation == {**ids, **more}
+        assert config.items() >= {**ids, "torch_dtype": "bfloat16", "hidden_act": "silu", "model_type": "llama"}.items()
+        assert (settings["bos_token"], settings["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+        assert (settings["model_max_length"], settings["add_bos_token"]) == (8192, True)
+        assert settings["chat_template"] == TEMPLATES["llama3"]
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
