@@ -71,8 +71,8 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
         others = has_tables or config.mlp_bias or config.attention_bias
         if others or config.no_rope_layers != every(INTERVAL, config.n_layers):
             raise ConfigError(
-                f"in GGUF, only smollm3 has layers without RoPE: every {INTERVAL}th, with plain RoPE in the others and no"
-                " mlp_bias or attention_bias; convert the model to hf"
+                f"in GGUF, only smollm3 has layers without RoPE: every {INTERVAL}th, with plain RoPE in the others and"
+                " without mlp_bias and attention_bias; convert the model to hf"
             )
         return "smollm3"
     usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
