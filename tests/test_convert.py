@@ -54,7 +54,6 @@ def source(tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------ equal models
-@pytest.mark.row("F08")
 @pytest.mark.parametrize(
     "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
 )
@@ -125,7 +124,6 @@ def scaled(folder: Path, rope: dict[str, Any], **options: Any) -> Path:
     return folder
 
 
-@pytest.mark.row("F08")
 @pytest.mark.parametrize("rope", ROPES, ids=test_huggingface.label)
 def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> None:
     source = scaled(tmp_path / "hf", rope)
@@ -173,7 +171,6 @@ def test_llama_cpp_computes_the_same_logits(tmp_path: Path, family: str, changes
 
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
-@pytest.mark.row("C08")
 def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -298,7 +295,6 @@ WRITERS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("writer", WRITERS)
 def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path, writer: str) -> None:
     write, target = WRITERS[writer], tmp_path / "new"
@@ -328,7 +324,6 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
         (target / name).unlink()
 
 
-@pytest.mark.row("F01")
 def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(source, tmp_path / "hf", "hf")
     before = files(tmp_path)
@@ -375,7 +370,6 @@ def test_the_proof_finds_a_wrong_bit(
     assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
 
 
-@pytest.mark.row("C08")
 @pytest.mark.parametrize(("module", "to"), [(huggingface_write, "hf"), (gguf_write, "gguf")])
 def test_the_proof_finds_a_missing_permutation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, to: str
@@ -386,7 +380,6 @@ def test_the_proof_finds_a_missing_permutation(
         convert(tmp_path / "source", tmp_path / "x", to)
 
 
-@pytest.mark.row("F08")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -123,7 +123,6 @@ def run_job(forked: Forked, job: Job, **more: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ killed processes
-@pytest.mark.row("F03")
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
@@ -157,7 +156,6 @@ def test_a_killed_command_leaves_the_old_target_or_the_complete_new_one(
     record_property("inputs", moments)
 
 
-@pytest.mark.row("F03")
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [20])
 def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
@@ -191,7 +189,6 @@ def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
     record_property("inputs", moments)
 
 
-@pytest.mark.row("F03")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_conversion_killed_between_two_renames_loses_no_model(
     attempt: Try, source: Path, tmp_path: Path, count: int
@@ -226,7 +223,6 @@ def age(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ a full disk
-@pytest.mark.row("F01")
 @pytest.mark.parametrize("name", SOME)
 def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Path, name: str) -> None:
     """`attempt` compares every byte of the folder with its old content."""
@@ -242,7 +238,6 @@ def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Pat
 
 
 # ------------------------------------------------------------------------------------------------------ two at once
-@pytest.mark.row("F04")
 def test_only_unlocked_folders_of_this_prefix_are_removed(tmp_path: Path) -> None:
     def left(name: str) -> Path:
         (tmp_path / name / "part").mkdir(parents=True)
@@ -262,7 +257,6 @@ def test_only_unlocked_folders_of_this_prefix_are_removed(tmp_path: Path) -> Non
     assert sorted(tmp_path.iterdir()) == sorted([*kept, link, tmp_path / "moved"])
 
 
-@pytest.mark.row("F04")
 @pytest.mark.parametrize("lacking", ["the module", "the file system"])
 def test_without_locks_files_are_written_and_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
@@ -282,7 +276,6 @@ def test_without_locks_files_are_written_and_nothing_is_removed(
 
 
 # ------------------------------------------------------------------------------------------ targets of every kind
-@pytest.mark.row("F05")
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
 def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try, command: str) -> None:
@@ -292,7 +285,6 @@ def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try
     attempt(command, *text, "-m", "no-such-model", option, "/proc/x").refused("/proc", "another", code=2)
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("mask", [pytest.param(0o022, marks=pytest.mark.slow), 0o077])
 def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask: int) -> None:
     for name in ("convert --to hf", "convert --to gguf", "trace"):
@@ -304,7 +296,6 @@ def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp
             assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
 
 
-@pytest.mark.row("F05")
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
 def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
     (tmp_path / "file").write_bytes(b"old")
@@ -316,7 +307,6 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> Non
         assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
-@pytest.mark.row("F05")
 def test_links_stay_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
@@ -333,7 +323,6 @@ def test_links_stay_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
-@pytest.mark.row("F03")
 def test_the_old_file_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, seen, real = tmp_path / "file", list[bytes](), os.fsync
     target.write_bytes(b"old")
