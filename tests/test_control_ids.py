@@ -21,8 +21,7 @@ from llama.tokenizer.gguf import BYTE_OF, from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import PIECE, SentencePieceModelTokenizer, read_fields, write_field
 from llama.tokenizer.tiktoken import TiktokenTokenizer
-from llama.tokenizer.vocabulary import SCORE, TEXT
-from llama.tokenizer.write import gguf_metadata
+from llama.tokenizer.write import SCORE, TEXT, gguf_metadata
 
 from . import tiny
 from .scripts import make_tiny

