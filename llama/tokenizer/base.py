@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -20,7 +19,7 @@ WHITE_SPACE = (
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-NEITHER = (False, False)
+JOINER = "\u263a"  # stands before a text that continues another one, as in Code Llama; no token joins it with others
 
 LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
@@ -56,6 +55,13 @@ def token_ids(ids: Iterable[object]) -> list[int]:
     except TypeError:
         raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}") from None
     return [token_id(id) for id in found]
+
+
+def split_at(text: str, tokens: Iterable[str]) -> list[tuple[str, bool]]:
+    """Split a text at tokens: (part, whether it is a token). The first match wins, then the longest."""
+    names = sorted(filter(None, tokens), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
 
 
 class Tokenizer(ABC):
@@ -104,22 +110,25 @@ class Tokenizer(ABC):
         <think>, has bytes.
         """
 
+    @abstractmethod
+    def _content(self) -> bytes:
+        """The content of the file, or of the vocabulary in a GGUF."""
+
     def digest(self) -> str:
-        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
-        content = {name: getattr(self, name, None) for name in ("data", "settings", "metadata")}
-        content["control"] = sorted(self.control.items())
-        if content["metadata"] is not None:
-            content["metadata"] = {key: x for key, x in content["metadata"].items() if key.startswith("tokenizer.")}
-        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
-        return hashlib.sha256(data).hexdigest()
+        """A hash of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
+        return hashlib.sha256(self._content() + repr(sorted(self.control.items())).encode()).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.
 
         parse_special  True: control strings in the text become control ids. Only for text that you wrote yourself
         """
-        ids = self.encode_pieces(self.split_control(_valid(text))) if parse_special else self._encode(_valid(text))
+        ids = self._encode_special(_valid(text)) if parse_special else self._encode(_valid(text))
         return self._marker(bos, self.bos_id, "begin") + ids + self._marker(eos, self.eos_id, "end")
+
+    def _encode_special(self, text: str) -> list[int]:
+        """Ids of valid text, with control ids for the control strings in it."""
+        return self.encode_pieces(self.split_control(text))
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos.
@@ -133,9 +142,7 @@ class Tokenizer(ABC):
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
         """Split a text at its control strings: (part, whether it is one). The first match wins, then the longest."""
-        names = sorted(filter(None, self.control), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-        return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
+        return split_at(text, self.control)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
         """Encode the parts of a text: a control string as its control id, other text as plain ids.
@@ -143,13 +150,14 @@ class Tokenizer(ABC):
         White space next to a control string is dropped as `strips` requires.
         """
         ids: list[int] = []
+        neither = (False, False)
         for i, (piece, is_control) in enumerate(pieces):
             if is_control:
                 ids.append(self.control[piece])
                 continue
-            if i and self.strips.get(pieces[i - 1][0], NEITHER)[1]:
+            if i and self.strips.get(pieces[i - 1][0], neither)[1]:
                 piece = piece.lstrip(WHITE_SPACE)
-            if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], NEITHER)[0]:
+            if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], neither)[0]:
                 piece = piece.rstrip(WHITE_SPACE)
             ids += self.encode_chat_text(piece, first=i == 0)
         return ids
@@ -179,7 +187,7 @@ class Tokenizer(ABC):
 
     def _encode_joined(self, text: str) -> list[int]:
         """Ids of valid plain text that continues another text: no space is added before it."""
-        return self._encode(text)
+        return self._encode(JOINER + text)[len(self._encode(JOINER)) :]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without control ids. Invalid UTF-8 becomes U+FFFD."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import TokenizerError
 from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
-from .common import NOTHING, Named, read_file
+from .common import NOTHING, Named
 
 Settings = Mapping[str, Any] | None
 
@@ -19,18 +19,8 @@ KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Settings, Named
     (tiktoken.recognizes, lambda data, where, _, named: tiktoken.TiktokenTokenizer(data, where, named)),
     (
         sentencepiece.recognizes,
-        lambda data, where, _, named: sentencepiece.SentencePieceModelTokenizer(data, where, named),
+        lambda data, where, settings, named: sentencepiece.SentencePieceModelTokenizer(data, where, named, settings),
     ),
-]
-
-# Files opened by mistake: their first bytes, what they are and the remedy
-MISTAKES = [
-    (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' in its repository"),
-    (b"<!doctype", "a web page, probably an error page saved in place of the download; download it again"),
-    (b"<html", "a web page, probably an error page saved in place of the download; download it again"),
-    (b"gguf", "a GGUF file, which contains weights and tokenizer; pass it with --model"),
-    (b"pk\x03\x04", "a zip archive (perhaps a torch .pth); name the tokenizer.model or tokenizer.json instead"),
-    (b"\x1f\x8b", "a gzip archive; decompress it first"),
 ]
 
 
@@ -42,20 +32,31 @@ def is_tokenizer(path: Path) -> bool:
 
 
 def open_tokenizer(path: Path, settings: Settings = None, named: Named = NOTHING) -> Tokenizer:
-    """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises TokenizerError.
+    """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises LlamaError.
 
-    settings  the parsed tokenizer_config.json that belongs to a tokenizer.json; ignored for a tokenizer.model
+    settings  the parsed tokenizer_config.json of the folder, if there is one
     named     what the other files of the checkpoint say about its tokens
     """
-    data = read_file(path)
-    start = data[:256]
+    from ..checkpoint.documents import LARGEST_TOKENIZER, read_json, size_of  # the checkpoint readers import this file
+
+    if size_of(path) > LARGEST_TOKENIZER:
+        raise TokenizerError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST_TOKENIZER:,}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path}: {error.strerror or error}") from None
+    more = path.with_name("added_tokens.json")  # token -> id, beside a SentencePiece model
+    if more.is_file() and not huggingface.recognizes(data[:256]):
+        listed = {str(id): {"content": token} for token, id in read_json(more).items()}
+        settings = {
+            **(settings or {}),
+            "added_tokens_decoder": {**listed, **((settings or {}).get("added_tokens_decoder") or {})},
+        }
     for recognizes, reader in KINDS:
-        if recognizes(start):
+        if recognizes(data[:256]):
             return reader(data, str(path), settings, named)
-    for prefix, meaning in MISTAKES:
-        if start.lstrip().lower().startswith(prefix):
-            raise TokenizerError(f"{path} is {meaning}")
+    lfs = "; it is a git-lfs pointer, run 'git lfs pull'" if data.startswith(b"version https://git-lfs") else ""
     raise TokenizerError(
         f"{path} is not a tokenizer file: expected a tokenizer.json, Llama 3's tokenizer.model (lines of base64 and"
-        f" rank) or Llama 2's (a SentencePiece model); it begins with {start[:8]!r}"
+        f" rank) or Llama 2's (a SentencePiece model); it begins with {data[:8]!r}{lfs}"
     )
