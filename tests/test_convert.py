@@ -28,7 +28,6 @@ from safetensors.torch import load_file, save_file
 
 import llama
 from llama.checkpoint import gguf_write, open_checkpoint
-from llama.checkpoint.meta_write import feed_forward_keys
 from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.tools import convert as convert_module
@@ -52,112 +51,6 @@ def files(folder: Path) -> dict[str, str]:
     """Every file below a folder and its hash."""
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
             for file in sorted(folder.rglob("*")) if file.is_file()}  # fmt: skip
-
-
-@pytest.mark.row("F08")
-@pytest.mark.parametrize(
-    "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
-)
-def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) -> None:
-    source = make_tiny.make(tmp_path / "meta", like, shards=2 if "405b" in like else 1)
-    hf = convert(source, tmp_path / "hf", "hf")
-    file = convert(hf.path, tmp_path / "model.gguf", "gguf")
-    back = convert(file.path, tmp_path / "back", "meta")
-    assert len({proof.sha256 for proof in (hf, file, back)}) == 1
-    [warning] = hf.warnings
-    assert warning.startswith("wrote no chat template, because the name meta does not contain instruct or chat")
-    assert file.warnings == []
-    original, final = torch.load(source / "consolidated.00.pth"), torch.load(tmp_path / "back" / "consolidated.00.pth")
-    if "405b" not in like:
-        for name, tensor in final.items():
-            assert torch.equal(tensor, original[name])
-            assert tensor.dtype == original[name].dtype
-    configs = [open_checkpoint(path).config for path in (source, hf.path, file.path, back.path)]
-    assert all(config == configs[0] for config in configs[1:])
-    outputs = [logits(path) for path in (source, hf.path, file.path, back.path)]
-    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
-    tokenizers = [llama.load_tokenizer(path) for path in (source, hf.path, file.path, back.path)]
-    text = " The dog bites the man.\n\n 12345 😀 <|eot_id|> </s>  x"
-    assert len({tuple(tokenizer.encode(text, bos=True)) for tokenizer in tokenizers}) == 1
-    assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
-
-
-@pytest.mark.row("F08")
-@pytest.mark.parametrize("sign", [1, -1])
-def test_gguf_entries_are_normal_float32_numbers(sign: int) -> None:
-    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-    written: list[float] = []
-    writer = SimpleNamespace(add_float32=lambda key, value: written.append(value))
-    for value in (0.0, smallest, 1.5, largest):
-        gguf_write.add(writer, "key", sign * value)
-    assert written == [0.0, sign * smallest, sign * 1.5, sign * largest]
-    for value in (smallest / 2, 2.0**128, math.inf, math.nan):
-        with pytest.raises(ConfigError, match="key as float32, which can't hold"):
-            gguf_write.add(writer, "key", sign * value)
-
-
-@pytest.mark.parametrize("key", ["beta_fast", "beta_slow"])
-def test_betas_that_llama_cpp_does_not_read_are_a_warning(tmp_path: Path, key: str) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-    for name, extra in (("a", {}), ("b", {key: 2.0})):
-        test_huggingface.write(tmp_path / name, rope_parameters={**yarn, **extra})
-        proof = convert(tmp_path / name, tmp_path / f"{name}.gguf", "gguf")
-        assert any("llama.cpp 0.3.36 does not read them" in warning for warning in proof.warnings) == (name == "b")
-
-
-def test_a_number_of_shards_that_does_not_divide_the_weights_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    source = tiny.write_gguf(tmp_path / "a.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
-    with pytest.raises(LlamaError, match=r"into 3 equal shards; numbers that work: 1, 2, 4$"):
-        convert(source, tmp_path / "b", "meta", shards=3)
-    with pytest.raises(
-        LlamaError, match=r"has 90 rows, .* into 4 equal shards; numbers that work: 1, 2, 3, 5, 6, 9, 10, 15$"
-    ):
-        convert(source, tmp_path / "b", "meta", shards=4)
-
-
-@pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
-def test_written_shards_merge_to_the_same_weights(tmp_path: Path, shards: int) -> None:
-    config = make_tiny.tiny_config("llama-3.1-405b", 16)
-    state = make_tiny.weights(config)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3.1-405b", config, state, 1, None)
-    convert(source, tmp_path / "b", "meta", shards=shards)
-    expected = make_tiny.write_meta(tmp_path / "c", "llama-3.1-405b", config, state, shards, None)
-    for rank in range(shards):
-        ours, theirs = (torch.load(tmp_path / name / f"consolidated.{rank:02d}.pth") for name in ("b", "c"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert torch.equal(logits(tmp_path / "b"), logits(expected))
-
-
-def test_written_files_pass_the_checks_of_torch_and_zipfile(tmp_path: Path) -> None:
-    import zipfile
-
-    source = make_tiny.make(tmp_path / "a", "llama-2-13b", shards=2)
-    convert(source, tmp_path / "b", "meta", shards=2)
-    for rank in range(2):
-        file = tmp_path / "b" / f"consolidated.{rank:02d}.pth"
-        assert zipfile.ZipFile(file).testzip() is None
-        mapped, read = torch.load(file, mmap=True), torch.load(file, mmap=False)
-        assert all(torch.equal(mapped[name], read[name]) for name in read)
-    done = subprocess.run(["md5sum", "-c", "checklist.chk"], cwd=tmp_path / "b", capture_output=True, check=False)
-    assert done.returncode == 0
-
-
-def test_metas_code_reads_the_written_files(tmp_path: Path) -> None:
-    model = test_huggingface.write(tmp_path / "hf", num_key_value_heads=2, max_position_embeddings=4096)
-    proof = convert(tmp_path / "hf", tmp_path / "meta", "meta")
-    tokens = TOKENS % 320
-    [expected] = meta_code.run([meta_code.job(proof.path, tokens, "llama3", 320)])
-    assert float((model(tokens).logits - expected).abs().max()) < 5e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_metas_code_reads_the_written_shards(tmp_path: Path, ranks: int) -> None:
-    source = make_tiny.make(tmp_path / "a", "llama-3.1-70b", shards=8)
-    convert(source, tmp_path / "b", "meta", shards=ranks)
-    [expected] = meta_code.run([meta_code.job(tmp_path / "b", TOKENS, "llama-models", 768)], ranks)
-    assert float((logits(source) - expected).abs().max()) < 2e-4
 
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
@@ -208,42 +101,12 @@ def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> Non
         assert float((model(tokens) - models[0](tokens)).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("changes", "to", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "gguf", "can't express .*dynamic"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "meta", "can't express .*yarn"),
-        ({"attention_bias": True}, "meta", "attention_bias is always False, but this model has True"),
-        ({"head_dim": 32}, "meta", "head_dim is always 16, but this model has 32"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_model_that_a_format_cannot_express_is_refused(
-    tmp_path: Path, changes: dict[str, Any], to: str, message: str
-) -> None:
-    test_huggingface.write(tmp_path / "hf", **changes)
-    before = files(tmp_path)
-    with pytest.raises(LlamaError, match=message):
-        convert(tmp_path / "hf", tmp_path / "out", to)
-    assert files(tmp_path) == before
-    assert os.listdir(tmp_path) == ["hf"]
-
-
 def test_biases_survive_gguf(tmp_path: Path) -> None:
     test_huggingface.write(tmp_path / "hf", attention_bias=True, mlp_bias=True, head_dim=24)
     proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
     tokens = test_huggingface.tokens(60)
     one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path))
     assert torch.equal(one(tokens), other(tokens))
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv", "shards", "fit"), [(6, 3, 2, "1, 3, 6"), (4, 2, 8, "1, 2, 4"), (12, 3, 2, "1, 3, 6, 12")]
-)
-def test_no_shard_splits_a_head(tmp_path: Path, heads: int, kv: int, shards: int, fit: str) -> None:
-    test_huggingface.write(tmp_path / "hf", hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv)
-    with pytest.raises(LlamaError, match=rf"can't be divided into {shards} equal shards; numbers that work: {fit}"):
-        convert(tmp_path / "hf", tmp_path / "meta", "meta", shards=shards)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 21])
@@ -281,53 +144,10 @@ def test_a_dtype_too_small_for_a_weight_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-@pytest.mark.parametrize("name", make_tiny.names())
-def test_metas_formula_gives_the_width_of_every_official_model(name: str) -> None:
-    config = make_tiny.real_config(name)
-    keys = feed_forward_keys(config.dim, config.hidden_dim)
-    base = int(8 * config.dim / 3)
-    base = int(keys["ffn_dim_multiplier"] * base) if "ffn_dim_multiplier" in keys else base
-    assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == config.hidden_dim
-    assert keys["multiple_of"] in (256, 1024, 4096)  # an official pair
-
-
-@pytest.mark.parametrize("hidden", [96, 97, 170, 1000])
-def test_metas_formula_can_express_any_width(hidden: int) -> None:
-    keys = feed_forward_keys(64, hidden)
-    base = int(keys.get("ffn_dim_multiplier", 1.0) * int(8 * 64 / 3))
-    assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == hidden
-
-
 # ------------------------------------------------------------------------------------------- complete or absent
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_tiny.make(tmp_path / "source", "llama-3-8b")
-
-
-@pytest.mark.row("F05")
-def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "hf", "hf")
-    before = files(tmp_path / "hf")
-    with pytest.raises(UsageError, match="exists already"):
-        convert(source, tmp_path / "hf", "hf")
-    assert files(tmp_path / "hf") == before
-    (tmp_path / "hf" / "config.json").write_text("x")
-    (tmp_path / "hf").chmod(0o700)
-    convert(source, tmp_path / "hf", "hf", force=True)
-    assert files(tmp_path / "hf") == before
-    assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o700
-    for target in (source, source.parent):
-        with pytest.raises(UsageError, match="is the source or contains it"):
-            convert(source, target, "hf", force=True)
-    with pytest.raises(UsageError, match="is not a folder; create it first"):
-        convert(source, tmp_path / "no" / "hf", "hf")
-    with pytest.raises(UsageError, match="is a folder, but this format is a file"):
-        convert(source, tmp_path / "hf", "gguf", force=True)
-    with pytest.raises(UsageError, match="unknown format"):
-        convert(source, tmp_path / "x", "onnx")
-    with pytest.raises(LlamaError, match=r"can't be divided into 3 equal shards; numbers that work: 1, 2, 4"):
-        convert(source, tmp_path / "x", "meta", shards=3)
-    assert sorted(os.listdir(tmp_path)) == ["hf", "source"]
 
 
 FOREIGN: dict[str, tuple[str, ...]] = {
@@ -356,20 +176,6 @@ def test_a_folder_with_a_file_that_no_conversion_writes_is_never_replaced(
     assert sorted(str(path.relative_to(target)) for path in target.rglob("*.*") if path.is_file()) == sorted(
         FOREIGN[message]
     )
-
-
-@pytest.mark.row("F05")
-def test_all_that_the_writers_write_may_be_replaced(source: Path, tmp_path: Path) -> None:
-    """Whatever the writer of the old folder, its shards and its tokenizer."""
-    makers: list[Callable[[Path], object]] = [
-        lambda path: convert(source, path, "hf", force=True),
-        lambda path: convert(source, path, "hf", shards=3, force=True),
-        lambda path: convert(source, path, "meta", shards=2, force=True),
-        lambda path: quantize(source, path, force=True),
-    ]
-    for make in [*makers, makers[0]]:
-        make(tmp_path / "x")
-    assert files(tmp_path / "x").keys() >= {"config.json", "model.safetensors"}
 
 
 @pytest.mark.row("F01")
@@ -408,15 +214,6 @@ def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
     assert files(tmp_path / "hf") == before
 
 
-def test_the_embedding_is_split_as_the_familys_code_expects(tmp_path: Path) -> None:
-    for like, axis in (("llama-2-13b", 1), ("codellama-13b", 1), ("llama-3-70b", 0)):
-        source = make_tiny.make(tmp_path / like, like)
-        convert(source, tmp_path / f"{like}-2", "meta", shards=2)
-        full, part = (torch.load(folder / "consolidated.00.pth")["tok_embeddings.weight"]
-                       for folder in (source, tmp_path / f"{like}-2"))  # fmt: skip
-        assert torch.equal(part, full.chunk(2, axis)[0])
-
-
 def test_the_proof_finds_a_wrong_byte(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llama.checkpoint import huggingface_write
 
@@ -445,39 +242,6 @@ def test_the_proof_finds_a_missing_permutation(source: Path, tmp_path: Path, mon
 KILLS = 12
 
 
-@pytest.mark.slow  # tests/faults/test_writes.py runs a shorter version by default
-@pytest.mark.row("F03")
-def test_a_killed_conversion_leaves_a_complete_target_or_none(forked: Forked, source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out" / "model"
-    target.parent.mkdir()
-    command = ("convert", str(source), str(target), "--to", "meta", "--shards", "2")
-    times = []
-    for _ in range(2):  # the first run is slower
-        began = time.perf_counter()
-        assert forked.run(command, None).returncode == 0
-        times.append(time.perf_counter() - began)
-        complete = files(target)
-        shutil.rmtree(target)
-    rng = random.Random(0)
-    outcomes = []
-    for step in range(KILLS):
-        process = forked.start(command)
-        time.sleep(min(times) * (step + rng.random()) / KILLS)  # spread over the whole run
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.kill(process, signal.SIGKILL)
-        forked.finish()
-        if target.exists():
-            assert files(target) == complete
-            shutil.rmtree(target)
-            outcomes.append("complete")
-        else:
-            outcomes.append("absent")
-    assert forked.run(command, None).returncode == 0
-    assert files(target) == complete
-    assert os.listdir(target.parent) == ["model"]  # the files of killed processes were removed
-    assert "absent" in outcomes
-
-
 @pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
 def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
     config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
@@ -499,38 +263,6 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
     grown = (int(out) - int(base)) * 1024
     assert size > 75e6
     assert grown < 0.35 * size, (grown, size)
-
-
-def test_progress_is_reported(source: Path, tmp_path: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
-    proof = convert(source, tmp_path / "hf", "hf", progress=lambda *step: steps.append(step))
-    assert steps[-1] == ("checking", proof.tensors, proof.tensors)
-    assert ("writing", proof.tensors, proof.tensors) in steps
-    assert convert_module.WRITERS.keys() == {"meta", "hf", "gguf"}
-
-
-def test_each_matrix_keeps_its_dtype_and_vectors_get_the_widest_that_changes_no_value(tmp_path: Path) -> None:
-    source = tmp_path / "hf"
-    convert(tiny.write_gguf(tmp_path / "t.gguf"), source, "hf")
-    tensors = load_file(source / "model.safetensors")
-    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    up = "model.layers.0.mlp.up_proj.weight"
-
-    def dtypes(mixed: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-        save_file(mixed, source / "model.safetensors", {"format": "pt"})
-        return convert_module.plan_dtypes(open_checkpoint(source), dtype)
-
-    plan = dtypes({**narrow, up: tensors[up]})
-    matrices = {name for name in plan if "norm" not in name}
-    assert {name for name in matrices if plan[name] == torch.float32} == {"layers.0.feed_forward.w_up.weight"}
-    assert {plan[name] for name in matrices} == {torch.float32, torch.bfloat16}
-    assert {plan[name] for name in plan.keys() - matrices} == {torch.float32}  # the widest of the matrices
-    vectors = {name: tensor.float() for name, tensor in narrow.items() if tensor.dim() == 1}
-    assert set(dtypes({**narrow, **vectors}).values()) == {torch.bfloat16}  # changes no value
-    vectors["model.norm.weight"][3] += 2**-20
-    plan = dtypes({**narrow, **vectors})
-    assert {name for name in plan if plan[name] == torch.float32} == {"norm.weight"}
-    assert set(dtypes({**narrow, up: tensors[up]}, torch.float16).values()) == {torch.float16}
 
 
 # ---------------------------------------------------------------------------------------------- the configuration

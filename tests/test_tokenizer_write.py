@@ -24,7 +24,7 @@ from llama.tokenizer.gguf import BYTE_OF, from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 from llama.tokenizer.tiktoken import LLAMA3_WORDS, TiktokenTokenizer, recognizes
-from llama.tokenizer.write import gguf_metadata, tokenizer_config, tokenizer_json, tokenizer_model
+from llama.tokenizer.write import gguf_metadata, tokenizer_config, tokenizer_json
 
 from . import tiny
 from .scripts import make_tiny
@@ -67,17 +67,11 @@ def as_json(tokenizer: Tokenizer) -> Tokenizer:
     return HuggingFaceTokenizer(tokenizer_json(tokenizer).encode(), "tokenizer.json", config)
 
 
-def as_model(tokenizer: Tokenizer) -> Tokenizer:
-    data = tokenizer_model(tokenizer)
-    kind = TiktokenTokenizer if recognizes(data) else SentencePieceModelTokenizer
-    return kind(data, "tokenizer.model")
-
-
 def as_gguf(tokenizer: Tokenizer) -> Tokenizer:
     return from_metadata(gguf_metadata(tokenizer, tokenizer.n_vocab + 3), "model.gguf")
 
 
-FORMS: dict[str, Callable[[Tokenizer], Tokenizer]] = {"json": as_json, "model": as_model, "gguf": as_gguf}
+FORMS: dict[str, Callable[[Tokenizer], Tokenizer]] = {"json": as_json, "gguf": as_gguf}
 
 
 def same(ours: Tokenizer, other: Tokenizer, strings: Sequence[str]) -> None:
@@ -152,45 +146,6 @@ def test_two_conversions_preserve_the_tokenizer(source: Tokenizer, first: str, s
     same(source, FORMS[second](FORMS[first](source)), texts(200, seed=len(first + second)))
 
 
-def test_meta_to_hf_to_gguf_to_meta_is_the_same_file(source: Tokenizer) -> None:
-    back = tokenizer_model(as_gguf(as_json(source)))
-    if isinstance(source, TiktokenTokenizer):
-        assert back == source.data
-    again = tokenizer_model(as_gguf(as_json(as_model(as_gguf(as_json(source))))))
-    assert again == back  # the first conversion makes the scores integers
-
-
-def test_the_format_that_was_read_is_written_unchanged(source: Tokenizer) -> None:
-    assert tokenizer_model(source) == source.data
-    ours = as_json(source)
-    text = "\ufeff" + json.dumps(json.loads(tokenizer_json(source)), indent=3)
-    ours = HuggingFaceTokenizer(text.encode(), "x", {"pad_token": "<pad>", "padding_side": "left", "legacy": True})
-    assert tokenizer_json(ours) == text[1:]
-    config = tokenizer_config(ours)
-    assert (config["pad_token"], config["padding_side"], "legacy" in config) == ("<pad>", "left", False)
-    metadata = {**gguf_metadata(source, source.n_vocab), "tokenizer.ggml.padding_token_id": 3, "llama.x": 1}
-    del metadata["tokenizer.ggml.add_bos_token"]
-    expected = {key: value for key, value in metadata.items() if key != "llama.x"}
-    assert gguf_metadata(from_metadata(metadata, "x"), source.n_vocab) == expected
-
-
-@pytest.mark.slow  # the conversions of smaller vocabularies test the same
-def test_llama3s_own_file_survives_all_formats(llama3: Tokenizer) -> None:
-    hf = as_json(llama3)
-    file = as_gguf(hf)
-    assert tokenizer_model(file) == wheel_member(*LLAMA3_FILE).read_bytes()
-    assert len(file.merges) == 280_147  # as in the published tokenizer.json
-    for other in (hf, file):
-        same(llama3, other, texts(1500))
-    metadata = file.metadata
-    assert {name: metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eom", "eot")} == {
-        "bos": 128000, "eos": 128001, "eom": 128008, "eot": 128009,
-    }  # fmt: skip
-    assert metadata["tokenizer.ggml.pre"] == "llama-bpe"
-    assert metadata["tokenizer.ggml.tokens"][-1] == "[PAD128258]"
-    assert metadata["tokenizer.ggml.token_type"][-4:] == [3, 5, 5, 5]
-
-
 @pytest.mark.slow
 def test_a_real_vocabulary_of_32000_pieces_survives_all_formats(tmp_path: Path) -> None:
     source = open_tokenizer(wheel_member(*MISTRAL_FILE))
@@ -199,21 +154,6 @@ def test_a_real_vocabulary_of_32000_pieces_survives_all_formats(tmp_path: Path) 
     theirs = auto(as_gguf(source), tmp_path)
     for text in texts(3000, seed=1):
         assert theirs(text, split_special_tokens=True).input_ids == source.encode(text, bos=True)
-
-
-@pytest.mark.slow
-def test_the_default_models_vocabulary_survives_conversion_to_hugging_face(smollm: Tokenizer, tmp_path: Path) -> None:
-    strings = [text for text in texts(1000) if not set(text.encode()) & set(smollm._missing)]
-    assert len(strings) > 500
-    hf = as_json(smollm)
-    file = as_gguf(hf)
-    assert file.metadata["tokenizer.ggml.pre"] == "smollm"
-    for other in (hf, file):
-        same(smollm, other, strings)
-    theirs = auto(smollm, tmp_path)
-    assert [theirs(text, split_special_tokens=True).input_ids for text in strings] == [*map(smollm.encode, strings)]
-    with pytest.raises(TokenizerError, match="splits words like 'smollm', which Meta's"):
-        tokenizer_model(smollm)
 
 
 # -------------------------------------------------------------------------------------------- read by other libraries
@@ -255,29 +195,6 @@ def test_transformers_adds_bos_where_we_do(tiktoken_512: Tokenizer, add_bos: boo
     assert as_json(ours).add_bos is as_gguf(as_json(ours)).add_bos is add_bos
 
 
-def test_sentencepiece_has_the_same_ids(source: Tokenizer) -> None:
-    if isinstance(source, TiktokenTokenizer):
-        return
-    for other in (as_gguf(source), as_json(source)):
-        library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model(other))
-        assert library.get_piece_size() == source.n_vocab
-        assert library.bos_id() == (-1 if source.bos_id is None else source.bos_id)
-        assert (library.eos_id(), library.unk_id(), library.pad_id()) == (source.eos_id, 0, -1)
-        assert {library.id_to_piece(id): id for id in range(source.n_vocab) if library.is_control(id)} == source.control
-        for text in texts(500):
-            ids = source.encode(text)
-            assert library.encode(text) == ids, text
-            assert library.decode(ids) == source.decode(ids)
-
-
-def test_tiktoken_has_the_same_ids(tiktoken_512: Tokenizer) -> None:
-    lines = [line.split() for line in tokenizer_model(as_gguf(as_json(tiktoken_512))).splitlines()]
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    theirs = tiktoken.Encoding("tiny", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens={})
-    for text in texts(500):
-        assert theirs.encode_ordinary(text) == tiktoken_512.encode(text)
-
-
 def test_the_gguf_package_reads_the_metadata(source: Tokenizer, tmp_path: Path) -> None:
     rows = source.n_vocab + 2
     config = ModelConfig(64, 1, 4, 4, 16, 96, rows)
@@ -308,43 +225,6 @@ def renamed(document: dict[str, Any]) -> None:
     """Hugging Face names some of Llama 3's reserved ids differently from Meta."""
     for token in document["added_tokens"]:
         token["content"] = token["content"].replace("step_id", "reserved_special_token_900")
-
-
-def test_an_instruct_models_eos_is_preserved_if_the_format_can_express_it(tiktoken_512: Tokenizer) -> None:
-    ours = changed(tiktoken_512, renamed, eos_token="<|eot_id|>")
-    eot = tiktoken_512.control["<|eot_id|>"]
-    assert as_gguf(ours).eos_id == as_json(as_gguf(ours)).eos_id == ours.eos_id == eot
-    assert as_gguf(ours).control == ours.control
-    meta = as_model(ours)
-    assert tokenizer_model(ours) == tiktoken_512.data
-    assert (meta.stop_ids, ours.stop_ids) == (tiktoken_512.stop_ids, tiktoken_512.stop_ids)
-
-
-def test_the_merges_of_one_token_may_be_in_any_order(tiktoken_512: Tokenizer) -> None:
-    def turn_around(document: dict[str, Any]) -> None:
-        document["model"]["merges"].sort(key=lambda pair: (vocab["".join(pair)], -vocab[pair[0]]))
-
-    vocab = json.loads(tokenizer_json(tiktoken_512))["model"]["vocab"]
-    ours = changed(tiktoken_512, turn_around)
-    assert as_gguf(ours).merges != as_gguf(tiktoken_512).merges
-    assert tokenizer_model(ours) == tiktoken_512.data
-
-
-def test_stop_ids_without_a_known_name_use_ggufs_eot_and_eom(tiktoken_512: Tokenizer) -> None:
-    def without_names(document: dict[str, Any]) -> None:
-        for token in document["added_tokens"]:
-            token["content"] = token["content"].replace("eot_id", "enough").replace("eom_id", "wait")
-
-    ours = changed(tiktoken_512, without_names)
-    ids = [ours.control[f"<|{name}|>"] for name in ("enough", "wait", "image")]
-    ours.stop_ids |= set(ids[:2])
-    assert as_gguf(ours).stop_ids == ours.stop_ids
-    assert tokenizer_model(ours) == tiktoken_512.data  # its control ids follow from their position
-    ours.stop_ids |= {ids[2]}
-    with pytest.raises(TokenizerError, match="4 ids end an answer"):
-        gguf_metadata(ours, ours.n_vocab)
-    with pytest.raises(TokenizerError, match=r"\(<\|image\|>\) ends an answer, which Meta's"):
-        tokenizer_model(ours)
 
 
 def test_plain_added_tokens_and_gaps_between_ids_survive(tiktoken_512: Tokenizer, tmp_path: Path) -> None:
@@ -465,62 +345,6 @@ def test_a_plain_added_token_with_lstrip_is_an_error(tiktoken_512: Tokenizer) ->
     ours = changed(tiktoken_512, lambda document: document["added_tokens"].append({**token, "normalized": False}))
     with pytest.raises(TokenizerError, match="matches '<tool>' with lstrip"):
         gguf_metadata(ours, 800)
-
-
-def test_what_metas_llama3_file_can_not_express_is_an_error(tiktoken_512: Tokenizer) -> None:
-    plain = gguf_metadata(tiktoken_512, 768)
-    tokens, types, merges = (plain[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "merges"))
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"pre": "smollm"}, "splits words like 'smollm'"),
-        ({"tokens": [*tokens, "<|x|>"], "token_type": [*types, 3]}, "plain ones before the last 256|not end"),
-        ({"token_type": [*types[:-1], 5]}, "does not end with 256"),
-        ({"token_type": [*types[:400], 3, *types[401:]], "merges": merges[:100]}, "other than plain ones"),
-        ({"bos_token_id": 513}, "begin-of-text id that is not the first"),
-        ({"add_bos_token": False}, "does not begin every text"),
-        ({"merges": merges[:-1]}, r"here 2\d\d; this vocabulary has 2\d\d merges, which differ"),
-        ({"merges": merges[::-1]}, "that follow from the order"),
-        ({"tokens": [*tokens[:65], "中", *tokens[66:]], "merges": []}, "outside the byte alphabet"),
-        ({"tokens": [*tokens[:65], "zzzz", *tokens[66:]], "merges": []}, "has no token for some bytes"),
-    ]
-    for changes, message in cases:
-        metadata = {**plain, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
-        with pytest.raises(TokenizerError, match=message):
-            tokenizer_model(from_metadata(metadata, "x"))
-
-
-def test_what_a_sentencepiece_model_can_not_express_is_an_error(tmp_path: Path) -> None:
-    source = trained(tmp_path)
-    plain = gguf_metadata(source, source.n_vocab)
-    types = plain["tokenizer.ggml.token_type"]
-    longest = max(range(source.n_vocab), key=lambda id: len(plain["tokenizer.ggml.tokens"][id]))
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"token_type": [1, *types[1:]]}, "exactly one token for unknown"),
-        ({"token_type": [*types[:9], 1, *types[10:]]}, "no token for some bytes"),
-        ({"token_type": [5 if id == longest else type for id, type in enumerate(types)]}, "as unused"),
-        ({"eot_token_id": 300}, "ends an answer, which Meta's"),
-    ]
-    for changes, message in cases:
-        metadata = {**plain, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
-        with pytest.raises(TokenizerError, match=message):
-            tokenizer_model(from_metadata(metadata, "x"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model_type": "unigram", "vocab_size": 370}, "is not BPE"),
-        ({"byte_fallback": False, "vocab_size": 300}, "no byte fallback"),
-        ({"treat_whitespace_as_suffix": True}, "adds its space after"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "replaces characters"),
-        ({"remove_extra_whitespaces": True}, "removes spaces"),
-    ],
-)
-def test_a_sentencepiece_model_unlike_llama2s_is_an_error(tmp_path: Path, options: Any, message: str) -> None:
-    source = trained(tmp_path, **options)
-    assert tokenizer_model(source) == source.data
-    for write in (tokenizer_json, tokenizer_config, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
-        with pytest.raises(TokenizerError, match=message):
-            write(source)
 
 
 def test_an_embedding_with_too_few_rows_is_an_error(tiktoken_512: Tokenizer) -> None:

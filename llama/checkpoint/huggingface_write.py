@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import ConfigError, TokenizerError
+from ..errors import ConfigError
 from ..rope import Layout, to_half_layout
+from ..rope_scaling import kind_of
 from .architectures import FAMILIES, FULL, SLIDING
 from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
@@ -32,15 +33,11 @@ class Entry:
     read: Callable[[], Tensor]
 
 
-def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
-    """Fill an empty folder with `shards` files; 0 means as many as needed for at most 5 GB each. Returns warnings."""
+def write(folder: Path, model: Model, shards: int = 0) -> None:
+    """Fill an empty folder with `shards` files of weights; 0 means as many as needed for at most 5 GB each."""
     write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
-    settings = config_json(model)
-    write_json(folder / "config.json", settings)
-    warnings = write_tokenizer(folder, model)
-    if settings.get("use_sliding_window"):
-        warnings.append("the sliding window is written for all layers; the source may use it in some layers only")
-    return warnings
+    write_json(folder / "config.json", config_json(model))
+    write_tokenizer(folder, model)
 
 
 def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
@@ -89,22 +86,18 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
 
 
 def _parts(entries: Mapping[str, Entry], shards: int) -> list[list[str]]:
-    """The tensors of each file, in the given order."""
-    if shards > len(entries):
-        raise ConfigError(f"{len(entries)} weights can't be split into {shards} files; lower --shards")
-    total = sum(one.nbytes for one in entries.values())
-    parts: list[list[str]] = [[]]
-    size = 0  # of the current file; of all files so far if shards is given
-    for left, (name, one) in zip(range(len(entries), 0, -1), entries.items(), strict=True):
-        if shards < 1:
-            full = size + one.nbytes > LARGEST_FILE
-        else:  # the file has its share, or the remaining files need one weight each
-            full = len(parts) < shards and (size * shards >= total * len(parts) or left == shards - len(parts))
-        if parts[-1] and full:
+    """The tensors of each file, in the given order: equally many in each if `shards` is given."""
+    names, parts, size = list(entries), [list[str]()], 0
+    if shards > len(names):
+        raise ConfigError(f"{len(names)} weights can't be split into {shards} files; lower --shards")
+    if shards:
+        return [names[i * len(names) // shards : (i + 1) * len(names) // shards] for i in range(shards)]
+    for name in names:
+        if parts[-1] and size + entries[name].nbytes > LARGEST_FILE:
             parts.append([])
-            size = size if shards else 0
+            size = 0
         parts[-1].append(name)
-        size += one.nbytes
+        size += entries[name].nbytes
     return parts
 
 
@@ -141,21 +134,12 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
     Raises ConfigError if there is none: each family has its own biases, windows and layers without RoPE.
     """
-    windowed, kind = config.sliding_window is not None, "llama"
-    if config.no_rope_layers:
-        kind = "smollm3"
-    elif config.qkv_bias:
-        kind = "qwen2"
-    elif windowed:
-        kind = "mistral"
-    family = FAMILIES[kind]
-    keys: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    if config.qkv_bias != family.qkv_bias or (any(keys.values()) and not family.bias_keys):
-        raise ConfigError(
-            f"Hugging Face's model type {kind} does not have the biases of this model; convert it to gguf"
-        )
-    if not family.bias_keys:
-        keys = {}
+    windowed = config.sliding_window is not None
+    kind = "smollm3" if config.no_rope_layers else "qwen2" if config.qkv_bias else "mistral" if windowed else "llama"
+    family, biases = FAMILIES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    if config.qkv_bias != family.qkv_bias or (any(biases.values()) and not family.bias_keys):
+        raise ConfigError(f"Hugging Face's model type {kind} has other biases than this model; convert it to gguf")
+    keys: dict[str, Any] = dict(biases) if family.bias_keys else {}
     if kind == "smollm3":
         keys["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]
         keys["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
@@ -165,34 +149,27 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    if config.rope_scaling is None:
-        return None
-    kind = config.rope_scaling.get("rope_type", config.rope_scaling.get("type"))
-    if kind in ("divisors", "ntk"):
-        raise ConfigError(f"Hugging Face's config.json can't express the rope scaling {kind!r}; convert it to gguf")
-    return dict(config.rope_scaling)
+    if kind_of(config.rope_scaling) in ("divisors", "ntk"):
+        raise ConfigError("Hugging Face's config.json can't express this rope scaling; convert the model to gguf")
+    return None if config.rope_scaling is None else dict(config.rope_scaling)
 
 
-def write_tokenizer(folder: Path, model: Model) -> list[str]:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json. Returns warnings."""
+def write_tokenizer(folder: Path, model: Model) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json, if the model has a tokenizer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
-        return ["the source has no readable tokenizer, so none was written"]
+        return
     from ..tokenizer.write import tokenizer_config, tokenizer_json
 
     generation: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.stop_ids)}
     if "temperature" in model.sampling:
         generation["do_sample"] = True
     write_json(folder / "generation_config.json", {**generation, **model.sampling})
-    try:
-        (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
-    except TokenizerError as error:
-        return [f"the tokenizer was not converted: {error}"]
-    settings = tokenizer_config(tokenizer)
+    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
+    settings = {"model_max_length": model.config.max_seq_len, **tokenizer_config(tokenizer)}
     if model.chat_template is not None:
         settings["chat_template"] = model.chat_template
-    write_json(folder / "tokenizer_config.json", {**settings, "model_max_length": model.config.max_seq_len})
-    return []
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

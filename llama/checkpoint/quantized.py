@@ -12,7 +12,7 @@ Meta's files, not of Hugging Face's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,18 +179,15 @@ class Packed(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def write(folder: Path, model: Model, packed: Mapping[str, Packed], scheme: str, shards: int = 0) -> Sequence[str]:
-    """Fill an empty folder. `packed` has the weights to store as tiles; model.read returns the others.
-
-    Returns warnings.
-    """
+def write(folder: Path, model: Model, packed: Mapping[str, Packed], scheme: str, shards: int = 0) -> None:
+    """Fill an empty folder. `packed` has the weights to store as tiles; model.read returns the others."""
     entries, metadata = entries_of(model, packed)
     huggingface_write.write_weights(folder, entries, shards, metadata)
     quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
     huggingface_write.write_json(
         folder / huggingface.CONFIG, {**huggingface_write.config_json(model), "quantization_config": quantization}
     )
-    return huggingface_write.write_tokenizer(folder, model)
+    huggingface_write.write_tokenizer(folder, model)
 
 
 def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,10 @@ ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")  # ends of the na
 class Model:
     """The input of a writer. `read` returns one weight at a time, in the interleaved layout.
 
-    shapes        the model's tensor names -> shapes; without output.weight if it is tied
-    dtypes        the model's tensor names -> the dtype to write
-    read          one weight by name, in that dtype
-    tokenizer     None if the source has none, and then no_tokenizer has the reason
+    shapes     the model's tensor names -> shapes; without output.weight if it is tied
+    dtypes     the model's tensor names -> the dtype to write
+    read       one weight by name, in that dtype
+    tokenizer  None if the source has none
     """
 
     config: ModelConfig
@@ -36,7 +35,6 @@ class Model:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
     tokenizer: Tokenizer | None = None
-    no_tokenizer: str = ""
     chat_template: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     name: str = "model"
@@ -50,24 +48,10 @@ class Model:
         return self.dtypes["tok_embeddings.weight"]
 
 
-# (path, model, number of shards) -> warnings: what the format can't store
-Writer = Callable[[Path, Model, int], Sequence[str]]
-
-
 def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor in row-major order, without a copy if it is contiguous."""
     raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
-
-
-def refuse(config: ModelConfig, format: str, **allowed: object) -> None:
-    """Raise ConfigError if a field has another value than the only one that the format can express."""
-    for name, value in allowed.items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"in {format}, {name} is always {value!r}, but this model has {getattr(config, name)!r}; convert it"
-                " to hf or gguf"
-            )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

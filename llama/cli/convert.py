@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import UsageError
 from . import arguments, streams
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a checkpoint in another format",
-        description="Read a checkpoint of any format and write it as a folder in Meta's or Hugging Face's format, or as"
-        " a GGUF file. One weight is in memory at a time. Every weight is read back and compared with the source before"
-        " the target appears, so the target is either complete or absent.",
+        description="Read a checkpoint of any format and write it as a folder in Hugging Face's format or as a GGUF"
+        " file. One weight is in memory at a time. Every weight is read back and compared with the source before the"
+        " target appears, so the target is either complete or absent.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -30,14 +31,14 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="the checkpoint: a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME on the"
         " Hugging Face hub",
     )
-    parser.add_argument("target", metavar="DST", type=Path, help="the new folder (meta, hf) or file (gguf)")
-    parser.add_argument("--to", required=True, choices=["meta", "hf", "gguf"], help="format of the target")
+    parser.add_argument("target", metavar="DST", type=Path, help="the new folder (hf) or file (gguf)")
+    parser.add_argument("--to", required=True, type=known, choices=["hf", "gguf"], help="format of the target")
     parser.add_argument(
         "--shards",
         type=int,
         default=0,
         metavar="N",
-        help="number of weight files (default: 1 for meta, files of at most 5 GB for hf)",
+        help="with --to hf: number of weight files (default: files of at most 5 GB)",
     )
     parser.add_argument(
         "--dtype",
@@ -50,9 +51,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="with --to gguf: quantize the matrices to q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp",
     )
     arguments.add_adapter_option(parser)
-    parser.add_argument(
-        "--modelfile", action="store_true", help="with --to gguf: also write DST.Modelfile for 'ollama create NAME -f'"
-    )
+    parser.add_argument("--modelfile", action="store_true", help=argparse.SUPPRESS)
     arguments.add_tokenizer_option(parser)
     arguments.add_chat_template(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")
@@ -65,6 +64,11 @@ def run(args: argparse.Namespace) -> int:
     from ..hub.named import resolve
     from ..tools.convert import convert
 
+    if args.modelfile:
+        raise UsageError(
+            "--modelfile was removed; for Ollama, write a Modelfile with the line FROM ./FILE.gguf and the TEMPLATE of"
+            " a chat model"
+        )
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
     with progress_bar(args.quiet) as progress:
         proof = convert(
@@ -75,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
             dtype=dtype,
             quantize=args.quantize,
             adapters=args.adapter,
-            modelfile=args.modelfile,
             tokenizer=args.tokenizer,
             chat_template=arguments.chat_template(args),
             force=args.force,
@@ -91,6 +94,13 @@ def run(args: argparse.Namespace) -> int:
             f" {proof.sha256}\n"
         )
     return 0
+
+
+def known(to: str) -> str:
+    """The format, unless it was removed."""
+    if to == "meta":
+        raise argparse.ArgumentTypeError("Meta's format can be read but not written; use --to hf or --to gguf")
+    return to
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,23 +13,14 @@ from torch import Tensor
 from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
-from ..checkpoint.quantized import LAYOUT, Packed, entries_of, write
+from ..checkpoint.quantized import LAYOUT, Packed, write
+from ..checkpoint.write import Model
 from ..errors import CheckpointError, ConfigError
 from ..hub import resolve
 from ..quant.blocks import BlockFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
 from ..weights import check_tensors, read_quantized, requantization_warning
-from .convert import (
-    Progress,
-    Proof,
-    check_target,
-    describe,
-    prove,
-    recorded,
-    stored_dtype,
-    tokenizer_warnings,
-    write_target,
-)
+from .convert import Progress, Proof, check_target, model_of, new_target, stored_dtype, write_and_prove
 
 
 def quantize(
@@ -66,39 +56,42 @@ def quantize(
     chosen, report = pick_scheme(scheme), progress or (lambda what, done, total: None)
     checks.integer("shards", shards, 0)
     source, target = resolve(source), Path(target)
+    check_target(source, target, True, force)
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
-    hashes: dict[str, str] = {}
-
-    def record(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-        return recorded(read, hashes, len(checkpoint.shapes), report)
-
     formats = {name: format_for(checkpoint, name, chosen) for name in checkpoint.shapes}
-    packed = {
-        name: Packed(format, partial(record(partial(tiles_of, checkpoint, format=format)), name))
-        for name, format in formats.items()
-        if format is not None
-    }
-    plain = describe(checkpoint, _dtypes(checkpoint, packed), chat_template)
-    model = dataclasses.replace(plain, read=record(plain.read))
-    warnings = [*checkpoint.warnings, *requantization_warning(checkpoint, chosen)]
+    dtypes = {name: stored_dtype(checkpoint, name) for name in checkpoint.shapes}
+    # What is stored quantized is computed with in bfloat16, or dequantized here to float32.
+    floats = {name: kind if isinstance(kind, torch.dtype) else torch.bfloat16 if formats[name] else torch.float32
+              for name, kind in dtypes.items()}  # fmt: skip
+    model, warnings = model_of(checkpoint, floats, chat_template)
 
-    def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
+    def read(name: str) -> Tensor:
+        format = formats[name]
+        if format is None:
+            return model.read(name)
+        try:
+            tiles = read_quantized(checkpoint, name, format, LAYOUT).tiles()
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
+        checkpoint.release(name)
+        return tiles
+
+    def read_back(written: Checkpoint, name: str) -> Tensor:
         tiles = written.tiles(name)
-        tensor = written.tensor(name) if tiles is None else tiles
-        return tensor, f"{written.shapes[name]} {written.stored(name)}"
+        return written.tensor(name) if tiles is None else tiles
 
-    def write_folder(path: Path) -> Proof:
-        warnings.extend(write(path, model, packed, scheme, shards))
-        warnings.extend(tokenizer_warnings(checkpoint, model, "hf", chat_template))
-        return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, report), warnings)
+    def write_folder(path: Path, recorded: Model) -> None:
+        packed = {name: Packed(format, partial(recorded.read, name)) for name, format in formats.items() if format}
+        write(path, recorded, packed, scheme, shards)
 
-    check_target(source, target, True, force)
-    needed = sum(entry.nbytes for entry in entries_of(model, packed)[0].values())
     try:
-        return write_target(target, True, force, needed, write_folder)
+        with new_target(target, True) as path:
+            proof = write_and_prove(path, dataclasses.replace(model, read=read), write_folder, read_back, report)
     except ConfigError as error:
         raise ConfigError(f"{source} can't be saved: {error}") from error
+    warnings += requantization_warning(checkpoint, chosen)
+    return dataclasses.replace(proof, path=target, warnings=warnings)
 
 
 def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
@@ -108,27 +101,9 @@ def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat
     source stores it so, in 4 or 8 bits.
     """
     layer = name.removesuffix(".weight")
-    embedding = layer == "tok_embeddings" and not checkpoint.config.tie_embeddings
     if len(checkpoint.shapes[name]) != 2:
         return None
-    if embedding:
+    if layer == "tok_embeddings" and not checkpoint.config.tie_embeddings:
         stored = checkpoint.blocks(name, slice(0, 1))
         return None if stored is None else stored.simple.format
     return scheme_for("output" if layer == "tok_embeddings" else layer, scheme).format
-
-
-def tiles_of(checkpoint: Checkpoint, name: str, format: BlockFormat) -> Tensor:
-    """A weight in packed tiles, copied from the file or quantized. Raises CheckpointError if it can't be quantized."""
-    try:
-        tiles = read_quantized(checkpoint, name, format, LAYOUT).tiles()
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
-    checkpoint.release(name)
-    return tiles
-
-
-def _dtypes(checkpoint: Checkpoint, packed: Mapping[str, Packed]) -> dict[str, torch.dtype]:
-    """The dtype to store each weight in; for quantized weights the one to compute in, float32 if dequantized here."""
-    stored = {name: stored_dtype(checkpoint, name) for name in checkpoint.shapes}
-    computed = {name: torch.bfloat16 if name in packed else torch.float32 for name in stored}
-    return {name: kind if isinstance(kind, torch.dtype) else computed[name] for name, kind in stored.items()}
