@@ -21,13 +21,13 @@ from llama.tokenizer.gguf import BYTE_OF, from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import PIECE, SentencePieceModelTokenizer, read_fields, write_field
 from llama.tokenizer.tiktoken import TiktokenTokenizer
-from llama.tokenizer.vocabulary import SCORE, TEXT
 from llama.tokenizer.write import gguf_metadata
 
 from . import tiny
 from .scripts import make_tiny
 from .test_continuation import TOKENS, piece_json, piece_metadata
 
+TEXT, SCORE = 1, 2  # fields of a SentencePiece
 START, END = "<start_of_turn>", "<end_of_turn>"
 TEMPLATE = (
     "{% for m in messages %}" + START + "{{ m.role }}\n{{ m.content.split('</think>')[-1] }}" + END + "\n"

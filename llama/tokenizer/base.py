@@ -7,12 +7,13 @@ import hashlib
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
+from typing import Any
 
 from ..checks import known_ids, shown
 from ..errors import TokenizerError, UsageError
-from .common import MID, PRE, SUF
+from .common import MID, PRE, SUF, Named, looks_control, named_token, stop_ids, written_by
 
 # Unicode's White_Space, which the `tokenizers` library strips; Python's strip() removes more
 WHITE_SPACE = (
@@ -79,6 +80,7 @@ class Tokenizer(ABC):
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
     strips                control string -> (whether a chat drops the white space before it, and after it)
+    visible               control strings that are shown, since they are control only because the chat template writes them
     """
 
     kind: str
@@ -90,6 +92,7 @@ class Tokenizer(ABC):
     stop_ids: frozenset[int]
     strips_leading_space = False
     strips: Mapping[str, tuple[bool, bool]] = MappingProxyType({})
+    visible: Set[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind}, {self.n_vocab:,} ids, {len(self.control):,} of them control ids)"
@@ -106,17 +109,46 @@ class Tokenizer(ABC):
     def token_bytes(self, id: int) -> bytes:
         """The bytes of an id. A character may be split over several ids.
 
-        Empty for a control id. An id that is a control id only because the chat template writes its token, such as
-        <think>, has bytes.
+        Empty for a control id, unless its token is in `visible`, such as <think>.
         """
 
-    @abstractmethod
-    def _content(self) -> bytes:
-        """The content of the file, or of the vocabulary in a GGUF."""
+    def _name_tokens(
+        self,
+        ids: Mapping[str, int],
+        added: Mapping[str, Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        named: Named,
+        usual: tuple[str | None, str | None],
+        marks: Set[str],
+    ) -> None:
+        """Set the ids of the tokens that begin and end a text, and the control ids.
+
+        ids       token -> id
+        added     the tokens that are matched as a whole, with their flags
+        settings  tokenizer_config.json; it may name bos_token and eos_token, or set them to null
+        usual     bos and eos if the settings do not mention them
+        marks     other control tokens
+        """
+        self.token_of = {id: token for token, id in ids.items()}
+        self.n_vocab = max(self.token_of) + 1
+        ends = []
+        for key, token, others in zip(("bos_token", "eos_token"), usual, (named.bos_ids, named.stop_ids), strict=True):
+            token = named_token(settings, key) if key in settings else token
+            ends.append(ids[token] if token is not None else next((id for id in others if id in self.token_of), None))
+        self.bos_id, self.eos_id = ends
+        stops = [id for id in named.stop_ids if id in self.token_of]  # the others have no token
+        marks = marks | {self.token_of[id] for id in (*ends, *stops) if id is not None}
+        control = marks | {token for token, flags in added.items() if flags.get("special") or looks_control(token)}
+        template = named.template or settings.get("chat_template")
+        self.visible = written_by(template, added.keys() - control) if isinstance(template, str) else set()
+        self.control = {token: ids[token] for token in sorted(control | self.visible, key=ids.__getitem__)}
+        self.strips = {token: (bool(flags.get("lstrip")), bool(flags.get("rstrip"))) for token, flags in added.items()}
+        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
 
     def digest(self) -> str:
-        """A hash of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
-        return hashlib.sha256(self._content() + repr(sorted(self.control.items())).encode()).hexdigest()
+        """A hash of all tokens and of the control strings."""
+        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
+        return hashlib.sha256(repr((tokens, sorted(self.control.items()))).encode()).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +25,8 @@ CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
 
 # Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
 END_NAMES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "</s>",
-    EOT,
-    "<step>",
-)
+    "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>", EOT, "<step>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,17 +69,6 @@ def written_by(template: str, tokens: Iterable[str]) -> set[str]:
 def looks_control(token: str) -> bool:
     """Whether a token is written like <|this|>, <s> or </s>: a control string, even if a file marks it user-defined."""
     return re.fullmatch(r"<\|.*\|>|</?s>", token) is not None
-
-
-def control_tokens(added: Mapping[str, bool], marks: Set[str], template: str) -> tuple[set[str], set[str]]:
-    """The control tokens, and those of them that are shown as text because only the chat template makes them control.
-
-    added  tokens that are matched as a whole -> whether the file marks them as special
-    marks  tokens that begin or end a text
-    """
-    control = {token for token, special in added.items() if special or looks_control(token)} | marks
-    visible = written_by(template, added.keys() - control)
-    return control | visible, visible
 
 
 def number_tokens(vocabulary: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
@@ -164,16 +144,19 @@ def all_splits(tokens: Iterable[str], known: Container[str], where: str = "") ->
     ]
 
 
-@contextmanager
-def library_errors(where: str, what: str) -> Iterator[None]:
+class library_errors:
     """Turn an exception of a tokenizer library into a TokenizerError: `where`: `what`: the library's message."""
-    try:
-        yield
-    except TokenizerError:
-        raise
-    except BaseException as error:  # PanicException of the Rust libraries is not an Exception
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            message = " ".join(str(error).split()) or type(error).__name__
-            message += " is missing" * isinstance(error, KeyError)
-            raise TokenizerError(f"{where}: {what}: {message}") from error
-        raise
+
+    def __init__(self, where: str, what: str):
+        self.message = f"{where}: {what}"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # PanicException of the Rust libraries is not an Exception
+        panic = type(error).__name__ == "PanicException"
+        if not panic and (isinstance(error, TokenizerError) or not isinstance(error, Exception)):
+            return
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise TokenizerError(f"{self.message}: {message}{' is missing' * isinstance(error, KeyError)}") from error

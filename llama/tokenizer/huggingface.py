@@ -26,13 +26,10 @@ from .common import (
     added_by_settings,
     byte_level_bytes,
     byte_piece,
-    control_tokens,
     library_errors,
     looks_control,
-    named_token,
     number_tokens,
     piece_bytes,
-    stop_ids,
 )
 from .steps import check_growth, has, parts
 
@@ -125,28 +122,30 @@ def build(source: Mapping[str, Any], where: str, hidden: Set[str] = frozenset())
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json. Ids without a token have no text.
 
-    data      the file, or what it contains
     settings  the parsed tokenizer_config.json, if there is one
+    source    what the file would contain, instead of data
     """
 
     def __init__(
         self,
-        data: bytes | Mapping[str, Any],
+        data: bytes,
         where: str,
         settings: Mapping[str, Any] | None = None,
         named_by: Named = NOTHING,
+        source: Mapping[str, Any] | None = None,
     ):
-        self.data, self._where, self.settings = data, where, settings or {}
+        self.data, self._where, self.settings, self._given = data, where, settings or {}, source
+        self._errors = library_errors(where, "the text can't be encoded")
         with library_errors(where, "not a usable tokenizer.json"):
-            source = self._source()
-            self._read_tokens(source, named_by)
-            self._backend = build(source, where, hidden=self.control.keys() | {self.unknown or ""})
+            found = self._source()
+            self._read_tokens(found, named_by)
+            self._backend = build(found, where, hidden=self.control.keys() | {self.unknown or ""})
             self._backend.encode_special_tokens = True  # then the library matches none of them in a text
             self._backend.encode("a")  # finds damage that parsing does not
 
     def _source(self) -> dict[str, Any]:
         """The content of the file, with the tokens that tokenizer_config.json adds."""
-        source = parse(self.data, self._where) if isinstance(self.data, bytes) else dict(self.data)
+        source = parse(self.data, self._where) if self._given is None else dict(self._given)
         added = {token["content"]: token for token in source.get("added_tokens") or []}
         for name, token in added_by_settings(self.settings).items():
             listed = added.get(name, {})
@@ -157,10 +156,6 @@ class HuggingFaceTokenizer(Tokenizer):
         """Set the ids of the tokens, and which of them are control tokens."""
         model, vocab, decoder = source["model"], source["model"]["vocab"], source.get("decoder")
         self._added = {token["content"]: token for token in source["added_tokens"]}
-        pieces = vocab if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
-        ids = number_tokens(pieces, self._added)
-        self.token_of = {id: token for token, id in ids.items()}
-        self.n_vocab = max(self.token_of) + 1
         self.byte_level = has("ByteLevel", decoder) or has("ByteLevel", source.get("pre_tokenizer"))
         self._byte_fallback = has("ByteFallback", decoder)
         if not (self.byte_level or self._byte_fallback or has("Metaspace", decoder) or has("Replace", decoder)):
@@ -168,59 +163,43 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{self._where}: its decoder is not supported, expected one of the LLaMA family: ByteLevel, or"
                 " Metaspace, ByteFallback and Replace of SentencePiece"
             )
+        pieces = vocab if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
+        ids = number_tokens(pieces, self._added)
         before, after = around_text(source.get("post_processor"))
-        bos, eos = self._end("bos", before, BOS), self._end("eos", [], EOS)
-        bos = bos or next((self.token_of[id] for id in named_by.bos_ids if id in self.token_of), None)
-        stops = [id for id in named_by.stop_ids if id in self.token_of]  # others have no token
-        marks = {*before, *after, bos, eos, *(self.token_of[id] for id in stops)} - {None}
+        usual = [next(iter(token for token in names if token in self._added), None) for names in (before or BOS, EOS)]
+        marks = {*before, *after} | CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
+        self._name_tokens(ids, self._added, self.settings, named_by, (usual[0], usual[1]), marks)
 
-        unknown = model.get("unk_token") if isinstance(vocab, dict) else self.token_of.get(model.get("unk_id"))
-        # GPT-2's files use the end of text for unknown characters
-        self.unknown: str | None = None if unknown in marks or looks_control(unknown or "") else unknown
         if isinstance(vocab, dict):
+            self.unknown: str | None = model.get("unk_token")
+            if ids.get(self.unknown) in (self.bos_id, self.eos_id) or looks_control(self.unknown or ""):
+                self.unknown = None  # GPT-2's files use the end of text for unknown characters
             source["model"] = {**model, "unk_token": self.unknown}
-        special = {token: bool(entry.get("special")) for token, entry in self._added.items()}
-        marks |= CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
-        template = named_by.template or self.settings.get("chat_template")
-        control, self.visible = control_tokens(special, marks, template if isinstance(template, str) else "")
-        self.control = {token: ids[token] for token in sorted(control - {self.unknown}, key=ids.__getitem__)}
+        else:
+            self.unknown = self.token_of.get(model.get("unk_id"))
+        self.control = {token: id for token, id in self.control.items() if token != self.unknown}
         self._control_ids = frozenset(self.control.values())
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
-        self.bos_id = None if bos is None else ids[bos]
-        self.eos_id = min(stops, default=None) if eos is None else ids[eos]
-        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
-        self.add_bos = self._adds_bos(before, bos)
+        self.add_bos = self._adds_bos(before)
         self.strips_leading_space = not self.byte_level and strips_space(decoder)
         self._only_first = any(part.get("prepend_scheme") == "first" for part in parts(source.get("pre_tokenizer")))
-        self.strips = {
-            name: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for name, token in self._added.items()
-        }
-        lossy = self.byte_level and self.unknown is None
-        self._missing = bytes(byte for c, byte in BYTE_OF.items() if c not in ids or c in control) if lossy else b""
+        missing = [byte for token, byte in BYTE_OF.items() if token not in ids or token in self.control]
+        self._missing = bytes(missing) if self.byte_level and self.unknown is None else b""
 
-    def _end(self, name: str, first: Sequence[str], usual: Sequence[str]) -> str | None:
-        """The token of bos or eos: that of tokenizer_config.json, else of the post-processor, else a usual one."""
-        key = f"{name}_token"
-        known = [] if key in self.settings else [token for token in usual if token in self._added]
-        return named_token(self.settings, key) or next(iter([*first, *known]), None)
-
-    def _adds_bos(self, before: Sequence[str], bos: str | None) -> bool:
+    def _adds_bos(self, before: Sequence[str]) -> bool:
         """Whether bos precedes every text: as tokenizer_config.json says, else as the file's post-processor does."""
         setting = self.settings.get("add_bos_token")
         if setting is not None:
             return boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError)
-        if before and before != [bos]:
+        if before and before != [self.token_of.get(self.bos_id)]:
             raise TokenizerError(
-                f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the bos_token"
-                f" {bos}; set add_bos_token in tokenizer_config.json"
+                f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the bos_token;"
+                " set add_bos_token in tokenizer_config.json"
             )
         return bool(before)
 
-    def _content(self) -> bytes:
-        return json.dumps([self.data.hex() if isinstance(self.data, bytes) else self.data, self.settings]).encode()
-
     def _encode(self, text: str) -> list[int]:
-        with library_errors(self._where, "the text can't be encoded"):
+        with self._errors:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         if not self._control_ids.isdisjoint(ids):  # hidden names in a vocabulary of an unusual kind
             raise TokenizerError(f"{self._where}: this vocabulary turns a part of the text into a control token")
@@ -233,7 +212,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def _encode_special(self, text: str) -> list[int]:
-        with library_errors(self._where, "the text can't be encoded"):
+        with self._errors:
             return self._reference.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
     @cached_property

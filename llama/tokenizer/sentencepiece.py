@@ -21,13 +21,10 @@ from .common import (
     Named,
     added_by_settings,
     byte_piece,
-    control_tokens,
     library_errors,
     looks_control,
-    named_token,
     number_tokens,
     piece_bytes,
-    stop_ids,
 )
 from .steps import LARGEST_GROWTH, longest_replacement
 
@@ -116,6 +113,7 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
+        self._errors = library_errors(where, "the text can't be encoded")
         with library_errors(where, "not a SentencePiece model, or a damaged one"):
             self._build(data, named, settings or {})
 
@@ -130,55 +128,37 @@ class SentencePieceModelTokenizer(Tokenizer):
         check_charsmap(normalizer, self._where)
         pieces = library.id_to_piece(list(range(len(messages))))  # fails on a piece that is not UTF-8
 
-        added = added_by_settings(settings)
-        ids = number_tokens({piece: id for id, piece in enumerate(pieces)}, added)
-        token_of = {id: token for token, id in ids.items()}
-        self.n_vocab = len(token_of)
-        stops = [id for id in named.stop_ids if id < self.n_vocab]
-        self.bos_id = self._end("bos", settings, ids, [library.bos_id(), *named.bos_ids])
-        self.eos_id = self._end("eos", settings, ids, [library.eos_id(), *stops])
-        marks = {token_of[id] for id in (self.bos_id, self.eos_id, *stops) if id is not None}
-        special = {piece: True for id, piece in enumerate(pieces) if library.is_control(id)}
-        special |= {piece: False for piece in user_defined(pieces, messages, named.template)}
-        special |= {token: bool(entry.get("special")) for token, entry in added.items()}
-        control, visible = control_tokens(special, marks | CODE_LLAMA_CONTROL & ids.keys(), named.template)
+        more = added_by_settings(settings)
+        ids = number_tokens({piece: id for id, piece in enumerate(pieces)}, more)
+        added = {piece: {"special": True} for id, piece in enumerate(pieces) if library.is_control(id)}
+        added |= {piece: {} for piece in user_defined(pieces, messages, named.template)}
+        ends = [pieces[id] if id >= 0 else None for id in (library.bos_id(), library.eos_id())]
+        self._name_tokens(ids, {**added, **more}, settings, named, (ends[0], ends[1]), CODE_LLAMA_CONTROL & ids.keys())
 
-        self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
-        self.visible = {ids[token] for token in visible}
-        self.strips = {token: (bool(added[token].get("lstrip")), bool(added[token].get("rstrip"))) for token in added}
-        self.added = {token: ids[token] for token in added if ids[token] >= len(pieces)}
-        self._plain = [token for token in self.added if token not in control]
         disguised = {id for id in self.control.values() if id < len(pieces) and not library.is_control(id)}
+        if library.unk_id() in disguised:
+            raise ValueError("the token of unknown characters begins or ends a text, expected a control token")
         self._library = SentencePieceProcessor(model_proto=with_control(data, disguised)) if disguised else library
+        self.added = {token: ids[token] for token in more if ids[token] >= len(pieces)}
+        self._plain = self.added.keys() - self.control.keys()
         setting = settings.get("add_bos_token")
         self.add_bos = library.bos_id() >= 0 if setting is None else boolean("add_bos_token", setting, TokenizerError)
-        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
         self.strips_leading_space = bool(last_number(normalizer, ADD_DUMMY_PREFIX, 1))
         self._space_after_control = bool(settings.get("legacy", not settings))
-        self._bytes = [self._bytes_of(id, piece) for id, piece in enumerate(pieces)]
-        hidden = control - visible
-        self._bytes += [b"" if token in hidden else token.encode() for token in self.added]
+        self._bytes = [self._bytes_of(id, token) for id, token in self.token_of.items()]
 
-    def _end(self, name: str, settings: Mapping[str, Any], ids: Mapping[str, int], others: list[int]) -> int | None:
-        """The id of bos or eos: that of the settings if they name one, else the first valid one of `others`."""
-        token = named_token(settings, f"{name}_token")
-        if token is not None:
-            return ids[token]
-        return next((id for id in others if 0 <= id < self.n_vocab), None) if f"{name}_token" not in settings else None
-
-    def _bytes_of(self, id: int, piece: str) -> bytes:
-        if self._library.is_control(id) and id not in self.visible:
+    def _bytes_of(self, id: int, token: str) -> bytes:
+        if token in self.control and token not in self.visible:
             return b""
+        if token in self.added:
+            return token.encode()
         if self._library.is_unknown(id):
             return self._library.decode([id]).encode()  # the model defines how an unknown character is shown
-        byte = byte_piece(piece) if self._library.is_byte(id) else None
-        return piece_bytes(piece) if byte is None else bytes([byte])
-
-    def _content(self) -> bytes:
-        return self.data
+        byte = byte_piece(token) if self._library.is_byte(id) else None
+        return piece_bytes(token) if byte is None else bytes([byte])
 
     def _encode(self, text: str) -> list[int]:
-        with library_errors(self._where, "the text can't be encoded"):
+        with self._errors:
             if not self._plain:
                 return self._library.encode(text)
             ids: list[int] = []

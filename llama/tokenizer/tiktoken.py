@@ -16,19 +16,9 @@ from .common import LLAMA3_WORDS, NOTHING, Named, library_errors, stop_ids
 
 N_CONTROL = 256
 NAMED_CONTROL = (
-    "begin_of_text",
-    "end_of_text",
-    "reserved_special_token_0",
-    "reserved_special_token_1",
-    "finetune_right_pad_id",
-    "step_id",
-    "start_header_id",
-    "end_header_id",
-    "eom_id",
-    "eot_id",
-    "python_tag",
-    "image",
-)
+    "begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id",
+    "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image",
+)  # fmt: skip
 
 # Llama 4's file has the same format and this many lines, but another word pattern and other control strings.
 LLAMA4_TOKENS = 200_000
@@ -101,8 +91,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         self.kind = "tiktoken BPE (Llama 3)"
-        self._where = where
-        self.data = data
+        self._errors = library_errors(where, "the text can't be encoded")
         rank_of = parse(data, where)
         self._tokens = list(rank_of)
         self.control = {name: len(rank_of) + i for i, name in enumerate(control_strings())}
@@ -110,22 +99,13 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id = self.control["<|begin_of_text|>"]
         self.eos_id = self.control["<|end_of_text|>"]
         self.add_bos = True
-        stops = [id for id in named.stop_ids if id < self.n_vocab]
-        if plain := [id for id in stops if id < len(rank_of)]:
-            raise TokenizerError(
-                f"{where}: eos_token_id of config.json or generation_config.json is {plain[0]}, the plain text"
-                f" {self._tokens[plain[0]]!r}, expected a control token"
-            )
-        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
+        self.stop_ids = stop_ids(self.control, [self.eos_id, *named.stop_ids])
         with library_errors(where, "the vocabulary can't be built"):
             # Without special tokens, the library can't match one in a text
             self._encoding = tiktoken.Encoding(where, pat_str=LLAMA3_WORDS, mergeable_ranks=rank_of, special_tokens={})
 
-    def _content(self) -> bytes:
-        return self.data
-
     def _encode(self, text: str) -> list[int]:
-        with library_errors(self._where, "the text can't be encoded"):
+        with self._errors:
             return [id for piece in pieces(text) for id in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, id: int) -> bytes:
