@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from tokenizers import decoders
 
 from ..checks import boolean, is_integer
 from ..errors import TokenizerError
@@ -115,7 +116,7 @@ class ByteLevelTokenizer(GGUFTokenizer, HuggingFaceTokenizer):
             ],
             "normalizer": state(rule.normalizer()),
             "pre_tokenizer": state(rule.words()),
-            "decoder": {"type": "ByteLevel"},
+            "decoder": state(decoders.ByteLevel()),
         }
         super().__init__(b"", where, settings, named, source)
         self.kind = f"byte-level BPE ({self.pre})"

@@ -31,12 +31,14 @@ from .common import (
     number_tokens,
     piece_bytes,
 )
-from .steps import check_growth, has, parts
+from .steps import check_growth
 
 # Tokens that begin and end a text if neither tokenizer_config.json nor tokenizer.json names them
 BOS = ("<|begin_of_text|>", "<s>")
 EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 
+AFTER = ("post_processor", "decoder")  # the steps after the model
+ONE_TOKEN = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 
@@ -57,28 +59,6 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     return source  # type: ignore[no-any-return]
 
 
-def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
-    """The control strings that the file adds before and after a text."""
-    for part in parts(post_processor):
-        if part.get("type") in ("BertProcessing", "RobertaProcessing"):
-            return [part["cls"][0]], [part["sep"][0]]
-        if part.get("type") == "TemplateProcessing":
-            names = [item["SpecialToken"]["id"] if "SpecialToken" in item else None for item in part["single"]]
-            text = names.index(None)
-            return [name for name in names[:text] if name], [name for name in names[text:] if name]
-    return [], []
-
-
-def strips_space(decoder: Any) -> bool:
-    """Whether the decoder removes the space before every text."""
-    for part in parts(decoder):
-        if part.get("type") == "Strip" and part.get("content") == " " and part.get("start"):
-            return True
-        if part.get("type") == "Metaspace":
-            return part.get("prepend_scheme", "always") != "never" and part.get("add_prefix_space", True)
-    return False
-
-
 def build(source: Mapping[str, Any], where: str, hidden: Set[str] = frozenset()) -> Backend:
     """The library's tokenizer of a file, in which no text matches the tokens in `hidden`; they keep their ids.
 
@@ -94,10 +74,9 @@ def build(source: Mapping[str, Any], where: str, hidden: Set[str] = frozenset())
         model["vocab"] = [[name.get(piece, piece), score] for piece, score in vocab]
     if model.get("unk_token") is not None:
         model["unk_token"] = name.get(model["unk_token"], model["unk_token"])
-    unused = dict.fromkeys(("post_processor", "decoder", "padding", "truncation"))
-    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    unused = dict.fromkeys((*AFTER, "padding", "truncation"))
     backend = Backend.from_str(
-        json.dumps({**source, **unused, "added_tokens": [], "model": empty if is_bpe else model})
+        json.dumps({**source, **unused, "added_tokens": [], "model": ONE_TOKEN if is_bpe else model})
     )
     check_growth(backend, where)
     if is_bpe:
@@ -154,18 +133,20 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _read_tokens(self, source: dict[str, Any], named_by: Named) -> None:
         """Set the ids of the tokens, and which of them are control tokens."""
-        model, vocab, decoder = source["model"], source["model"]["vocab"], source.get("decoder")
+        model, vocab = source["model"], source["model"]["vocab"]
         self._added = {token["content"]: token for token in source["added_tokens"]}
-        self.byte_level = has("ByteLevel", decoder) or has("ByteLevel", source.get("pre_tokenizer"))
-        self._byte_fallback = has("ByteFallback", decoder)
-        if not (self.byte_level or self._byte_fallback or has("Metaspace", decoder) or has("Replace", decoder)):
-            raise TokenizerError(
-                f"{self._where}: its decoder is not supported, expected one of the LLaMA family: ByteLevel, or"
-                " Metaspace, ByteFallback and Replace of SentencePiece"
-            )
+        probe = Backend.from_str(json.dumps({"model": ONE_TOKEN, **{key: source.get(key) for key in AFTER}}))
+        decode = probe.decoder.decode if probe.decoder is not None else "".join
+        self.byte_level = decode(["\u0120a"]) == " a" or '"ByteLevel"' in json.dumps(source.get("pre_tokenizer"))
+        if not self.byte_level and decode(["a", "\u2581b"]) != "a b":
+            raise TokenizerError(f"{self._where}: its decoder is not supported, expected ByteLevel or SentencePiece's")
+        self._byte_fallback = decode(["<0x41>"]) == "A"
+        self.strips_leading_space = not self.byte_level and decode(["\u2581a"]) == "a"
         pieces = vocab if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
         ids = number_tokens(pieces, self._added)
-        before, after = around_text(source.get("post_processor"))
+        around = probe.encode("a")  # with what the file adds before and after a text
+        at = around.special_tokens_mask.index(0)
+        before, after = around.tokens[:at], around.tokens[at + 1 :]
         usual = [next(iter(token for token in names if token in self._added), None) for names in (before or BOS, EOS)]
         marks = {*before, *after} | CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
         self._name_tokens(ids, self._added, self.settings, named_by, (usual[0], usual[1]), marks)
@@ -181,8 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._control_ids = frozenset(self.control.values())
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
         self.add_bos = self._adds_bos(before)
-        self.strips_leading_space = not self.byte_level and strips_space(decoder)
-        self._only_first = any(part.get("prepend_scheme") == "first" for part in parts(source.get("pre_tokenizer")))
+        self._only_first = '"prepend_scheme": "first"' in json.dumps(source.get("pre_tokenizer"))
         missing = [byte for token, byte in BYTE_OF.items() if token not in ids or token in self.control]
         self._missing = bytes(missing) if self.byte_level and self.unknown is None else b""
 

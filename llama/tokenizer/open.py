@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,15 @@ from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
 from .common import NOTHING, Named
 
-Settings = Mapping[str, Any] | None
-
-# (whether a file begins like this kind, the reader of the kind); a new kind adds one line
-KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Settings, Named], Tokenizer]]] = [
-    (huggingface.recognizes, huggingface.HuggingFaceTokenizer),
-    (tiktoken.recognizes, lambda data, where, _, named: tiktoken.TiktokenTokenizer(data, where, named)),
-    (
-        sentencepiece.recognizes,
-        lambda data, where, settings, named: sentencepiece.SentencePieceModelTokenizer(data, where, named, settings),
-    ),
-]
-
 
 def is_tokenizer(path: Path) -> bool:
     """Whether a file begins like a tokenizer file of any kind."""
     with open(path, "rb") as file:
         start = file.read(256)
-    return any(recognizes(start) for recognizes, _ in KINDS)
+    return any(kind.recognizes(start) for kind in (huggingface, tiktoken, sentencepiece))
 
 
-def open_tokenizer(path: Path, settings: Settings = None, named: Named = NOTHING) -> Tokenizer:
+def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named: Named = NOTHING) -> Tokenizer:
     """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises LlamaError.
 
     settings  the parsed tokenizer_config.json of the folder, if there is one
@@ -45,18 +33,19 @@ def open_tokenizer(path: Path, settings: Settings = None, named: Named = NOTHING
         data = path.read_bytes()
     except OSError as error:
         raise TokenizerError(f"{path}: {error.strerror or error}") from None
-    more = path.with_name("added_tokens.json")  # token -> id, beside a SentencePiece model
-    if more.is_file() and not huggingface.recognizes(data[:256]):
-        listed = {str(id): {"content": token} for token, id in read_json(more).items()}
-        settings = {
-            **(settings or {}),
-            "added_tokens_decoder": {**listed, **((settings or {}).get("added_tokens_decoder") or {})},
-        }
-    for recognizes, reader in KINDS:
-        if recognizes(data[:256]):
-            return reader(data, str(path), settings, named)
-    lfs = "; it is a git-lfs pointer, run 'git lfs pull'" if data.startswith(b"version https://git-lfs") else ""
+    where, start = str(path), data[:256]
+    if huggingface.recognizes(start):
+        return huggingface.HuggingFaceTokenizer(data, where, settings, named)
+    if tiktoken.recognizes(start):
+        return tiktoken.TiktokenTokenizer(data, where, named)
+    if sentencepiece.recognizes(start):
+        more = path.with_name("added_tokens.json")
+        if more.is_file():  # token -> id; newer files list the same tokens in tokenizer_config.json
+            listed = {str(id): {"content": token} for token, id in read_json(more).items()}
+            settings = {"added_tokens_decoder": listed, **(settings or {})}
+        return sentencepiece.SentencePieceModelTokenizer(data, where, named, settings)
+    remedy = "; it is a git-lfs pointer, run 'git lfs pull'" if start.startswith(b"version https://git-lfs") else ""
     raise TokenizerError(
         f"{path} is not a tokenizer file: expected a tokenizer.json, Llama 3's tokenizer.model (lines of base64 and"
-        f" rank) or Llama 2's (a SentencePiece model); it begins with {data[:8]!r}{lfs}"
+        f" rank) or Llama 2's (a SentencePiece model); it begins with {data[:8]!r}{remedy}"
     )

@@ -37,11 +37,6 @@ def parts(step: Any) -> Iterator[dict[str, Any]]:
         yield step
 
 
-def has(type: str, step: Any) -> bool:
-    """Whether a step of this type is among the parts."""
-    return any(part.get("type") == type for part in parts(step))
-
-
 def check_growth(backend: Backend, where: str) -> None:
     """Raise TokenizerError if the steps before the model may lengthen a text more than LARGEST_GROWTH times.
 
