@@ -341,18 +341,13 @@ def check_memory(plan: Plan) -> None:
     ranks = 1 if options.world is None else options.world.on_this_host
     for device in dict.fromkeys((*placement.layers, placement.output)):
         names = [name for name in plan.checkpoint.shapes if placement.device_of(name) == device]
-        weights, mapped = memory_footprint(plan.checkpoint, names, device, plan.storage, copies=options.compile)
-        need = memory.need(
-            dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1, no_rope_layers=()),
-            weights,
-            itemsize=dtype.itemsize,
-            tokens=min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len),
-            kind=options.kv_cache,
-            mapped=mapped,
-        )
-        remedies = memory.remedies(need, dtype, options.quantize, options.kv_cache)
+        weights, _ = memory_footprint(plan.checkpoint, names, device, plan.storage, copies=options.compile)
+        part = dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
+        tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
+        cache = memory.cache_bytes(part, tokens, dtype.itemsize, options.kv_cache)
+        activations = memory.activation_bytes(part, tokens, dtype.itemsize, options.kv_cache)
         path, sharing = str(plan.checkpoint.path), ranks if device.type == "cpu" else 1
-        memory.check(path, need, memory.rooms(device), remedies, sharing)
+        memory.check(path, weights, cache, activations, device, sharing)
 
 
 # -------------------------------------------------------------------------------------------------- 3. the weights

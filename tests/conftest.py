@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton, if installed, then runs its kernels on the CPU
 
 from llama import loader
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.text import Llama
 
 from . import tiny

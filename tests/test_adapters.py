@@ -217,12 +217,12 @@ def test_an_embedding_that_peft_saved_untrained_leaves_the_weights_tied(bases, t
 def test_every_format_of_the_base_and_every_file_of_the_adapter_give_the_same_logits(bases, tmp_path, kind) -> None:
     path, _ = simple(bases(kind), tmp_path / "adapter", modules=[*MODULES, EMBED])
     expected = logits(bases(kind), adapters=path)
-    convert(bases(kind), tmp_path / "meta", "meta")
+    convert(bases(kind), tmp_path / "b", "hf")
     convert(bases(kind), tmp_path / "a.gguf", "gguf")
     shutil.copytree(path, tmp_path / "bin")
     torch.save(load_file(path / "adapter_model.safetensors"), tmp_path / "bin" / "adapter_model.bin")
     (tmp_path / "bin" / "adapter_model.safetensors").unlink()
-    for base in (tmp_path / "meta", tmp_path / "a.gguf"):
+    for base in (tmp_path / "b", tmp_path / "a.gguf"):
         assert torch.equal(logits(base, adapters=path), expected)
     assert torch.equal(logits(bases(kind), adapters=tmp_path / "bin"), expected)
     for rope in ("half", "real"):

@@ -67,18 +67,18 @@ def gap(ours: Any, theirs: Any, length: int) -> float:
 # (family, changes, formats that can't express it)
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("Mistral", {"sliding_window": None}, ""),
-    ("Mistral", {"sliding_window": None, "head_dim": 24}, "meta"),  # as in Mistral Nemo
-    ("Mistral", {"sliding_window": 16}, "meta"),
-    ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, "meta"),
-    ("Qwen2", {}, "meta"),
-    ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, "meta"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, "meta"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, "meta"),
-    ("SmolLM3", {}, "meta"),
-    ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, "meta"),
-    ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, "meta gguf"),
-    ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, "meta gguf"),
-    ("SmolLM3", {"use_sliding_window": True, "sliding_window": 16}, "meta"),
+    ("Mistral", {"sliding_window": None, "head_dim": 24}, ""),  # as in Mistral Nemo
+    ("Mistral", {"sliding_window": 16}, ""),
+    ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, ""),
+    ("Qwen2", {}, ""),
+    ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, ""),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, ""),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, ""),
+    ("SmolLM3", {}, ""),
+    ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, ""),
+    ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, "gguf"),
+    ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, "gguf"),
+    ("SmolLM3", {"use_sliding_window": True, "sliding_window": 16}, ""),
 ]
 
 
@@ -93,7 +93,7 @@ def test_logits_equal_transformers_in_every_format(
     context = ours.max_seq_len
     assert gap(ours, model, context) < 5e-4
     assert ours.config.n_params == sum(p.numel() for p in model.parameters())
-    for to in ("gguf", "hf", "meta"):
+    for to in ("gguf", "hf"):
         target = tmp_path / f"new.{to}"
         if to in inexpressible.split():
             with pytest.raises(ConfigError, match=r"hf can't be converted to .*; convert (it|the model) to hf"):

@@ -14,7 +14,7 @@ import pytest
 import llama
 from llama.chat import CHAT_FORMATS, TEMPLATES, encode_chat
 from llama.checkpoint import open_checkpoint
-from llama.errors import TemplateError, UsageError
+from llama.errors import TemplateError
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tokenizer.write import tokenizer_config, tokenizer_json
@@ -180,7 +180,6 @@ def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Pat
         for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"])):
             proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)
             assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], chosen)
-    assert convert(tmp_path / "chosen", tmp_path / "meta", "meta", chat_template="none").warnings == []
 
 
 def test_the_template_can_be_chosen(clearllama: Run, meta: Path, tmp_path: Path) -> None:
@@ -213,5 +212,3 @@ def test_templates_that_do_not_fit_are_errors(clearllama: Run, meta: Path, tmp_p
         assert (result.returncode, result.stderr.count(b"\n")) == (code, 1), result.stderr
         assert message in result.stderr
         assert not (tmp_path / "x").exists()
-    with pytest.raises(UsageError, match=r"^chat_template must be auto or none, because Meta's format can't store"):
-        convert(meta, tmp_path / "x", "meta", chat_template="llama3")

@@ -42,7 +42,7 @@ def test_bash_completes_commands_options_and_paths(script: Path, tmp_path: Path)
     names = {command.__name__.rpartition(".")[2] for command in COMMANDS}
     assert names <= completed(script, tmp_path, "")
     assert completed(script, tmp_path, "generate", "--tok") == {"--tokenizer"}
-    assert completed(script, tmp_path, "convert", "x", "y", "--to", "") == {"meta", "hf", "gguf"}
+    assert completed(script, tmp_path, "convert", "x", "y", "--to", "") == {"hf", "gguf"}
     assert "model.gguf" in completed(script, tmp_path, "generate", "-m", "mod")
     assert "model.gguf" in completed(script, tmp_path, "inspect", "mod")
 

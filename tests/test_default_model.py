@@ -18,7 +18,7 @@ import llama
 from llama.chat import encode_chat
 from llama.config import ModelConfig
 from llama.generate import generate, prefill
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.loader import load_model
 from llama.sampling import SamplingParams
 from llama.text import Llama, Session

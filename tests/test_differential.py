@@ -23,11 +23,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama.checkpoint import Checkpoint, huggingface, meta, open_checkpoint, torchfile
+from llama.checkpoint import Checkpoint, meta, open_checkpoint
 from llama.checkpoint.base import to_file_name
 from llama.checkpoint.write import raw_bytes
 from llama.errors import LlamaError
-from llama.tools.convert import convert
 
 from . import tiny
 from .fuzz.gguf import CONFIG
@@ -269,43 +268,3 @@ def test_changed_files_that_both_readers_accept_are_read_alike_at_length(name: s
     both, alone = compare_changed(name, tmp_path, 10_000)
     assert both > 500
     assert alone == 0
-
-
-# -------------------------------------------------------------------------------------------- the proof of a conversion
-@pytest.mark.row("F08")
-@pytest.mark.parametrize("name", ["meta", "bin"])
-def test_a_flipped_bit_in_the_source_stops_a_conversion(name: str, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    file = FORMATS[name][0](tmp_path / "in")
-    with zipfile.ZipFile(file) as archive:
-        item = max(archive.infolist(), key=lambda item: item.file_size)
-    data = bytearray(file.read_bytes())
-    data[item.header_offset + item.file_size] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(LlamaError, match=r"the CRC-32 of .* does not match"):
-        convert(tmp_path / "in", tmp_path / "out", "gguf")
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-@pytest.mark.row("F08")
-@pytest.mark.parametrize(
-    ("name", "side"), [("meta", "source"), ("bin", "source"), ("safetensors", "source"), ("meta", "target"),
-                       ("safetensors", "target")],
-)  # fmt: skip
-def test_a_reader_that_misreads_does_not_prove_a_conversion(
-    name: str, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The defect is in the reader, so the same wrong values are written and read back."""
-    (tmp_path / "in").mkdir()
-    path = path_of(FORMATS[name if side == "source" else "gguf F32"][0](tmp_path / "in"))
-    to = "gguf" if side == "source" else "meta" if name == "meta" else "hf"
-    right, swapped = torch.frombuffer, huggingface._Safetensors.tensor
-
-    def late(buffer: Any, *, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
-        return right(buffer, dtype=dtype, count=count, offset=offset - 64)
-
-    convert(path, tmp_path / "right", to)
-    monkeypatch.setattr(torchfile.torch, "frombuffer", late)
-    monkeypatch.setattr(huggingface._Safetensors, "tensor", lambda self, name: swapped(self, name).roll(1))
-    with pytest.raises(LlamaError, match=r"CRC-32 of .* does not match|differs from the bytes at its offsets"):
-        convert(path, tmp_path / "out", to)

@@ -172,7 +172,7 @@ def test_commands_print_what_is_shown(
 def test_commands_with_the_default_model_print_what_is_shown(
     block: str, folder: Path, tmp_path: Path, clearllama: Run
 ) -> None:
-    from llama.hub import named
+    from llama.hub import models as named
 
     cache = cache_folder()
     if "CXX=" in block:  # compiled kernels would be used

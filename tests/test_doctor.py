@@ -25,7 +25,7 @@ from llama import __version__, model, rope, weights
 from llama.cache import KVCache, LayerCache
 from llama.cli import main
 from llama.engine import compiled, kernels
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.system.folders import cache_folder
 from llama.tools import doctor, facts, selftest
 from llama.tools.facts import Finding

@@ -19,7 +19,7 @@ from typing import NoReturn
 import pytest
 
 from llama.errors import UsageError
-from llama.hub import named
+from llama.hub import models as named
 from llama.system import folders
 from llama.system.folders import keep, kept, load_code, make_folder
 from llama.system.temporary import locked

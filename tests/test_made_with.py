@@ -23,7 +23,7 @@ from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
-from llama.hub import named
+from llama.hub import models as named
 from llama.model import Transformer
 from llama.system import temporary
 from llama.tools.convert import convert

@@ -16,7 +16,7 @@ from llama.cli import main, with_options
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
 from llama.hub import families
-from llama.hub.named import DEFAULT, from_meta, resolve, similar
+from llama.hub.models import DEFAULT, from_meta, resolve, similar
 from llama.hub.repository import hub_id
 from llama.tools.convert import convert
 

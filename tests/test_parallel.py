@@ -66,6 +66,8 @@ def write(folder: Path, config: ModelConfig, form: str = "hf", **options: Any) -
     if form == "gguf":
         return source
     target = folder / (form + "".join(map(str, options.values())))
+    if form == "meta":
+        return tiny.write_meta(target, config, **options)
     convert(source, target, form, **options)
     return target
 
@@ -157,8 +159,9 @@ def test_ranks_with_different_weights_are_rejected(world: ranks.Ranks, tmp_path:
         for message in world.run(2, 1, "differ", paths=paths):
             assert "rank 1 has weights with sample hash" in message
     hashes = []
+    convert(tmp_path / "plain.gguf", tmp_path / "hf", "hf")
+    tiny.write_meta(tmp_path / "meta", state=plain)
     for form in ("hf", "meta"):  # the hash does not depend on the format
-        convert(tmp_path / "plain.gguf", tmp_path / form, form)
         hashes.append(sample_hash(open_checkpoint(tmp_path / form)))
     assert set(hashes) == {sample_hash(open_checkpoint(tmp_path / "plain.gguf"))}
 
@@ -329,7 +332,10 @@ def test_loading_a_rank_needs_memory_for_its_part_and_one_tensor(
     config = ModelConfig(
         dim=2048, n_layers=2, n_heads=16, n_kv_heads=16, head_dim=128, hidden_dim=8192, vocab_size=4096, max_seq_len=256
     )
-    if form in ("hf", "meta"):
+    if form == "meta":
+        state = {name: weight.bfloat16() for name, weight in tiny.weights(config).items()}
+        path = str(tiny.write_meta(tmp_path / form, config, state))
+    elif form == "hf":
         convert(tiny.write_gguf(tmp_path / "source.gguf", config), tmp_path / form, form, dtype=torch.bfloat16)
         path = str(tmp_path / form)
     else:

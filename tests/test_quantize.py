@@ -363,7 +363,7 @@ def headers(folder: Path) -> int:
     return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("to", ["hf", "meta", "gguf"])
+@pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
     source = quantize(sources["meta"], tmp_path / "q", "int4").path
     with pytest.raises(UsageError, match=r"quantized .*int4-g32\+offset, int8-g32.*--dtype float32 is exact"):
@@ -426,7 +426,7 @@ def test_an_existing_folder_is_replaced_only_by_force(sources: dict[str, Path], 
     quantize(source, tmp_path / "q", "int4", force=True)
     assert files(tmp_path / "q") == complete
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="is a file, but this format is a folder"):
+    with pytest.raises(UsageError, match="is a file"):
         quantize(source, tmp_path / "file", "int4", force=True)
     quantize(source, source / "q", "int4")  # a folder in the source is not a part of it
     assert files(source / "q") == complete

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from llama.cli import build_parser
 from llama.errors import CheckpointError, UsageError
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.hub import repository, transfer
 from llama.tools import verify as verify_module
 from llama.tools.verify import Finding, cache_sum, file_sum, format_of, read_checklist, verify

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,27 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_meta(
+    folder: Path, config: ModelConfig = CONFIG, state: dict[str, Tensor] | None = None, shards: int = 1
+) -> Path:
+    """Write a folder in Meta's format, without a tokenizer, in shards as those of Llama 3."""
+    from llama.checkpoint.base import to_file_name
+    from llama.checkpoint.meta import STEMS
+
+    from .scripts import make_tiny
+
+    folder.mkdir()
+    state = weights(config) if state is None else state
+    pieces = {to_file_name(name, STEMS): tensor for name, tensor in state.items()}
+    split = {name: make_tiny.split(name, tensor, config, shards, False) for name, tensor in pieces.items()}
+    for rank in range(shards):
+        torch.save({name: parts[rank] for name, parts in split.items()}, folder / f"consolidated.{rank:02d}.pth")
+    names = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta", "max_seq_len")
+    params = {name: getattr(config, name) for name in names} | {"n_kv_heads": max(config.n_kv_heads, shards)}
+    (folder / "params.json").write_text(json.dumps(params))
+    return folder
 
 
 def random_tokens(length: int, config: ModelConfig = CONFIG, seed: int = 0, batch: int = 1) -> Tensor:

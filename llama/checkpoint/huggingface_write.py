@@ -149,8 +149,8 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    if kind_of(config.rope_scaling) in ("divisors", "ntk"):
-        raise ConfigError("Hugging Face's config.json can't express this rope scaling; convert the model to gguf")
+    if (kind := kind_of(config.rope_scaling)) in ("divisors", "ntk"):
+        raise ConfigError(f"config.json can't express the rope scaling {kind!r}; convert the model to gguf")
     return None if config.rope_scaling is None else dict(config.rope_scaling)
 
 

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from ..system.limits import check_import
 from . import (
     arguments,
     bench,
@@ -178,7 +177,6 @@ def _import_torch(args: argparse.Namespace) -> None:
 
     A Python handler could run inside the import, where its exception may be lost or leave a module half imported.
     """
-    check_import()
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         if number == signal.SIGINT:

@@ -221,7 +221,7 @@ class Chat:
 def chat_of(args: argparse.Namespace) -> Chat:
     """Read the chat template or format of a checkpoint from its headers, without its weights."""
     from ..checkpoint import open_checkpoint
-    from ..hub.named import resolve
+    from ..hub import resolve
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
     tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template

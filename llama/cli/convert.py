@@ -61,7 +61,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..engine.runtime import pick_device, pick_dtype
-    from ..hub.named import resolve
+    from ..hub import resolve
     from ..tools.convert import convert
 
     if args.modelfile:

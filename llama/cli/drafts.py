@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check_draft(args: argparse.Namespace) -> None:
     """Check --draft and --draft-tokens before a model is loaded."""
     from ..generation.speculative import DRAFTS
-    from ..hub.named import resolve
+    from ..hub import resolve
 
     if args.draft_tokens is not None:
         if args.draft is None:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..system.folders import make_folder, state_folder
+from ..system.folders import state_folder
 from ..system.temporary import write_atomically
 
 NOT_KEPT = "what you type is not kept for later chats"
@@ -49,7 +49,7 @@ class History:
         self.entries.append(entry)
         if self.path is not None:
             try:
-                make_folder(self.path.parent)
+                self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
                 handle = os.open(
                     self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o600
                 )
@@ -71,7 +71,7 @@ class History:
             found = [entry for line in data.splitlines() if (entry := _entry(line)) is not None]
             kept = newest(found)
             if len(kept) < len(found):
-                write_atomically(path, b"".join(map(_line, kept)), ".history")
+                write_atomically(path, b"".join(map(_line, kept)))
             return kept
         except OSError as error:
             self._fail(error)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             integer(f"--{name}", getattr(args, name), 1, most)
     from ..checkpoint import open_checkpoint
-    from ..hub.named import resolve
+    from ..hub import resolve
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
     facts = describe(checkpoint, args.context or checkpoint.config.max_seq_len, args.batch)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]:
     """The facts in the order of the output."""
-    from ..hub.families import named
+    from ..hub.families import names_of
     from ..system.memory import cache_bytes
     from ..weights import mismatches
 
@@ -84,7 +84,7 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "family": " or ".join(named(config)) or "not an official LLaMA size",
+        "family": " or ".join(names_of(config)) or "not an official LLaMA size",
         **about,
         "parameters": config.n_params,
         **architecture,

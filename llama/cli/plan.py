@@ -140,8 +140,8 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
     from ..checkpoint.huggingface import ConfigFile
     from ..checkpoint.meta import read_params
     from ..config import ModelConfig
+    from ..hub import resolve
     from ..hub.families import official
-    from ..hub.named import resolve
 
     path = Path(path_or_name)
     if path_or_name in official() and not path.exists():

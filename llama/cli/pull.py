@@ -37,8 +37,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..hub import named as hub
+    from ..hub import models as hub
 
-    path = hub.pull(args.name, force=args.force, check=True, meta=args.meta, quiet=args.quiet)
+    path = hub.pull(args.name, force=args.force, meta=args.meta, quiet=args.quiet)
     streams.write_raw(f"{path}\n")
     return 0

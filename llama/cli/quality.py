@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
     from .. import loader
     from ..checkpoint import open_checkpoint
-    from ..hub.named import resolve
+    from ..hub import resolve
     from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
 

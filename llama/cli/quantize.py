@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
     from ..checkpoint import open_checkpoint
-    from ..hub.named import resolve
+    from ..hub import resolve
     from ..tools.quantize import quantize
 
     source, started = resolve(args.source, args.quiet), time.perf_counter()

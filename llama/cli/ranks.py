@@ -18,7 +18,7 @@ from typing import Any
 
 from ..checks import integer
 from ..errors import CheckpointError, ConfigError, ParallelError, UsageError
-from ..system.cores import available
+from ..system.cores import available_cores
 from . import arguments, loading, streams
 
 PARENT = "CLEARLLAMA_PARENT"  # environment variable: id of the process that started the ranks and monitors them
@@ -148,7 +148,7 @@ def _run_rank(args: argparse.Namespace, rank: int, size: int, sizes: list[int | 
     from ..checkpoint import open_checkpoint
     from ..engine import parallel, runtime
     from ..engine.sharding import Rank, check_world
-    from ..hub.named import resolve
+    from ..hub import resolve
 
     runtime.set_threads(_share_of_threads() if args.threads is None else args.threads)
     if PARENT not in os.environ:  # else the parent has checked it
@@ -207,7 +207,7 @@ def _share_of_threads() -> int | None:
     """Threads of a rank: its share of the cores; None if OMP_NUM_THREADS is set, except to torchrun's default of 1."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return None
-    cores = available(os.sched_getaffinity(0)).count if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
 
 
@@ -237,7 +237,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     from ..checkpoint import open_checkpoint
     from ..engine.runtime import pick_device
     from ..engine.sharding import check_world
-    from ..hub.named import resolve
+    from ..hub import resolve
     from ..weights import check_tensors
 
     _check_options(args)

@@ -157,7 +157,7 @@ class Record:
             return
         try:
             content = (json.dumps(self.content, ensure_ascii=False) + "\n").encode()
-            write_atomically(self.path, content, follow=False)
+            write_atomically(self.path, content)
             self.kept = dict(self.content)
         except OSError as error:
             raise LlamaError(f"{self.path}: {error.strerror or error}; no answer was written") from None

@@ -15,7 +15,6 @@ from typing import Any
 
 from ..errors import LlamaError, UsageError
 from ..errors import one_line as one_line
-from ..system.limits import MIB, address_limit
 from ..system.temporary import check_writable, write_atomically
 
 LARGEST_INPUT = 2**28  # bytes read from standard input, which may be endless
@@ -69,10 +68,14 @@ def describe(error: BaseException) -> str:
 
 def _limit_hint() -> str:
     """Name the limit on the address space, the likely cause when memory is refused; empty without a limit."""
-    limit = address_limit()
-    if limit is None:
+    try:
+        import resource
+    except ImportError:  # Windows
         return ""
-    return f"; this shell limits the address space to {limit // MIB:,} MiB (ulimit -v): raise the limit"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; this shell limits the address space to {limit // 2**20:,} MiB (ulimit -v): raise the limit"
 
 
 # -------------------------------------------------------------------------------------------------------------- stdout

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def locate(name: str) -> Path:
     """The path of a file, a folder or a pulled model, which may be incomplete."""
-    from ..hub import named as hub
+    from ..hub import models as hub
     from ..hub import repository
 
     path = Path(name)
@@ -68,12 +68,10 @@ def locate(name: str) -> Path:
         found = hub.find(name)
     else:
         wanted = repository.hub_id(name)
-        found = (
-            (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else hub.from_meta(name)
-        )
+        found = repository.find_cached(wanted) or repository.snapshot(wanted) if wanted else hub.from_meta(name)
     if found is None:
         raise CheckpointError(
-            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.expected(name)}"
+            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.suggestion(name)}"
         )
     return found
 

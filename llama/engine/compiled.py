@@ -195,7 +195,8 @@ def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool 
 
     rows  for a batch whose rows have their own positions, instead of one text
     """
-    folder, name = cache_folder() / "compiled", fingerprint(model, block, cache_kind) + "-rows" * rows
+    name = fingerprint(model, block, cache_kind) + "-rows" * rows
+    library = cache_folder() / "compiled" / f"{name}.pt2"
 
     def make(path: Path) -> None:
         command = kernels.compiler()
@@ -213,11 +214,11 @@ def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool 
         return torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
 
     try:
-        package = load_code(folder, name, ".pt2", make, load)
+        package = load_code(library, make, load)
     except OSError as error:
         raise UsageError(
-            f"the compiled step can't be stored in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
-            " writable folder, or leave compile (--compile) out"
+            f"the compiled step can't be stored in {library.parent}: {error.strerror or error}; set CLEARLLAMA_CACHE"
+            " to a writable folder, or leave compile (--compile) out"
         ) from error
     except RuntimeError as error:
         first = str(error).strip().splitlines() or [type(error).__name__]

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..quant.blocks import BlockFormat
-from ..system.folders import cache_folder, kept, load_code
+from ..system.folders import cache_folder, load_code
 from .runtime import end_openmp_threads
 
 LOG = logging.getLogger(__name__)
@@ -150,13 +150,14 @@ def compiler() -> str | None:
 
 def built(form: str) -> Path | None:
     """The library for a form if the cache folder has it, otherwise None."""
-    return kept(*_location(form), ".so")
+    path = _location(form)
+    return path if path.is_file() else None
 
 
-def _location(form: str) -> tuple[Path, str]:
-    """The folder and the name of the library for a form. The name contains a hash of everything it is built from."""
+def _location(form: str) -> Path:
+    """The path of the library for a form. The name contains a hash of everything it is built from."""
     parts = "\0".join((sources(), *_flags(form), torch.__version__))
-    return cache_folder() / "kernels", f"{form}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+    return cache_folder() / "kernels" / f"{form}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}.so"
 
 
 def _flags(form: str) -> list[str]:
@@ -169,8 +170,7 @@ def load(form: str) -> ctypes.CDLL:
 
     Raises OSError, RuntimeError, UsageError or SubprocessError on failure.
     """
-    folder, name = _location(form)
-    return load_code(folder, name, ".so", functools.partial(_build, form), _load_library)
+    return load_code(_location(form), functools.partial(_build, form), _load_library)
 
 
 def _build(form: str, library: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from .. import checks
 from ..errors import UsageError
-from ..system.cores import Threads, chosen, default_threads
+from ..system.cores import default_threads
 
 DTYPES = {
     "float32": torch.float32,
@@ -97,9 +97,9 @@ def set_threads(count: int | None) -> None:
 
 
 def describe_threads() -> str:
-    """The number of threads per operation, and why it is that number unless the user has set it."""
-    count, default = torch.get_num_threads(), chosen()
-    return str(default) if count == default.count else str(Threads(count, "set for this run"))
+    """The number of threads per operation, as in "2 threads"."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenMP

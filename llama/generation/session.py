@@ -8,6 +8,7 @@ accepted only by a model with the same settings and the same weights.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..model import Transformer
-from ..system.temporary import check_writable, keep_mode, move_new, own_temporary
+from ..system.temporary import check_writable, own_temporary, replace
 from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
 
@@ -147,11 +148,11 @@ class Session:
             with own_temporary(resolved.parent, ".session") as work:
                 written = work / resolved.name
                 write_safetensors(written, entries, metadata)
-                with open(written, "rb+") as file:
-                    os.fsync(file.fileno())
                 size = written.stat().st_size
-                keep_mode(written, resolved, 0o600)  # a conversation is private
-                (move_new if new else os.replace)(written, resolved)
+                written.chmod(0o600)  # a conversation is private
+                if new and resolved.exists():
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                replace(written, resolved)
         except OSError as error:
             raise CheckpointError(f"{target}: {error.strerror or error}; the session was not saved") from error
         return size
@@ -261,7 +262,7 @@ def check_target(path: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; create it first")
     try:
-        check_writable(folder, ".session")
+        check_writable(folder)
     except OSError as error:
         raise UsageError(
             f"{folder} is not writable ({error.strerror or error}), so the session can't be saved there; name another"

@@ -1,5 +1,5 @@
-"""Sources of models: named models, Hugging Face repositories, official families."""
+"""Sources of models: the default model, repositories of the Hugging Face hub, official families."""
 
-from .named import DEFAULT, default_model, resolve
+from .models import DEFAULT, default_model, resolve
 
 __all__ = ["DEFAULT", "default_model", "resolve"]

@@ -8,77 +8,49 @@ import re
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ..config import ModelConfig
 
-# Fields ignored if no model matches exactly: Meta's files lack the context length, and epsilon differs by release.
-LOOSE = ("max_seq_len", "norm_eps", "tie_embeddings")
-
-# Meta's repositories on the hub; names are compared without case and separators.
+# Meta's repositories on the hub; the first one whose name begins like a given one is suggested for it.
 REPOSITORIES = (
-    *(f"meta-llama/Llama-2-{n}b{chat}{hf}" for hf in ("", "-hf") for n in (7, 13, 70) for chat in ("", "-chat")),
+    *(f"meta-llama/Llama-2-{n}b{chat}{hf}" for n in (7, 13, 70) for chat in ("", "-chat") for hf in ("", "-hf")),
     *(f"meta-llama/Meta-Llama-3-{n}B{instruct}" for n in (8, 70) for instruct in ("", "-Instruct")),
     *(f"meta-llama/Llama-3.1-{n}B{instruct}" for n in (8, 70, 405) for instruct in ("", "-Instruct")),
-    *(f"meta-llama/Llama-3.2-{n}B{instruct}" for n in (1, 3) for instruct in ("", "-Instruct")),
+    *(f"meta-llama/Llama-3.2-{n}B{instruct}" for n in (3, 1) for instruct in ("", "-Instruct")),
     "meta-llama/Llama-3.3-70B-Instruct",
     *(f"codellama/CodeLlama-{n}b{kind}-hf" for n in (7, 13, 34, 70) for kind in ("", "-Python", "-Instruct")),
 )
-# Names without a size, for the size that Ollama gives them, and one that has no base model
-WITHOUT_SIZE = {
-    "llama2": "meta-llama/Llama-2-7b-chat-hf",
-    "llama3": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "llama31": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama32": "meta-llama/Llama-3.2-3B-Instruct",
-    "llama33": "meta-llama/Llama-3.3-70B-Instruct",
-    "llama3370b": "meta-llama/Llama-3.3-70B-Instruct",
-    "codellama": "codellama/CodeLlama-7b-Instruct-hf",
-}
 
 
 def repository_of(name: str) -> str | None:
-    """The repository of an official model on the Hugging Face hub, or None: 'llama-3-8b' -> its repository's name.
+    """The repository of an official model on the hub, or None: 'llama-3-8b' -> 'meta-llama/Meta-Llama-3-8B'.
 
     name  a name or path, in the spelling of Meta, Hugging Face or Ollama
     """
-    known = dict(WITHOUT_SIZE)
-    for repository in REPOSITORIES:
-        short = _spelled(repository)
-        known |= {short: repository, short.removesuffix("hf"): known.get(short.removesuffix("hf"), repository)}
-    return known.get(_spelled(name))
 
+    def spelled(path: str) -> str:
+        return re.sub("[^a-z0-9]", "", path.rstrip("/").rpartition("/")[2].lower()).removeprefix("meta")
 
-def _spelled(name: str) -> str:
-    """The last part of a path in one spelling: 'meta-llama/Meta-Llama-3-8B' -> 'llama38b'."""
-    return re.sub("[^a-z0-9]", "", name.rstrip("/").rpartition("/")[2].lower()).removeprefix("meta")
-
-
-def folder() -> Path:
-    """The folder configs/ of the installed package or the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    begun = [one for one in REPOSITORIES if spelled(one).startswith(spelled(name))]
+    return begun[0] if begun and len(spelled(name)) >= len("llama2") else None
 
 
 @cache
 def official() -> MappingProxyType[str, ModelConfig]:
     """Name -> architecture of every model in configs/."""
-    files = sorted(folder().glob("*.json"))
+    package = Path(__file__).resolve().parents[1]
+    files = sorted((package / "configs").glob("*.json")) or sorted((package.parent / "configs").glob("*.json"))
     return MappingProxyType({file.stem: ModelConfig(**json.loads(file.read_text())) for file in files})
 
 
-def named(config: ModelConfig) -> list[str]:
-    """The official models with this configuration: those equal in every field, else those equal in all but LOOSE.
+def names_of(config: ModelConfig) -> list[str]:
+    """The official models with this configuration, else those equal in all but what Meta's files lack or changed.
 
-    Empty if there are none. Several models can share one architecture: LLaMA 1 and Llama 2 with 7 billion parameters
-    differ in their weights, not in their shapes.
+    Several models can share one architecture: LLaMA 1 and Llama 2 with 7 billion parameters differ in their weights.
     """
-    exact = [name for name, other in official().items() if _facts(other) == _facts(config)]
-    return exact or [name for name, other in official().items() if _facts(other, LOOSE) == _facts(config, LOOSE)]
 
+    def loose(one: ModelConfig) -> ModelConfig:
+        return dataclasses.replace(one, max_seq_len=1, norm_eps=1e-5, tie_embeddings=False)
 
-def _facts(config: ModelConfig, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    facts = dataclasses.asdict(config)
-    scaling = facts["rope_scaling"]
-    if scaling is not None:
-        facts["rope_scaling"] = {key: float(v) if isinstance(v, int | float) else v for key, v in scaling.items()}
-    return {key: value for key, value in facts.items() if key not in without}
+    exact = [name for name, other in official().items() if other == config]
+    return exact or [name for name, other in official().items() if loose(other) == loose(config)]

@@ -12,8 +12,6 @@ from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..system.limits import open_files
-
 HEAD = 2**16  # bytes of a request's head, and of further requests that a client sends before it has the response
 BACKLOG = 128  # connections that wait for the server in the operating system; it accepts all of them at once
 
@@ -76,6 +74,19 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
 
+def raise_open_files(most: int = 2**14) -> int:
+    """Raise the limit of open files to `most`, or as far as the system allows. Returns the new limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return most
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        most = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
 def configuration(app: ASGIApp, answers: int) -> Config:
     """uvicorn's configuration for a server with at most `answers` answers in progress or waiting."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it writes 2,000 tracebacks/s if descriptors run out
@@ -89,6 +100,6 @@ def configuration(app: ASGIApp, answers: int) -> Config:
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
-        limit_concurrency=min(2 * answers + 64, open_files() // 4),
+        limit_concurrency=min(2 * answers + 64, raise_open_files() // 4),
         h11_max_incomplete_event_size=HEAD,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checkpoint import open_checkpoint
 from ..config import ModelConfig
 from ..errors import UsageError
-from ..hub.named import resolve
+from ..hub import resolve
 from ..rope_scaling import BY_LENGTH, inverse_frequencies, kind_of, reach, trained_length
 from .perplexity import TINY, tiny_folder
 

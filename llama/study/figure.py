@@ -111,7 +111,7 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
     else:
         content = image(figure, data, kind)
     try:
-        write_atomically(file, content, ".figure")
+        write_atomically(file, content)
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}") from None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..engine.runtime import pick_device, pick_dtype
 from ..errors import CheckpointError, UsageError
-from ..hub.named import resolve
+from ..hub import resolve
 from ..loader import build
 from ..model import Transformer
 from ..rope_scaling import trained_length
@@ -325,4 +325,4 @@ def _write(path: Path, setting: dict[str, str], rows: Sequence[Row]) -> None:
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([*setting.values(), row.method, row.window, row.first, row.last, row.nats])
-    write_atomically(path, text.getvalue().encode(), ".ppl")
+    write_atomically(path, text.getvalue().encode())

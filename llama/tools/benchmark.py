@@ -27,7 +27,7 @@ from ..errors import UsageError
 from ..generate import generate
 from ..model import Transformer
 from ..sampling import SamplingParams
-from ..system.memory import free_memory
+from ..system.memory import rooms
 
 CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
 WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
@@ -177,7 +177,7 @@ def cache_bytes(cache: KVCache, length: int) -> int:
 
 def buffer_bytes(device: torch.device) -> int:
     """Size of the buffer to measure a bandwidth on, far above that of any processor cache: 512 MiB or 1 GiB."""
-    return 2**30 if (free_memory(device) or 0) >= 2**32 else 2**29
+    return 2**30 if min((room.bytes for room in rooms(device)), default=0) >= 2**32 else 2**29
 
 
 def bandwidth(buffer: Tensor, times: int = 4) -> float:

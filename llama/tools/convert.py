@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -33,6 +32,7 @@ from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
 from ..quant.gguf_types import MIXES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
+from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..weights import cast as to_dtype
 from ..weights import check_tensors, to_layout
@@ -54,7 +54,7 @@ class Proof:
 
     path      the new folder or file
     tensors   number of weights that were compared
-    sha256    one hash of the names and bytes of all weights as they were written, in the interleaved layout
+    sha256    one hash of the names and bytes of all weights, in the interleaved layout
     warnings  what could not be converted
     """
 
@@ -259,8 +259,8 @@ def write_and_prove(
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """The sha256 of a tensor's bytes."""
-    return hashlib.sha256(raw_bytes(tensor).data).hexdigest()
+    """The sha256 of a tensor's bytes; of a vector in float32, so that the hash is the same in every format."""
+    return hashlib.sha256(raw_bytes(tensor.float() if tensor.dim() == 1 else tensor).data).hexdigest()
 
 
 def check_config(source: ModelConfig, written: ModelConfig) -> None:
@@ -310,14 +310,12 @@ def new_target(target: Path, is_folder: bool) -> Iterator[Path]:
     Raises CheckpointError if the system reports an error. Then the target is unchanged.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as work:
-            path = Path(work, target.name)
+        with own_temporary(target.parent, ".convert") as work:
+            path = work / target.name
             if is_folder:
                 path.mkdir()
             yield path
-            if target.is_dir():
-                os.rename(target, Path(work, "old"))  # removed with the temporary folder
-            os.replace(path, target)
+            replace(path, target)
     except OSError as error:
         free = shutil.disk_usage(target.parent).free // 10**6
         raise CheckpointError(

@@ -19,8 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import LlamaError
-from ..system import limits
 from . import facts
 from .facts import REPORT, Finding, Probe, guarded
 
@@ -53,12 +51,6 @@ def examine(self_test: bool = True, seconds: float = SECONDS) -> Iterator[Findin
     """
     for group, probe in WITHOUT_TORCH.items():
         yield from guarded(group, probe)
-    try:
-        limits.check_import()
-    except LlamaError as error:
-        message, _, remedy = str(error).partition("; ")
-        yield Finding("fail", "memory", "addresses", message, remedy)
-        return
     if importlib.util.find_spec("torch") is not None:  # otherwise the versions have reported it
         names = [*PROBES, *TESTS] if self_test else [name for name in PROBES if name != "build"]
         yield from in_children(names, seconds)

@@ -22,10 +22,9 @@ from typing import Literal
 
 from .. import __version__
 from ..errors import one_line
-from ..system.cores import VARIABLES, chosen
+from ..system.cores import VARIABLES, default_threads
 from ..system.folders import cache_folder, state_folder
-from ..system.limits import usable_cores
-from ..system.memory import format_bytes, free_memory, rooms
+from ..system.memory import format_bytes, rooms
 from ..system.temporary import check_writable
 
 Status = Literal["ok", "note", "fail"]
@@ -42,7 +41,6 @@ SETTINGS = (
     "CXX",
 )
 EXTRAS = {
-    "hub": "downloading ORG/NAME",
     "study": "drawing the figures of the study",
     "completion": "--print-completion",
     "structured": "answers that meet a JSON schema, a regular expression or a grammar",
@@ -154,7 +152,7 @@ def machine() -> Iterator[Finding]:
     """The system, the processor, its cores, and the environment variables that change how the program runs."""
     yield Finding("ok", "machine", "system", platform.platform())
     yield Finding("ok", "machine", "processor", f"{processor()}, {platform.machine()}")
-    yield Finding("ok", "machine", "cores", f"{os.cpu_count()}, {usable_cores()} of them for this process")
+    yield Finding("ok", "machine", "cores", f"{os.cpu_count()}, {default_threads()} threads by default")
     names = sorted(name for name in os.environ if name.startswith("CLEARLLAMA_") or name in SETTINGS)
     settings = ", ".join(f"{name}={os.environ[name]}" for name in names)
     yield Finding("ok", "machine", "settings", settings or "no environment variable changes how the program runs")
@@ -171,8 +169,9 @@ def processor() -> str:
 # ---------------------------------------------------------------------------------------------------- cache folders
 def caches() -> Iterator[Finding]:
     """The cache and state folders of this program, and the cache of the Hugging Face hub."""
-    from ..hub.named import MODELS, find
-    from ..hub.repository import has_library
+    from huggingface_hub import constants
+
+    from ..hub.models import MODELS, find
 
     yield from _cache("folder", cache_folder(), "CLEARLLAMA_CACHE")
     for name in MODELS:
@@ -184,12 +183,6 @@ def caches() -> Iterator[Finding]:
     except RuntimeError:
         message = "the home folder is not known, so what is typed in chat is not kept"
         yield Finding("note", "cache", "state", message, "set HOME")
-    if not has_library():
-        message = "huggingface_hub is not installed, so ORG/NAME can't be pulled"
-        yield Finding("note", "cache", "hub", message, "pip install 'clearllama[hub]'")
-        return
-    from huggingface_hub import constants
-
     folder = Path(constants.HF_HUB_CACHE)
     models = sorted(path.name.removeprefix("models--").replace("--", "/") for path in folder.glob("models--*"))
     names = ", ".join(models[:20]) + ", ..." * (len(models) > 20)
@@ -236,15 +229,14 @@ def _size(folder: Path) -> tuple[int, bool]:
 # ------------------------------------------------------------------------------------------------ with torch's help
 def memory() -> Iterator[Finding]:
     """The free memory under each limit, the lowest limit first."""
-    found = sorted(rooms("cpu"), key=lambda room: room.bytes)
+    found = rooms("cpu")
     if not found:
         yield Finding("note", "memory", "free", "this system does not report its free memory")
     for i, room in enumerate(found):
         binds = " (the limit that binds)" if i == 0 and len(found) > 1 else ""
         yield Finding("ok", "memory", "free", f"{format_bytes(room.bytes)} {room.message}{binds}")
-    free = free_memory("cpu")
-    if free is not None and free < LOW_MEMORY:
-        message = f"{format_bytes(free)} is less than the default model needs"
+    if found and found[0].bytes < LOW_MEMORY:
+        message = f"{format_bytes(found[0].bytes)} is less than the default model needs"
         yield Finding("note", "memory", "least", message, "end other programs, or raise the limit")
 
 
@@ -253,7 +245,7 @@ def devices() -> Iterator[Finding]:
     import torch
 
     dtype = "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
-    yield Finding("ok", "devices", "cpu", f"{chosen()}; {dtype} by default")
+    yield Finding("ok", "devices", "cpu", f"{default_threads()} threads; {dtype} by default")
     version = torch.version.cuda or torch.version.hip
     driver = any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl")))
     if torch.cuda.is_available():

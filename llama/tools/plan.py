@@ -269,7 +269,7 @@ def weight_bytes(
 
 def activation_bytes(run: Run, part: ModelConfig) -> int:
     """The bound of system/memory.py on a slice's activations: a chunk of one prompt, the logits of each sequence."""
-    one_prompt = memory.activation_bytes(part, run.context, CHUNK, run.size, run.kv_cache)
+    one_prompt = memory.activation_bytes(part, run.context, run.size, run.kv_cache, CHUNK)
     return one_prompt + (run.batch - 1) * memory.logits_bytes(part)
 
 

@@ -6,6 +6,7 @@ and compared with what the files declare about themselves and each other: sizes,
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -22,8 +23,7 @@ from ..checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, t
 from ..checkpoint.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_of
 from ..checkpoint.safetensors_header import read_header
 from ..errors import CheckpointError, LlamaError, TokenizerError, UsageError, one_line
-from ..hub import named as hub
-from ..hub.transfer import file_sum
+from ..hub import models as hub
 from ..tokenizer import open_tokenizer
 from ..weights import mismatches
 
@@ -380,6 +380,20 @@ def cache_sum(file: Path) -> Sum | None:
         if file.name == model.file and file.stat().st_size == model.size:
             return Sum(file, "sha256", model.sha256, f"the list of named models ({name})")
     return None
+
+
+def file_sum(file: Path, algorithm: str, progress: Progress = _silent) -> str:
+    """The md5, the sha256, or git's object id of a file."""
+    size, done = file.stat().st_size, 0
+    digest = hashlib.new("sha1" if algorithm == "git" else algorithm, usedforsecurity=False)
+    if algorithm == "git":
+        digest.update(f"blob {size}\0".encode())
+    with open(file, "rb") as opened:
+        while chunk := opened.read(CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(f"{algorithm} {file.name}", done, size)
+    return digest.hexdigest()
 
 
 def _compare(known: Sum, progress: Progress) -> str:

@@ -168,15 +168,6 @@ WRITES = (
         """        pass
 """,
     ),
-    Defect(
-        "F04",
-        "two conversions write to one target",
-        "llama/tools/convert.py",
-        """        with locked(target, PREFIX):
-""",
-        """        with contextlib.nullcontext():
-""",
-    ),
 )
 MADE_WITH = (
     Defect(

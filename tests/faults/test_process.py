@@ -328,7 +328,7 @@ WRONG = [
     ["inspect", "CUT"],
     ["inspect", "none"],
     ["convert", "MODEL", "MODEL", "--to", "hf", "--force"],
-    ["convert", "MODEL", "new", "--to", "meta", "--shards", "3"],
+    ["convert", "MODEL", "new", "--to", "meta"],
     ["convert", "CUT", "new", "--to", "gguf"],
     ["quantize", "MODEL", "new", "--scheme", "int3"],
     ["trace", "-q", "a", "-m", "MODEL", "--ablate-head", "9.9"],

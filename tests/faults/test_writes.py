@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from llama import loader
 from llama.errors import UsageError
 from llama.generation.session import Session
-from llama.hub import named as hub
+from llama.hub import models as hub
 from llama.system import temporary
 from llama.tools import convert as convert_module
 from llama.tools.convert import convert
@@ -82,7 +82,7 @@ def pull_job(source: Path, out: Path) -> Job:
         wheel="tinymodel==1.0", wheel_size=1000, member="tinymodel/tiny.gguf",
     )  # fmt: skip
     before = (
-        "import os, sys; from llama.hub import named as hub; from llama.hub.named import NamedModel;"
+        "import os, sys; from llama.hub import models as hub; from llama.hub.models import NamedModel;"
         f"hub.MODELS['tiny'] = {model!r};"
         f"os.environ['CLEARLLAMA_CACHE'] = {str(out)!r};"
         f"os.environ['PYTHONPATH'] = {str(pip.parent)!r}"

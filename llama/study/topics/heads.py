@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...checkpoint import open_checkpoint
 from ...errors import UsageError
-from ...hub.named import resolve
+from ...hub import resolve
 from ...loader import build
 from ...model import Transformer
 from ..figure import LINES, Data, Figure

