@@ -26,9 +26,7 @@ LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
 
 def _valid(text: str) -> str:
-    """The text itself. Raises TokenizerError if it is not a string or has a lone surrogate."""
-    if not isinstance(text, str):
-        raise TokenizerError(f"text must be a string, got {type(text).__name__}")
+    """The text itself. Raises TokenizerError if it has a lone surrogate, for which each library has another answer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -80,7 +78,7 @@ class Tokenizer(ABC):
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
     strips                control string -> (whether a chat drops the white space before it, and after it)
-    visible               control strings that are shown, since they are control only because the chat template writes them
+    visible               control strings with a text: they are control only because the chat template writes them
     """
 
     kind: str
@@ -191,7 +189,7 @@ class Tokenizer(ABC):
                 piece = piece.lstrip(WHITE_SPACE)
             if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], neither)[0]:
                 piece = piece.rstrip(WHITE_SPACE)
-            ids += self.encode_chat_text(piece, first=i == 0)
+            ids += self._encode_after_control(_valid(piece)) if i else self._encode(_valid(piece))
         return ids
 
     def encode_infill(self, prefix: str, suffix: str) -> list[int]:
@@ -201,17 +199,10 @@ class Tokenizer(ABC):
         Raises TokenizerError if the vocabulary has no infill tokens.
         """
         if not {PRE, SUF, MID} <= self.control.keys():
-            raise TokenizerError(
-                f"this vocabulary has no infill ids ({PRE} {SUF} {MID}); only Code Llama models trained for infilling"
-                f" have them"
-            )
+            raise TokenizerError(f"this vocabulary has no infill ids ({PRE} {SUF} {MID}), as Code Llama's has")
         pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
         before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
         return [*self._marker(True, self.bos_id, "begin"), pre, *before, suf, *after, mid]
-
-    def encode_chat_text(self, text: str, first: bool) -> list[int]:
-        """Ids of a text between two control tokens of a chat; first is True if no control token precedes it."""
-        return self.encode(text) if first else self._encode_after_control(_valid(text))
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""

@@ -136,12 +136,8 @@ def byte_piece(piece: str) -> int | None:
 
 def all_splits(tokens: Iterable[str], known: Container[str], where: str = "") -> list[tuple[str, str]]:
     """All ways to split each token into two known tokens, the shortest left part first."""
-    return [
-        (token[:cut], token[cut:])
-        for token in tokens
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
-    ]
+    cuts = ((token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token)))
+    return [(left, right) for left, right in cuts if left in known and right in known]
 
 
 class library_errors:

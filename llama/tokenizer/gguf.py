@@ -77,7 +77,7 @@ class GGUFTokenizer(Tokenizer):
                 )
         settings = {f"{name}_token": None if ids[name] is None else self.tokens[ids[name]] for name in ("bos", "eos")}
         template = metadata.get("tokenizer.chat_template")
-        stops = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+        stops = [id for name, id in ids.items() if name != "bos" and id is not None]
         return settings, Named((), stops, template if isinstance(template, str) else "")
 
     def _correct(self) -> None:

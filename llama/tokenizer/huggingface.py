@@ -56,10 +56,10 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
         raise TokenizerError(f"{where} is not valid JSON ({error})") from None
     if not isinstance(source.get("model"), dict):
         raise TokenizerError(f"{where} is not a tokenizer.json: expected the key 'model'")
-    return source  # type: ignore[no-any-return]
+    return source
 
 
-def build(source: Mapping[str, Any], where: str, hidden: Set[str] = frozenset()) -> Backend:
+def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = frozenset()) -> Backend:
     """The library's tokenizer of a file, in which no text matches the tokens in `hidden`; they keep their ids.
 
     BPE models are passed as Python objects, which takes half the time of JSON. Added tokens come last, because the
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(where, "not a usable tokenizer.json"):
             found = self._source()
             self._read_tokens(found, named_by)
-            self._backend = build(found, where, hidden=self.control.keys() | {self.unknown or ""})
+            self._backend = build(found, where, hidden={*self.control, self.unknown} - {None})
             self._backend.encode_special_tokens = True  # then the library matches none of them in a text
             self._backend.encode("a")  # finds damage that parsing does not
 
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         if isinstance(vocab, dict):
             self.unknown: str | None = model.get("unk_token")
-            if ids.get(self.unknown) in (self.bos_id, self.eos_id) or looks_control(self.unknown or ""):
+            if ids.get(self.unknown) in {self.bos_id, *self.stop_ids} or looks_control(self.unknown or ""):
                 self.unknown = None  # GPT-2's files use the end of text for unknown characters
             source["model"] = {**model, "unk_token": self.unknown}
         else:
@@ -171,7 +171,7 @@ class HuggingFaceTokenizer(Tokenizer):
         setting = self.settings.get("add_bos_token")
         if setting is not None:
             return boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError)
-        if before and before != [self.token_of.get(self.bos_id)]:
+        if before and before != [self.token_of[self.bos_id] if self.bos_id is not None else None]:
             raise TokenizerError(
                 f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the bos_token;"
                 " set add_bos_token in tokenizer_config.json"
@@ -183,17 +183,20 @@ class HuggingFaceTokenizer(Tokenizer):
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         if not self._control_ids.isdisjoint(ids):  # hidden names in a vocabulary of an unusual kind
             raise TokenizerError(f"{self._where}: this vocabulary turns a part of the text into a control token")
-        if self._missing and len(raw := text.encode()) > len(raw.translate(None, self._missing)):
-            at, byte = next((at, b) for at, c in enumerate(text) for b in c.encode() if b in self._missing)
-            raise TokenizerError(
-                f"{self._where}: character {at} of the text, {text[at]!a}, has the byte 0x{byte:02X}, for which this"
-                " vocabulary has no token; remove the character from the text"
-            )
+        raw = text.encode() if self._missing else b""
+        if len(raw) > len(raw.translate(None, self._missing)):  # the library drops bytes without a token
+            encoded = b"".join(map(self.token_bytes, ids))  # a longer token may contain such a byte
+            if lost := [byte for byte in self._missing if raw.count(byte) > encoded.count(byte)]:
+                at = next(at for at, character in enumerate(text) if lost[0] in character.encode())
+                raise TokenizerError(
+                    f"{self._where}: character {at} of the text, {text[at]!a}, has the byte 0x{lost[0]:02X}, for which"
+                    " this vocabulary has no token; remove the character from the text"
+                )
         return ids
 
     def _encode_special(self, text: str) -> list[int]:
         with self._errors:
-            return self._reference.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            return self._reference.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _reference(self) -> Backend:

@@ -1,4 +1,4 @@
-"""The steps of a tokenizer.json around its model, and a bound on the text that they write."""
+"""A bound on the text that the steps of a tokenizer.json write."""
 
 from __future__ import annotations
 
@@ -15,25 +15,16 @@ from ..errors import TokenizerError
 LARGEST_GROWTH = 256
 
 # Steps that lengthen a text, and the most characters that they write for one
-GROWTH = {
-    "NFC": 3,
-    "NFD": 4,
-    "NFKC": 18,
-    "NFKD": 18,
-    "Lowercase": 3,
-    "BertNormalizer": 4,
-    "ByteLevel": 8,
-    "Metaspace": 2,
-}
+GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 4, "ByteLevel": 8,
+          "Metaspace": 2}  # fmt: skip
 
 
-def parts(step: Any) -> Iterator[dict[str, Any]]:
-    """The single steps of a normalizer, pre-tokenizer, decoder or post-processor; sequences are flattened."""
-    if step is not None and step.get("type") == "Sequence":
-        for name in ("normalizers", "pretokenizers", "decoders", "processors"):
-            for inner in step.get(name, ()):
-                yield from parts(inner)
-    elif step is not None:
+def parts(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The single steps of a normalizer or pre-tokenizer."""
+    if step["type"] == "Sequence":
+        for inner in step.get("normalizers") or step.get("pretokenizers") or ():
+            yield from parts(inner)
+    else:
         yield step
 
 
@@ -45,8 +36,8 @@ def check_growth(backend: Backend, where: str) -> None:
     divide a text into texts. The steps are read from the library, which completes and sorts what a file writes.
     """
     factor = 1.0
-    for step in (backend.normalizer, backend.pre_tokenizer):
-        for part in parts(json.loads(step.__getstate__()) if step is not None else None):
+    for step in filter(None, (backend.normalizer, backend.pre_tokenizer)):
+        for part in parts(json.loads(step.__getstate__())):
             factor *= growth(part)
     if factor > LARGEST_GROWTH:
         raise TokenizerError(
