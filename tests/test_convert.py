@@ -1,23 +1,15 @@
-"""Conversions: the same weights in every format, complete or absent, and readable by the formats' own programs."""
+"""Conversions: the same model in every format, complete or absent, and readable by the formats' own programs."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
-import math
-import os
-import random
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -25,17 +17,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import llama
-from llama.checkpoint import gguf_write, open_checkpoint
+from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
+from llama.checkpoint.architectures import FAMILIES
 from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
-from llama.tools import convert as convert_module
-from llama.tools.convert import convert
+from llama.quant.gguf_types import MIXES
+from llama.system import temporary
+from llama.tools.convert import check_config, convert
 from llama.tools.quantize import quantize
 
-from . import meta_code, test_huggingface, tiny
-from .forked import Forked
+from . import test_architectures, test_huggingface, tiny
 from .scripts import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,14 +37,138 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = torch.randint(500, (1, 100), generator=torch.Generator().manual_seed(1))
 
 
-def logits(path: Path) -> torch.Tensor:
-    return llama.load_model(path, dtype="float32", device="cpu")(TOKENS)
+def logits(path: Path, tokens: Tensor = TOKENS) -> Tensor:
+    return llama.load_model(path, dtype="float32", device="cpu")(tokens)
 
 
 def files(folder: Path) -> dict[str, str]:
     """Every file below a folder and its hash."""
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
             for file in sorted(folder.rglob("*")) if file.is_file()}  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny.make(tmp_path / "source", "llama-3-8b")
+
+
+# ------------------------------------------------------------------------------------------------------ equal models
+@pytest.mark.row("F08")
+@pytest.mark.parametrize(
+    "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
+)
+def test_a_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) -> None:
+    source = make_tiny.make(tmp_path / "meta", like, shards=2 if "405b" in like else 1)
+    steps: list[tuple[str, int, int]] = []
+    hf = convert(source, tmp_path / "hf", "hf", progress=lambda *step: steps.append(step))
+    assert [steps[hf.tensors - 1], steps[-1]] == [("writing", *[hf.tensors] * 2), ("checking", *[hf.tensors] * 2)]
+    file = convert(hf.path, tmp_path / "model.gguf", "gguf")
+    back = convert(file.path, tmp_path / "back", "hf")
+    assert len({proof.sha256 for proof in (hf, file, back)}) == 1
+    [warning] = hf.warnings
+    assert warning.startswith("wrote no chat template, because the name meta does not contain instruct or chat")
+    assert file.warnings == back.warnings == []
+    paths = [source, hf.path, file.path, back.path]
+    assert all(open_checkpoint(path).config == open_checkpoint(source).config for path in paths)
+    assert all(torch.equal(logits(source), logits(path)) for path in paths)
+    tokenizers = [llama.load_tokenizer(path) for path in paths]
+    text = " The dog bites the man.\n\n 12345 😀 <|eot_id|> </s>  x"
+    assert len({tuple(tokenizer.encode(text, bos=True)) for tokenizer in tokenizers}) == 1
+    assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
+
+
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
+
+
+@pytest.mark.parametrize("kind", [None, *MIXES])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
+    """Each matrix, dequantized by the gguf package, is close to the one that transformers saved."""
+    model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)
+    path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path
+    with torch.no_grad():
+        expected = model(test_huggingface.tokens(40)).logits
+    error = (logits(path, test_huggingface.tokens(40)) - expected).norm() / expected.norm()
+    assert float(error) < {None: 1e-5, "q8_0": 0.06}.get(kind, 0.6)
+    reader = gguf.GGUFReader(path)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["blk.1.attn_q.weight"] == {None: "F32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q5_0"}[kind]
+    assert types["blk.1.attn_norm.weight"] == "F32"
+    field = reader.fields["general.file_type"].contents()
+    assert field == (0 if kind is None else MIXES[kind].file_type)
+    theirs = dict(model.named_parameters())
+    for tensor in reader.tensors:
+        if tensor.name in ("blk.2.ffn_up.weight", "blk.3.attn_v.weight"):
+            ours = {"blk.2.ffn_up.weight": "layers.2.mlp.up_proj", "blk.3.attn_v.weight": "layers.3.self_attn.v_proj"}
+            weight = theirs[f"model.{ours[tensor.name]}.weight"].detach().numpy()
+            gap = np.abs(gguf.quants.dequantize(tensor.data, tensor.tensor_type) - weight).max()
+            assert gap <= np.abs(weight).max() * {"F32": 0, "Q8_0": 1 / 250}.get(tensor.tensor_type.name, 1 / 6)
+
+
+LISTS = {"short_factor": test_huggingface.SHORT, "long_factor": test_huggingface.LONG}
+ROPES = [rope for rope in test_huggingface.ROPES if rope["rope_type"] != "dynamic"] + [
+    {"rope_type": "yarn", "factor": 0.5},
+    {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7},
+    {"rope_type": "yarn", "original_max_position_embeddings": 32},
+    {"rope_type": "linear", "factor": 0.5},
+    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32, **LISTS},
+    {"rope_type": "ntk", "factor": 3.0},
+]
+
+
+def scaled(folder: Path, rope: dict[str, Any], **options: Any) -> Path:
+    """A folder with a scaling, which transformers need not accept."""
+    test_huggingface.write(folder, **options)
+    test_huggingface.edit(folder, remove=("rope_parameters",), rope_scaling=rope, rope_theta=1e4)
+    return folder
+
+
+@pytest.mark.row("F08")
+@pytest.mark.parametrize("rope", ROPES, ids=test_huggingface.label)
+def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> None:
+    source = scaled(tmp_path / "hf", rope)
+    paths = [source, convert(source, tmp_path / "x.gguf", "gguf").path]
+    if rope["rope_type"] != "ntk":  # becomes divisors, which config.json can't express
+        paths += [convert(path, tmp_path / f"hf {i}", "hf").path for i, path in enumerate(paths)]
+    models = [llama.load_model(path, dtype="float32", device="cpu") for path in paths]
+    for length in (20, 60):
+        tokens = test_huggingface.tokens(length)
+        assert all(float((model(tokens) - models[0](tokens)).abs().max()) < 1e-4 for model in models)
+    assert len({model.max_seq_len for model in models}) == 1
+    keys = gguf.GGUFReader(paths[1]).fields.keys()
+    assert not {"llama.rope.scaling.factor", "llama.rope.scaling.type"} <= keys or rope["rope_type"] in (
+        "linear",
+        "yarn",
+    )
+
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in NAMES.values()),
+    ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
+    ("Qwen2", {"tie_word_embeddings": True}),
+    *(("Llama", {"rope": rope}) for rope in ROPES),
+    *(("Qwen2", {"rope": rope}) for rope in (ROPES[1], ROPES[3], ROPES[-2])),
+    ("SmolLM3", {"rope": ROPES[1]}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), MODELS, ids=str)
+def test_llama_cpp_computes_the_same_logits(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Its cache holds float16. It chooses longrope's list by the size of its context, at least 256 tokens."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    rope = changes.get("rope")
+    changes = {key: value for key, value in changes.items() if key != "rope"}
+    test_architectures.write(tmp_path / "hf", family, vocab_size=768, **changes)
+    if rope is not None:
+        test_huggingface.edit(tmp_path / "hf", ("rope_parameters",), rope_scaling=rope, rope_theta=1e4)
+    (tmp_path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(512))
+    file = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", tokenizer=tmp_path / "tokenizer.model").path
+    tokens = TOKENS[:, :60]
+    theirs = llama_cpp.Llama(str(file), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+    theirs.eval(tokens[0].tolist())
+    assert np.abs(logits(tmp_path / "hf", tokens)[0].numpy() - theirs.scores[:60]).max() < 0.03
 
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
@@ -60,7 +178,7 @@ def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None
 
     source = make_tiny.make(tmp_path / "meta", like)
     convert(source, tmp_path / "hf", "hf", shards=3)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) >= 3
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 3
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert float((logits(source) - model(TOKENS).logits).abs().max()) < 5e-4
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), llama.load_tokenizer(source)
@@ -68,244 +186,187 @@ def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None
     assert theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids == ours.encode(text)
 
 
-def test_the_gguf_package_reads_the_written_file(tmp_path: Path) -> None:
-    source = make_tiny.make(tmp_path / "meta", "llama-3.1-8b")
-    proof = convert(source, tmp_path / "x.gguf", "gguf")
-    reader = gguf.GGUFReader(proof.path)
-    state = torch.load(source / "consolidated.00.pth")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    raw = tensors["blk.1.attn_q.weight"]
-    assert raw.tensor_type == gguf.GGMLQuantizationType.BF16
-    weight = gguf.quants.dequantize(raw.data, raw.tensor_type)
-    assert torch.equal(torch.from_numpy(weight), state["layers.1.attention.wq.weight"].float())
-    divisors = tensors["rope_freqs.weight"].data
-    assert divisors.shape == (8,)
-    assert divisors[0] == 1
-    assert divisors[-1] == 8
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [rope for rope in test_huggingface.ROPES if rope["rope_type"] not in ("dynamic",) and rope.get("truncate", True)],
-    ids=test_huggingface.label,
-)
-def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> None:
-    test_huggingface.write(tmp_path / "hf", rope_parameters={**rope, "rope_theta": 10000.0})
-    proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
-    back = convert(proof.path, tmp_path / "back", "hf")
-    tokens = test_huggingface.tokens(60)
-    models = [
-        llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path, back.path)
-    ]
-    for model in models[1:]:
-        assert float((model(tokens) - models[0](tokens)).abs().max()) < 1e-4
-
-
-def test_biases_survive_gguf(tmp_path: Path) -> None:
-    test_huggingface.write(tmp_path / "hf", attention_bias=True, mlp_bias=True, head_dim=24)
-    proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
-    tokens = test_huggingface.tokens(60)
-    one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path))
-    assert torch.equal(one(tokens), other(tokens))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 21])
-def test_a_hugging_face_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 7, 21])
+def test_a_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
     convert(source, tmp_path / "hf", "hf", shards=count)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == count
+    sizes = [len(load_file(file)) for file in (tmp_path / "hf").glob("*.safetensors")]
+    assert (len(sizes), sum(sizes), max(sizes) - min(sizes) <= 1) == (count, 21, True)
     assert torch.equal(logits(tmp_path / "hf"), logits(source))
 
 
-def test_the_tokenizer_of_another_model_is_refused_and_a_damaged_one_is_reported(source: Path, tmp_path: Path) -> None:
+def test_a_file_of_more_than_the_limit_is_split(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_write, "LARGEST_FILE", 100_000)
+    convert(source, tmp_path / "hf", "hf")
+    sizes = [sum(t.nbytes for t in load_file(f).values()) for f in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert sum(sizes) == index["metadata"]["total_size"] > 200_000
+    assert max(sizes) <= 100_000
+    assert torch.equal(logits(tmp_path / "hf"), logits(source))
+
+
+def test_each_weight_keeps_its_dtype(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    convert(tiny.write_gguf(tmp_path / "t.gguf"), source, "hf")
+    mixed = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    up = "model.layers.0.mlp.up_proj.weight"
+    mixed[up] = mixed[up].float()
+    save_file(mixed, source / "model.safetensors", {"format": "pt"})
+    again = load_file(convert(source, tmp_path / "again", "hf").path / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in again.items()} == {name: t.dtype for name, t in mixed.items()}
+    narrow = load_file(convert(source, tmp_path / "half", "hf", dtype=torch.float16).path / "model.safetensors")
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.float16}
+    reader = gguf.GGUFReader(convert(source, tmp_path / "x.gguf", "gguf").path)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert (types["blk.0.ffn_up.weight"], types["blk.0.attn_q.weight"], types["output_norm.weight"]) == (
+        "F32", "BF16", "F32",
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, {}, "GGUF can't express the rope scaling 'dynamic'"),
+        ({}, {"to": "meta"}, "unknown format 'meta'; known: hf, gguf"),
+        ({}, {"shards": 2}, "written as one file"),
+        ({}, {"to": "hf", "shards": 22}, "21 weights can't be split into 22 files"),
+        ({}, {"quantize": "q8_0", "dtype": torch.float16}, "--quantize q8_0 needs --to gguf and no --dtype"),
+        ({}, {"quantize": "q8_0", "to": "hf"}, "--quantize q8_0 needs --to gguf"),
+        ({}, {"quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0"),
+        ({"intermediate_size": 90}, {"quantize": "q8_0"}, "w_down.weight has rows of 90 weights"),
+        ({"large": 1e6}, {"dtype": torch.float16}, "norm.weight holds values beyond float16's limit"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_written_is_refused(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    rope, large = changes.get("rope", {"rope_type": "default"}), changes.get("large")
+    source = scaled(tmp_path / "hf", rope, **{k: x for k, x in changes.items() if k not in ("rope", "large")})
+    if large is not None:
+        state = load_file(source / "model.safetensors")
+        state["model.norm.weight"][3] = large
+        save_file(state, source / "model.safetensors", {"format": "pt"})
+    before = files(tmp_path)
+    with pytest.raises(LlamaError, match=message):
+        convert(source, tmp_path / "out", **{"to": "hf" if large else "gguf", **options})
+    assert files(tmp_path) == before
+
+
+def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
+    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
+    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
+        convert(source, tmp_path / "hf", "hf")
+    exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
+    assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
+    proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
+    assert any("already quantized (Q4_0); quantizing the original would lose less" in w for w in proof.warnings)
+
+
+def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     with pytest.raises(CheckpointError, match="use the tokenizer that was published"):
         convert(source, tmp_path / "hf", "hf")
     (source / "tokenizer.model").write_bytes(b"nonsense")
-    proof = convert(source, tmp_path / "hf", "hf")
-    assert any("is not a tokenizer file" in warning for warning in proof.warnings)
+    for to in ("hf", "gguf"):
+        [warning] = convert(source, tmp_path / to, to).warnings
+        assert warning.startswith("no tokenizer was written: ")
+        assert torch.equal(logits(tmp_path / to), logits(source))
 
 
-def test_a_quantized_source_needs_a_dtype(tmp_path: Path) -> None:
-    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
-    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
-        convert(source, tmp_path / "hf", "hf")
-    proof = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
-    tokens = tiny.random_tokens(40)
-    one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
-    assert torch.equal(one(tokens), other(tokens))
-
-
-def test_a_dtype_too_small_for_a_weight_is_refused(tmp_path: Path) -> None:
-    state = tiny.weights()
-    state["norm.weight"][3] = 1e6
-    source = tiny.write_gguf(tmp_path / "x.gguf", state=state)
-    with pytest.raises(CheckpointError, match=r"beyond the range of torch\.float16"):
-        convert(source, tmp_path / "hf", "hf", dtype=torch.float16)
-    assert os.listdir(tmp_path) == ["x.gguf"]
-
-
-# ------------------------------------------------------------------------------------------- complete or absent
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny.make(tmp_path / "source", "llama-3-8b")
-
-
-FOREIGN: dict[str, tuple[str, ...]] = {
-    "a.jpg, which no conversion writes": ("a.jpg",),
-    "thesis.txt, which no conversion writes": ("config.json", "thesis.txt"),
-    "model.safetensors.bak, which": ("config.json", "model.safetensors", "model.safetensors.bak"),
-    "notes.json, which": ("consolidated.00.pth", "params.json", "notes.json"),
-    "the folder photos, which": ("config.json", "model.safetensors", "photos/a.jpg"),
-    "the folder tokenizer.json, which": ("config.json", "model.safetensors", "tokenizer.json/a.jpg"),
-    "config.json and no weights": ("config.json", "tokenizer.json"),
+# ---------------------------------------------------------------------------------------------------------- the target
+WRITERS: dict[str, Callable[..., object]] = {
+    "convert": lambda source, target, **options: convert(source, target, "hf", **options),
+    "quantize": quantize,
 }
 
 
 @pytest.mark.row("F05")
-@pytest.mark.parametrize("message", FOREIGN)
-def test_a_folder_with_a_file_that_no_conversion_writes_is_never_replaced(
-    source: Path, tmp_path: Path, message: str
-) -> None:
-    target = tmp_path / "proj"
-    for name in FOREIGN[message]:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_text(name)
-    for write in (lambda: convert(source, target, "hf", force=True), lambda: quantize(source, target, force=True)):
-        with pytest.raises(UsageError, match=f"proj contains {message}.*, so it is not replaced; remove it first"):
-            pytest.fail(str(write()))
-    assert sorted(str(path.relative_to(target)) for path in target.rglob("*.*") if path.is_file()) == sorted(
-        FOREIGN[message]
-    )
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path, writer: str) -> None:
+    write, target = WRITERS[writer], tmp_path / "new"
+    write(source, target)
+    before = files(target)
+    with pytest.raises(UsageError, match="exists already; name another target, or replace it with force=True"):
+        write(source, target)
+    (target / "config.json").write_text("x")
+    write(source, target, force=True, shards=2)
+    write(source, target, force=True)
+    assert files(target) == before
+    for other in (source, source.parent):
+        with pytest.raises(UsageError, match="is the source or contains it"):
+            write(source, other, force=True)
+    with pytest.raises(UsageError, match="is not a name in an existing folder"):
+        write(source, tmp_path / "no" / "hf")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is a file, which this conversion does not write; remove it first"):
+        write(source, tmp_path / "file", force=True)
+    with pytest.raises(UsageError, match="new is a folder, which"):
+        convert(source, target, "gguf", force=True)
+    for name in ("thesis.txt", "model.safetensors.bak", "photos/a.jpg"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).touch()
+        with pytest.raises(UsageError, match=f"new contains {name.split('/')[0]}, which"):
+            write(source, target, force=True)
+        (target / name).unlink()
 
 
 @pytest.mark.row("F01")
-@pytest.mark.row("F02")
-def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"0 MB free, but the new files need"):
-        convert(source, tmp_path / "hf", "hf")
-    monkeypatch.undo()
+def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(source, tmp_path / "hf", "hf")
+    before = files(tmp_path)
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device; .* MB are free and .* nothing was changed"):
-        convert(source, tmp_path / "hf", "hf")
-    assert os.listdir(tmp_path) == ["source"]
+    for module, name in ((huggingface_write, "write_safetensors"), (temporary.os, "rename"), (temporary.os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(
+                CheckpointError, match=r"No space left on device \(\d+ MB are free\); nothing was changed"
+            ):
+                convert(source, tmp_path / "hf", "hf", force=True)
+    assert files(tmp_path) == before
 
 
-@pytest.mark.row("F05")
-def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# ----------------------------------------------------------------------------------------------------------- the proof
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize(
+    ("module", "write"),
+    [
+        (huggingface_write, WRITERS["convert"]),
+        (huggingface_write, WRITERS["quantize"]),
+        (gguf_write, lambda source, target: convert(source, target, "gguf")),
+        (gguf_write, lambda source, target: convert(source, target, "gguf", quantize="q8_0")),
+    ],
+)
+def test_the_proof_finds_a_wrong_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, write: Any, bit: int
 ) -> None:
-    convert(source, tmp_path / "hf", "hf")
-    before, rename = files(tmp_path / "hf"), os.rename
+    source = tiny.write_gguf(tmp_path / "source.gguf", tiny.WIDE)
+    original, calls = module.raw_bytes, list[int]()
 
-    def fail_once(old: Path, new: Path) -> None:
-        if Path(new) == tmp_path / "hf" and Path(old).name == "hf":
-            raise OSError(errno.EIO, "Input/output error")
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", fail_once)
-    monkeypatch.setattr(convert_module, "swap", lambda one, other: False)  # a disk that can't swap
-    with pytest.raises(CheckpointError, match="Input/output error; nothing was changed"):
-        convert(source, tmp_path / "hf", "hf", force=True)
-    assert files(tmp_path / "hf") == before
-
-
-def test_the_proof_finds_a_wrong_byte(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama.checkpoint import huggingface_write
-
-    original = huggingface_write.raw_bytes
-
-    def change_a_bit(tensor: torch.Tensor) -> Any:
+    def change_a_bit(tensor: Tensor) -> Any:
         raw = original(tensor).copy()
-        raw[7] ^= 1
+        calls.append(1)
+        raw[-1 if bit else 0] ^= (len(calls) == 5) << bit
         return raw
 
-    monkeypatch.setattr(huggingface_write, "raw_bytes", change_a_bit)
+    monkeypatch.setattr(module, "raw_bytes", change_a_bit)
     with pytest.raises(CheckpointError, match="differs after it was written"):
-        convert(source, tmp_path / "hf", "hf")
-    assert os.listdir(tmp_path) == ["source"]
+        write(source, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
 
 
 @pytest.mark.row("C08")
-def test_the_proof_finds_a_missing_permutation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama.checkpoint import huggingface_write
-
-    monkeypatch.setattr(huggingface_write, "ROTATED", ())
-    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.weight differs after"):
-        convert(source, tmp_path / "hf", "hf")
-
-
-KILLS = 12
-
-
-@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
-def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
-    size = (source / "consolidated.00.pth").stat().st_size
-    script = (
-        "import sys, torch; from llama.tools.convert import convert; from llama import loader;"
-        "convert(sys.argv[1], sys.argv[2], 'hf');"
-        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
-    )
-    if not Path("/proc/self/status").exists():
-        pytest.skip("needs /proc")
-    base = subprocess.run(
-        [sys.executable, "-c", script, str(make_tiny.make(tmp_path / "tiny", "llama-3-8b")), str(tmp_path / "t")],
-        check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    out = subprocess.run([sys.executable, "-c", script, str(source), str(tmp_path / "b")], check=True,
-                         capture_output=True, text=True).stdout  # fmt: skip
-    grown = (int(out) - int(base)) * 1024
-    assert size > 75e6
-    assert grown < 0.35 * size, (grown, size)
-
-
-# ---------------------------------------------------------------------------------------------- the configuration
-TABLES = {"short_factor": [1.0] * 8, "long_factor": [2.3] * 8}
-SCALED: dict[str, tuple[dict[str, Any], str | None]] = {  # (config.json's entries, the error for GGUF)
-    "yarn 1": ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, None),
-    "yarn 0.5": ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, None),
-    "yarn without a factor": ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, None),
-    "yarn 4": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}}, None),
-    "ntk": ({"rope_scaling": {"rope_type": "ntk", "factor": 3.0}}, None),
-    "linear": ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, None),
-    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 7, **TABLES}}, None),
-    "half a token": (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7}},
-        "as an integer, got 50.7",
-    ),
-    "theta": ({"rope_theta": 1e39}, "llama.rope.freq_base as float32, which can't hold 1e[+]39"),
-    "eps": ({"rms_norm_eps": 1e-47}, "as float32, which can't hold 1e-47"),
-}
-
-
-@pytest.mark.row("F08")
-@pytest.mark.parametrize(
-    ("name", "to"), [(name, to) for name in SCALED for to in ("gguf", "hf") if (name, to) != ("ntk", "hf")]
-)
-def test_a_conversion_keeps_the_rotation_and_the_context_or_refuses(tmp_path: Path, name: str, to: str) -> None:
-    entries, error = SCALED[name]
-    source = convert(tiny.write_gguf(tmp_path / "t.gguf"), tmp_path / "source", "hf").path
-    config = json.loads((source / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    (source / "config.json").write_text(json.dumps({**config, **entries}))
-    if error is not None and to == "gguf":
-        with pytest.raises(ConfigError, match=error):
-            convert(source, tmp_path / "new", to)
-        assert not (tmp_path / "new").exists()
-        return
-    old, new = (
-        llama.load_model(path, dtype="float32", device="cpu")
-        for path in (source, convert(source, tmp_path / "new", to).path)
-    )
-    assert old.max_seq_len == new.max_seq_len
-    tokens = tiny.random_tokens(100)
-    torch.testing.assert_close(old(tokens), new(tokens), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("module", "to"), [(huggingface_write, "hf"), (gguf_write, "gguf")])
+def test_the_proof_finds_a_missing_permutation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, to: str
+) -> None:
+    test_architectures.write(tmp_path / "source", "Qwen2")
+    monkeypatch.setattr(module, "ROTATED", ())
+    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.\w+ differs after"):
+        convert(tmp_path / "source", tmp_path / "x", to)
 
 
 @pytest.mark.row("F08")
@@ -313,18 +374,39 @@ def test_a_conversion_keeps_the_rotation_and_the_context_or_refuses(tmp_path: Pa
     ("change", "message"),
     [
         ({"norm_eps": 1.1e-5}, "its norm_eps 1e-05 would become 1.1e-05"),
-        ({"rope_theta": 10001.0}, "its rope_theta 10000.0 would become 10001.0"),
+        ({"rope_theta": 10001.0}, "its RoPE for texts of 1 tokens would change"),
         ({"max_seq_len": 255}, "its max_seq_len 256 would become 255"),
         ({"n_kv_heads": 4}, "its n_kv_heads 2 would become 4"),
         ({"tie_embeddings": True}, "its tie_embeddings False would become True"),
-        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "frequencies for 1 tokens would change"),
+        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "its RoPE for texts of 1 tokens"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, "its RoPE for texts of 1 tok"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}},
-            "its RoPE attention factor 1 for 1 tokens would become 1.5",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                              "original_max_position_embeddings": 100, "attention_factor": 1.0}},
+            "its RoPE for texts of 256 tokens",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_that_computes_something_else_is_no_proof(change: dict[str, Any], message: str) -> None:
-    convert_module.check_config(tiny.CONFIG, tiny.CONFIG)
+    check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, norm_eps=1e-5 * (1 + 1e-8)))
     with pytest.raises(ConfigError, match=message):
-        convert_module.check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))
+        check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))
+
+
+@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
+    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
+    script = (
+        "import sys; from llama.tools.convert import convert; from llama import loader;"
+        "convert(sys.argv[1], sys.argv[2], 'hf');"
+        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
+    )
+    peaks = [
+        int(subprocess.check_output([sys.executable, "-c", script, str(path), str(tmp_path / f"new {path.name}")]))
+        for path in (make_tiny.make(tmp_path / "tiny", "llama-3-8b"), source)
+    ]
+    size = (source / "consolidated.00.pth").stat().st_size
+    assert size > 75e6
+    assert (peaks[1] - peaks[0]) * 1024 < 0.35 * size
