@@ -27,6 +27,8 @@ LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
 def _valid(text: str) -> str:
     """The text itself. Raises TokenizerError if it has a lone surrogate, for which each library has another answer."""
+    if not isinstance(text, str):
+        raise TokenizerError(f"text must be a string, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -49,11 +51,9 @@ def token_id(id: object) -> int:
 
 def token_ids(ids: Iterable[object]) -> list[int]:
     """Ids as a list of ints. Raises UsageError."""
-    try:
-        found = list(ids)
-    except TypeError:
-        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}") from None
-    return [token_id(id) for id in found]
+    if not isinstance(ids, Iterable):
+        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}")
+    return [token_id(id) for id in ids]
 
 
 def split_at(text: str, tokens: Iterable[str]) -> list[tuple[str, bool]]:

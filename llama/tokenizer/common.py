@@ -124,14 +124,15 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def piece_bytes(piece: str) -> bytes:
-    """The bytes of a SentencePiece piece, where U+2581 stands for a space."""
-    return piece.replace("\u2581", " ").encode()
-
-
 def byte_piece(piece: str) -> int | None:
     """The byte of a piece such as <0x0A>, or None."""
     return int(piece[3:5], 16) if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else None
+
+
+def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
+    """The bytes of a SentencePiece piece, where U+2581 stands for a space, and <0x0A> for a byte if byte_fallback."""
+    byte = byte_piece(piece) if byte_fallback else None
+    return piece.replace("\u2581", " ").encode() if byte is None else bytes([byte])
 
 
 def all_splits(tokens: Iterable[str], known: Container[str], where: str = "") -> list[tuple[str, str]]:

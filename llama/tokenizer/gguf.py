@@ -35,7 +35,7 @@ __all__ = ["BYTE_OF", "PRE", "ByteLevelTokenizer", "GGUFTokenizer", "SentencePie
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 # Fields of SentencePiece's TrainerSpec and NormalizerSpec; BPE is a value of MODEL_TYPE
-MODEL_TYPE, BYTE_FALLBACK, REMOVE_EXTRA_WHITESPACES = 3, 35, 4
+MODEL_TYPE, BYTE_FALLBACK, UNK_SURFACE, REMOVE_EXTRA_WHITESPACES = 3, 35, 44, 4
 BPE = 2
 
 
@@ -81,8 +81,9 @@ class GGUFTokenizer(Tokenizer):
         return settings, Named((), stops, template if isinstance(template, str) else "")
 
     def _correct(self) -> None:
-        """Correct the types and the size after the vocabulary was read; its last ids may have no token."""
+        """Correct the types and ids after the vocabulary was read: a token may have several ids, the last ids none."""
         self.n_vocab = len(self.tokens)
+        self.token_of = {id: token for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
         for token, id in self.control.items():
             if token not in self.visible:
                 self.types[id] = CONTROL
@@ -142,7 +143,11 @@ class SentencePieceTokenizer(GGUFTokenizer, SentencePieceModelTokenizer):
             for token, score, type in zip(self.tokens, scores, self.types, strict=True)
         ]
         prefix = self._flag("add_space_prefix", True)
-        trainer = write_field(MODEL_TYPE, BPE) + write_field(BYTE_FALLBACK, int(BYTE in self.types))
+        trainer = (
+            write_field(MODEL_TYPE, BPE)
+            + write_field(BYTE_FALLBACK, int(BYTE in self.types))
+            + write_field(UNK_SURFACE, b"")
+        )
         normalizer = write_field(ADD_DUMMY_PREFIX, int(prefix)) + write_field(REMOVE_EXTRA_WHITESPACES, 0)
         model = [*pieces, write_field(TRAINER_SPEC, trainer), write_field(NORMALIZER_SPEC, normalizer)]
         settings |= {"add_bos_token": self._flag("add_bos_token", True), "legacy": True}

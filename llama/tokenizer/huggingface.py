@@ -25,7 +25,6 @@ from .common import (
     Named,
     added_by_settings,
     byte_level_bytes,
-    byte_piece,
     library_errors,
     looks_control,
     number_tokens,
@@ -120,7 +119,20 @@ class HuggingFaceTokenizer(Tokenizer):
             self._read_tokens(found, named_by)
             self._backend = build(found, where, hidden={*self.control, self.unknown} - {None})
             self._backend.encode_special_tokens = True  # then the library matches none of them in a text
-            self._backend.encode("a")  # finds damage that parsing does not
+            self._check_prefix(self._backend.encode("a").tokens[0])
+
+    def _check_prefix(self, first: str) -> None:
+        """Raise TokenizerError if add_prefix_space contradicts the file; transformers then changes the file's steps.
+
+        first  the first token of a text without spaces
+        """
+        setting, adds = self.settings.get("add_prefix_space"), first[:1] in "\u0120\u2581"
+        generic = self.settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if setting not in (None, adds) and not generic:  # these classes ignore the setting
+            raise TokenizerError(
+                f"{self._where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but this file adds"
+                f" {'a' if adds else 'no'} space before a text; remove the setting, or correct the file"
+            )
 
     def _source(self) -> dict[str, Any]:
         """The content of the file, with the tokens that tokenizer_config.json adds."""
@@ -214,5 +226,4 @@ class HuggingFaceTokenizer(Tokenizer):
             return b""
         if self.byte_level:
             return token.encode() if token in self._added else byte_level_bytes(token)
-        byte = byte_piece(token) if self._byte_fallback else None
-        return piece_bytes(token) if byte is None else bytes([byte])
+        return piece_bytes(token, self._byte_fallback)

@@ -20,13 +20,12 @@ from .common import (
     NOTHING,
     Named,
     added_by_settings,
-    byte_piece,
     library_errors,
     looks_control,
     number_tokens,
     piece_bytes,
 )
-from .steps import LARGEST_GROWTH, longest_replacement
+from .steps import check_factor, longest_replacement
 
 # Fields of ModelProto, of SentencePiece and of NormalizerSpec; values of SentencePiece.type
 PIECE, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
@@ -125,7 +124,9 @@ class SentencePieceModelTokenizer(Tokenizer):
             # A file cut at the end of a piece is a message too, and the library's defaults give other ids
             raise ValueError(f"it ends after {len(messages)} pieces, expected its trainer and normalizer settings")
         normalizer = b"".join(value for number, value in fields if number == NORMALIZER_SPEC)
-        check_charsmap(normalizer, self._where)
+        for number, value, _ in read_fields(normalizer):
+            if number == CHARSMAP and isinstance(value, bytes):
+                check_factor(longest_replacement(value), self._where)
         pieces = library.id_to_piece(list(range(len(messages))))  # fails on a piece that is not UTF-8
 
         more = added_by_settings(settings)
@@ -154,8 +155,7 @@ class SentencePieceModelTokenizer(Tokenizer):
             return token.encode()
         if self._library.is_unknown(id):
             return self._library.decode([id]).encode()  # the model defines how an unknown character is shown
-        byte = byte_piece(token) if self._library.is_byte(id) else None
-        return piece_bytes(token) if byte is None else bytes([byte])
+        return piece_bytes(token, self._library.is_byte(id))
 
     def _encode(self, text: str) -> list[int]:
         with self._errors:
@@ -178,13 +178,6 @@ class SentencePieceModelTokenizer(Tokenizer):
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)
         return self._bytes[id]
-
-
-def check_charsmap(normalizer: bytes, where: str) -> None:
-    """Raise TokenizerError if the table of a NormalizerSpec may lengthen a text without bound."""
-    for number, value, _ in read_fields(normalizer):
-        if number == CHARSMAP and isinstance(value, bytes) and longest_replacement(value) > LARGEST_GROWTH:
-            raise TokenizerError(f"{where}: its normalizer may write more than {LARGEST_GROWTH} characters for one")
 
 
 def user_defined(pieces: Sequence[str], messages: Sequence[bytes], template: str) -> list[str]:

@@ -39,11 +39,13 @@ def check_growth(backend: Backend, where: str) -> None:
     for step in filter(None, (backend.normalizer, backend.pre_tokenizer)):
         for part in parts(json.loads(step.__getstate__())):
             factor *= growth(part)
+    check_factor(factor, where)
+
+
+def check_factor(factor: float, where: str) -> None:
+    """Raise TokenizerError if a normalizer may write too many characters for one."""
     if factor > LARGEST_GROWTH:
-        raise TokenizerError(
-            f"{where}: its normalizer and pre_tokenizer may write more than {LARGEST_GROWTH} characters for one"
-            " character of a text, which is not supported"
-        )
+        raise TokenizerError(f"{where}: its normalizer may write {factor:,.0f} characters for one character of a text")
 
 
 def growth(part: dict[str, Any]) -> float:
