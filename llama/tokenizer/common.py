@@ -103,7 +103,10 @@ def added_by_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def named_token(settings: Mapping[str, Any], key: str) -> str | None:
     """The token under a key of tokenizer_config.json, written as a string or as an object with a content."""
     value = settings.get(key)
-    return value["content"] if isinstance(value, Mapping) else value
+    value = value["content"] if isinstance(value, Mapping) else value
+    if not isinstance(value, str | None):
+        raise TypeError(f"{key} of tokenizer_config.json is {value!r}, expected a token")
+    return value
 
 
 def _byte_alphabet() -> dict[str, int]:
