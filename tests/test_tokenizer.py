@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -314,21 +314,6 @@ def test_llama3_golden_ids(llama3: Tokenizer, meta: Any) -> None:
 @given(texts)
 def test_llama3_ids_are_metas(llama3: Tokenizer, meta: Any, text: str) -> None:
     check(llama3, text, meta.encode(text, bos=False, eos=False))
-
-
-@pytest.fixture(scope="session")
-def llama3_json(llama3_file: Path) -> Tokenizer:
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    converter = TikTokenConverter(str(llama3_file), LLAMA3_WORDS, extra_special_tokens=CONTROL)
-    return HuggingFaceTokenizer(converter.converted().to_str().encode(), "json")
-
-
-@pytest.mark.slow
-@given(texts)
-@settings(max_examples=1000)
-def test_llama3_as_tokenizer_json_agrees(llama3: Tokenizer, llama3_json: Tokenizer, text: str) -> None:
-    check(llama3_json, text, llama3.encode(text))
 
 
 LONG = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 import unicodedata
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import regex
-import tiktoken
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
@@ -20,10 +18,8 @@ from llama.checkpoint import open_checkpoint
 from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.words import PRE
-from llama.tokenizer.write import merges_of_ranks, spelled
 
 from . import tiny
-from .wheels import wheel_member
 
 TEXTS = {
     "Latin": "The fox's jumps, DON'T iPhone McDonald naïve Ünïcödé Straße ǅ «Oui» l'été O'Neill I'M µm ªº",
@@ -156,32 +152,3 @@ def test_a_file_without_a_name_gets_a_warning(tmp_path: Path) -> None:
     [warning] = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata={"tokenizer.ggml.pre": None})).warnings
     assert "no key tokenizer.ggml.pre" in warning
     assert not open_checkpoint(tiny.write_gguf(tmp_path / "y.gguf")).warnings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("date", ["240718", "240911"])
-def test_tekken_has_the_ids_of_mistral_common(date: str) -> None:
-    """mistral-common encodes by tiktoken and adds the number of control tokens."""
-    file = wheel_member("mistral-common==1.13.1", f"mistral_common/data/tekken_{date}.json")
-    document = json.loads(file.read_bytes())
-    config, control = document["config"], document["config"]["default_num_special_tokens"]
-    entries = document["vocab"][: config["default_vocab_size"] - control]
-    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in entries}
-    tokens = [spelled(token) for token in ranks]
-    ours = from_metadata(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "tekken",
-            "tokenizer.ggml.tokens": [f"<SPECIAL_{i}>" for i in range(control)] + tokens,
-            "tokenizer.ggml.token_type": [3] * control + [1] * len(tokens),
-            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges_of_ranks(tokens)],
-            "tokenizer.ggml.bos_token_id": 1,
-            "tokenizer.ggml.eos_token_id": 2,
-        },
-        "x.gguf",
-    )
-    theirs = tiktoken.Encoding("tekken", pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
-    assert config["pattern"] == TEKKEN
-    for text in mixtures(2000):
-        assert ours.encode(text) == [id + control for id in theirs.encode_ordinary(text)], text
-    assert ours.encode_prompt("a")[0] == 1

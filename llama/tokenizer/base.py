@@ -154,7 +154,9 @@ class Tokenizer(ABC):
         parse_special  True: control strings in the text become control ids. Only for text that you wrote yourself
         """
         ids = self._encode_special(_valid(text)) if parse_special else self._encode(_valid(text))
-        return self._marker(bos, self.bos_id, "begin") + ids + self._marker(eos, self.eos_id, "end")
+        if bos:
+            ids = [self._required(self.bos_id, "begin"), *ids]
+        return [*ids, self._required(self.eos_id, "end")] if eos else ids
 
     def _encode_special(self, text: str) -> list[int]:
         """Ids of valid text, with control ids for the control strings in it."""
@@ -166,9 +168,8 @@ class Tokenizer(ABC):
         parse_special  as in `encode`; a text that begins with the control string of bos gets no second bos
         """
         ids = self.encode(text, parse_special=parse_special)
-        if ids and ids[0] == self.bos_id:
-            return ids
-        return self._marker(self.add_bos or (not text and self.bos_id is not None), self.bos_id, "begin") + ids
+        add_bos = self.add_bos or (not text and self.bos_id is not None)
+        return [self._required(self.bos_id, "begin"), *ids] if add_bos and ids[:1] != [self.bos_id] else ids
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
         """Split a text at its control strings: (part, whether it is one). The first match wins, then the longest."""
@@ -202,7 +203,7 @@ class Tokenizer(ABC):
             raise TokenizerError(f"this vocabulary has no infill ids ({PRE} {SUF} {MID}), as Code Llama's has")
         pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
         before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
-        return [*self._marker(True, self.bos_id, "begin"), pre, *before, suf, *after, mid]
+        return [self._required(self.bos_id, "begin"), pre, *before, suf, *after, mid]
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""
@@ -224,10 +225,10 @@ class Tokenizer(ABC):
             known_ids([id], self.n_vocab)
         return id
 
-    def _marker(self, enabled: bool, id: int | None, name: str) -> list[int]:
-        if enabled and id is None:
+    def _required(self, id: int | None, name: str) -> int:
+        if id is None:
             raise TokenizerError(f"this vocabulary has no {name}-of-text id")
-        return [id] if enabled and id is not None else []
+        return id
 
 
 class Decoder:

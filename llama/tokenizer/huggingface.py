@@ -113,6 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
         source: Mapping[str, Any] | None = None,
     ):
         self.data, self._where, self.settings, self._given = data, where, settings or {}, source
+        self._bytes: dict[int, bytes] = {}  # of the ids that were decoded
         self._errors = library_errors(where, "the text can't be encoded")
         with library_errors(where, "not a usable tokenizer.json"):
             found = self._source()
@@ -130,8 +131,8 @@ class HuggingFaceTokenizer(Tokenizer):
         generic = self.settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         if setting not in (None, adds) and not generic:  # these classes ignore the setting
             raise TokenizerError(
-                f"{self._where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but this file adds"
-                f" {'a' if adds else 'no'} space before a text; remove the setting, or correct the file"
+                f"{self._where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but this file"
+                f" adds {'a' if adds else 'no'} space before a text; remove the setting, or correct the file"
             )
 
     def _source(self) -> dict[str, Any]:
@@ -220,7 +221,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)
-        token = self.token_of.get(id)
+        if id not in self._bytes:
+            self._bytes[id] = self._bytes_of(self.token_of.get(id))
+        return self._bytes[id]
+
+    def _bytes_of(self, token: str | None) -> bytes:
         hidden = token in self.control and token not in self.visible
         if token is None or hidden or token == self.unknown:
             return b""
