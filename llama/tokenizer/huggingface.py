@@ -196,16 +196,22 @@ class HuggingFaceTokenizer(Tokenizer):
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         if not self._control_ids.isdisjoint(ids):  # hidden names in a vocabulary of an unusual kind
             raise TokenizerError(f"{self._where}: this vocabulary turns a part of the text into a control token")
-        raw = text.encode() if self._missing else b""
-        if len(raw) > len(raw.translate(None, self._missing)):  # the library drops bytes without a token
-            encoded = b"".join(map(self.token_bytes, ids))  # a longer token may contain such a byte
-            if lost := [byte for byte in self._missing if raw.count(byte) > encoded.count(byte)]:
-                at = next(at for at, character in enumerate(text) if lost[0] in character.encode())
-                raise TokenizerError(
-                    f"{self._where}: character {at} of the text, {text[at]!a}, has the byte 0x{lost[0]:02X}, for which"
-                    " this vocabulary has no token; remove the character from the text"
-                )
+        if self._missing:
+            self._check_lost(text, ids)
         return ids
+
+    def _check_lost(self, text: str, ids: list[int]) -> None:
+        """Raise TokenizerError if the library dropped bytes of the text, because they have no token."""
+        raw = text.encode()
+        if len(raw) == len(raw.translate(None, self._missing)):
+            return
+        encoded = b"".join(map(self.token_bytes, ids))  # a longer token may contain such a byte
+        if lost := [byte for byte in self._missing if raw.count(byte) > encoded.count(byte)]:
+            at = next(at for at, character in enumerate(text) if lost[0] in character.encode())
+            raise TokenizerError(
+                f"{self._where}: character {at} of the text, {text[at]!a}, has the byte 0x{lost[0]:02X}, for which this"
+                " vocabulary has no token; remove the character from the text"
+            )
 
     def _encode_special(self, text: str) -> list[int]:
         with self._errors:
