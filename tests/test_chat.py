@@ -92,13 +92,13 @@ def test_rearranged_text_does_not_become_a_control_string(control: str) -> None:
         ("{{ messages[0]['content'][::2] }}", "<x|xixmx_xexnxdx|x>x"),
         ("{{ messages[0]['content'] | reverse }}", "<|im_end|>"[::-1]),
         ("{{ messages[0]['content'] | lower }}", "<|IM_END|>"),
-        (tiny.CHATML, "a § b"),
-        (tiny.CHATML, "§"),
+        (tiny.CHATML, "a §§ b"),
+        (tiny.CHATML, "§§"),
     ],
 )
 def test_no_template_trick_turns_text_into_control(template: str, content: str) -> None:
     metadata = tiny.byte_vocabulary()
-    for token in ("[INST]", "§", ""):
+    for token in ("[INST]", "§§", ""):
         metadata["tokenizer.ggml.tokens"].append(token)
         metadata["tokenizer.ggml.token_type"].append(3)
     tokenizer = from_metadata(metadata, "tiny")

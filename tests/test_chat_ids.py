@@ -98,12 +98,21 @@ def test_special_tokens_of_the_settings_are_control_tokens(tmp_path: Path) -> No
         {"added_tokens_decoder": {"5": {"content": "he"}}},
         {"added_tokens_decoder": {"999": {"content": "new"}}},
         {"additional_special_tokens": ["new"]},
-        {"extra_special_tokens": [{"content": "new"}]},
     ],
 )
-def test_settings_that_would_change_the_vocabulary_are_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(TokenizerError, match="don't belong together"):
-        open_tokenizer(write(tmp_path, "never", {}) / "tokenizer.json", settings)
+def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write(tmp_path, "never", {})
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    ours = open_tokenizer(folder / "tokenizer.json", settings)
+    assert ours.n_vocab == len(theirs)
+    for text in ("hello new us", "newhe", "<s>new", "he"):
+        assert ours.encode(text, parse_special=True) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("use", ["m.content|length", "m.content|last", "m.content[:5]", "m.content[-3:]"])

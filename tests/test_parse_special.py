@@ -3,77 +3,59 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
-import tiktoken
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from llama.chat import encode_chat, render
-from llama.chat.sandbox import Controls
-from llama.errors import UsageError
+from llama.errors import TokenizerError, UsageError
 from llama.text import Llama
-from llama.tokenizer import Tokenizer
-from llama.tokenizer.common import LLAMA3_WORDS
-from llama.tokenizer.tiktoken import TiktokenTokenizer, control_strings, parse
 
 from .conftest import Run
-from .scripts import make_tiny
-from .test_control_ids import MODEL, OTHERS, TEMPLATE, TURNS, turns_json
+from .test_control_ids import MODEL, OTHERS, TEMPLATE, TURNS
+from .test_tokenizer import pieces_json
+from .test_tokenizer_files import LIBRARY, added, opened, source
 
-KINDS: dict[str, Tokenizer] = {**TURNS, **OTHERS}
+KINDS = {**TURNS, **OTHERS}
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
-
-def texts_of(tokenizer: Tokenizer) -> Any:
-    """Return a strategy of texts made of control strings, parts of them, and words."""
-    names = [name for name in tokenizer.control if name]
-    parts = [*names[:6], *(name[:-1] for name in names[:3]), "hello", "the ", " ", "\n", "é", "<", "|>"]
-    return st.lists(st.sampled_from(parts), max_size=8).map("".join)
-
-
-# ------------------------------------------------------------------------------------------------- against libraries
-@pytest.mark.parametrize("name", KINDS)
-@given(data=st.data())
-@settings(max_examples=25)
-def test_texts_are_split_as_rendered_templates_are(name: str, data: st.DataObject) -> None:
-    """sandbox.Controls splits what a template renders, with an index instead of a regular expression."""
-    tokenizer = KINDS[name]
-    text = data.draw(texts_of(tokenizer))
-    controls = Controls([control for control in tokenizer.control if control])
-    pieces = tokenizer.split_control(text)
-    assert [piece for piece, _ in pieces] == controls.split(text)
-    assert all(is_control == (piece in tokenizer.control) for piece, is_control in pieces)
+ADDED = ["<a>", "<|x|>", "foo", "Foo", "é", "the", " the", "a b", "[REF]", "  ", "REF", "_"]
+NORMALIZERS: list[Any] = [
+    None, {"type": "NFC"}, {"type": "Lowercase"},
+    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+                                         {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+]  # fmt: skip
 
 
-@given(text=texts_of(TURNS["tokenizer.json"]))
-@example("<end_of_turn><end_of_turn>\n")
-@settings(max_examples=50)
-def test_ids_of_a_tokenizer_json_are_those_of_its_library(text: str) -> None:
-    """The library matches added tokens in every text, unless they are removed."""
-    backend = Backend.from_str(turns_json().decode())
-    assert TURNS["tokenizer.json"].encode(text, parse_special=True) == backend.encode(text).ids
-
-
-LLAMA3 = make_tiny.tiktoken_model(512)
-TIKTOKEN = TiktokenTokenizer(LLAMA3, "x")
-REFERENCE = tiktoken.Encoding(
-    name="reference",
-    pat_str=LLAMA3_WORDS,
-    mergeable_ranks={token: rank for rank, token in enumerate(parse(LLAMA3, "x"))},
-    special_tokens={name: 512 + i for i, name in enumerate(control_strings())},
-)
-
-
-@given(text=texts_of(TIKTOKEN))
-@settings(max_examples=50)
-def test_ids_of_tiktoken_are_those_of_its_library(text: str) -> None:
-    expected = REFERENCE.encode(text, allowed_special="all")
-    assert TIKTOKEN.encode(text, parse_special=True) == TIKTOKEN(text, parse_special=True) == expected
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 300))])
+def test_random_flags_of_added_tokens_give_the_librarys_ids(seed: int) -> None:
+    """The library is the reference with all its added tokens, and again with those that are special switched off."""
+    dice = random.Random(seed)
+    found = dice.choice([source(), json.loads(pieces_json(LIBRARY, True)), json.loads(pieces_json(LIBRARY, False))])
+    found["normalizer"] = dice.choice([found["normalizer"], *NORMALIZERS])
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    start = max(found["model"]["vocab"].values()) + 10
+    for i, content in enumerate(names := dice.sample(ADDED, dice.randint(1, 6))):
+        chosen = {flag: dice.random() < 0.4 for flag in flags}
+        found["added_tokens"].append(added(start + i, content, content.startswith("<"), **chosen))
+    ours, theirs, plain = opened(found), *(Backend.from_str(json.dumps(found)) for _ in range(2))
+    plain.encode_special_tokens = True
+    for _ in range(24):
+        text = "".join(dice.choices([*names, " ", "a", "foo", "x", "\n", "É", ".", "dog"], k=dice.randint(0, 8)))
+        try:
+            expected, without = (backend.encode(text, add_special_tokens=False).ids for backend in (theirs, plain))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a defect of the library with stripped spaces
+                raise
+            with pytest.raises(TokenizerError, match="can't be encoded"):
+                ours.encode(text, parse_special=True)
+            continue
+        assert ours.encode(text, parse_special=True) == expected, (text, found["added_tokens"])
+        assert ours.encode(text) == without, (text, found["added_tokens"])
 
 
 def test_ids_of_sentencepiece_are_those_of_its_library_between_control_ids() -> None:
@@ -81,16 +63,9 @@ def test_ids_of_sentencepiece_are_those_of_its_library_between_control_ids() -> 
     start = tokenizer.control["<start_of_turn>"]
     expected = [start, *library.encode("the dog"), tokenizer.eos_id, *library.encode(" bites")]
     assert tokenizer.encode("<start_of_turn>the dog</s> bites", parse_special=True) == expected
+    assert tokenizer.split_control("<" * 10**6 + "</s>")[1:] == [("</s>", True)]
 
 
-@pytest.mark.parametrize("name", [name for name in TURNS if "<start_of_turn>" in TURNS[name].control])
-def test_a_rendered_conversation_has_the_ids_of_the_conversation(name: str) -> None:
-    messages = [{"role": "user", "content": "hello the"}, {"role": "assistant", "content": " a\n"}]
-    text = render(TEMPLATE, messages, TURNS[name])
-    assert TURNS[name].encode(text, parse_special=True) == encode_chat(TURNS[name], TEMPLATE, messages)
-
-
-# ---------------------------------------------------------------------------------------------------------- the rules
 @pytest.mark.parametrize("name", KINDS)
 def test_without_the_request_text_stays_text(name: str) -> None:
     tokenizer = KINDS[name]
@@ -99,22 +74,12 @@ def test_without_the_request_text_stays_text(name: str) -> None:
     assert tokenizer.control[control] not in tokenizer.encode(control)
     assert tokenizer.encode("hello", parse_special=True) == tokenizer.encode("hello")
     assert tokenizer.encode("", parse_special=True) == tokenizer.encode("") == []
+    if "<start_of_turn>" in tokenizer.control:
+        messages = [{"role": "user", "content": "hello the"}, {"role": "assistant", "content": " a\n"}]
+        text = render(TEMPLATE, messages, tokenizer)
+        assert tokenizer.encode(text, parse_special=True) == encode_chat(tokenizer, TEMPLATE, messages)
 
 
-def test_a_prompt_begins_with_at_most_one_bos() -> None:
-    bos = TIKTOKEN.bos_id
-    ids = TIKTOKEN.encode_prompt("<|begin_of_text|>the", parse_special=True)
-    assert ids == TIKTOKEN.encode_prompt("the", parse_special=True) == TIKTOKEN.encode_prompt("the")
-    assert ids.count(bos) == 1  # type: ignore[arg-type]
-    assert TIKTOKEN.encode_prompt("", parse_special=True) == [bos]
-    assert TIKTOKEN.encode("<|begin_of_text|>", bos=True, parse_special=True) == [bos, bos]  # as requested
-
-
-def test_a_million_candidates_are_split_in_bounded_time() -> None:
-    assert TIKTOKEN.split_control("<" * 10**6 + "<|eot_id|>")[1:] == [("<|eot_id|>", True)]
-
-
-# ------------------------------------------------------------------------------------------------ Python and command
 def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 2.0, "seed": 1}
     expected = tiny_llm.chat([{"role": "user", "content": "hello"}], **options).tokens

@@ -1,22 +1,29 @@
-"""Tokenizers compared with independent implementations: tiktoken for byte-level BPE, sentencepiece for SentencePiece."""
+"""The ids and texts of every kind of vocabulary equal the reference's: tiktoken, sentencepiece, tokenizers, Meta's class."""
 
 from __future__ import annotations
 
+import base64
+import importlib
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, models, pre_tokenizers, trainers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from llama.errors import TokenizerError, UsageError
+from llama.tokenizer import Decoder, Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import BYTE_OF, from_metadata
+from llama.tokenizer.huggingface import HuggingFaceTokenizer
+from llama.tokenizer.tiktoken import RUN, pieces
 
-from . import tiny
+from .wheels import wheel_member
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 12,345 o'clock; we'll see!",
@@ -37,81 +44,146 @@ TEXTS = [
 
 # A second copy on purpose, in the parts that tiktoken gets for Llama 3.
 LLAMA3_WORDS = "|".join(
-    [
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
+    [r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+     r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+)  # fmt: skip
+# A second copy on purpose. The reserved ones are numbered from 2 because the file uses 0 and 1 by name.
+CONTROL = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
+    "<|python_tag|>", "<|image|>", *(f"<|reserved_special_token_{i}|>" for i in range(2, 246)),
+]  # fmt: skip
+INFILL = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+snippets = st.lists(
+    st.sampled_from(
+        [*TEXTS, "2345678", "\u3000", "WE'LL", "the", " hello", "<|eot_id|>", "<|begin_of_text|>", "<|", "|>", "<unk>",
+         "[INST]", *INFILL, "<PRE>", "\ufffd"]
+    ),
+    max_size=10,
+).map("".join)  # fmt: skip
+texts = st.one_of(any_text, snippets)
 
 
-# ----------------------------------------------------------------------------------------- byte-level BPE as in Llama 3
-@pytest.fixture(scope="module")
-def byte_level() -> tuple[Any, tiktoken.Encoding]:
-    """A small vocabulary trained on the corpus, for this package and for tiktoken."""
+def check(ours: Tokenizer, text: str, expected: list[int], lossy: bool = False) -> None:
+    """Assert that the ids are the expected ones, that no control id is among them, and that they decode to the text."""
+    ids = ours.encode(text)
+    assert ids == expected, ours
+    assert not set(ids) & set(ours.control.values())
+    decoder = Decoder(ours)
+    streamed = "".join([*(decoder.feed(id) for id in ids), decoder.end()])
+    assert streamed == ours.decode(ids)
+    assert lossy or streamed == text
+
+
+# ------------------------------------------------------------------- one byte-level vocabulary in every kind of file
+@pytest.fixture(scope="session")
+def byte_tokens() -> list[bytes]:
+    """The tokens of a small Llama-3-like vocabulary, by rank."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=list(BYTE_OF), show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)
-    vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
-    tokens = [token for token, _ in vocabulary]
-    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-    control = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"]
+    ranked = sorted(backend.get_vocab().items(), key=lambda item: item[1])
+    return [bytes(BYTE_OF[c] for c in token) for token, _ in ranked]
+
+
+def tiktoken_lines(tokens: list[bytes]) -> list[bytes]:
+    return [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+
+
+@pytest.fixture(scope="session")
+def byte_files(byte_tokens: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The vocabulary as a tiktoken file, as a tokenizer.json from transformers, and as GGUF metadata."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    folder = tmp_path_factory.mktemp("byte")
+    (folder / "tokenizer.model").write_bytes(b"\n".join(tiktoken_lines(byte_tokens)) + b"\n")
+    converter = TikTokenConverter(str(folder / "tokenizer.model"), LLAMA3_WORDS, extra_special_tokens=CONTROL)
+    converted = converter.converted()
+    bos = (CONTROL[0], len(byte_tokens))
+    template = processors.TemplateProcessing(
+        single=f"{bos[0]} $A", pair=f"{bos[0]} $A {bos[0]} $B", special_tokens=[bos]
+    )
+    converted.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    converted.save(str(folder / "tokenizer.json"))
+    source = json.loads((folder / "tokenizer.json").read_text())["model"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": tokens + control,
-        "tokenizer.ggml.token_type": [1] * len(tokens) + [3] * len(control),
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": len(tokens),
-        "tokenizer.ggml.eos_token_id": len(tokens) + 2,
+        "tokenizer.ggml.tokens": [*sorted(source["vocab"], key=source["vocab"].get), *CONTROL],
+        "tokenizer.ggml.token_type": [1] * len(byte_tokens) + [3] * len(CONTROL),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in source["merges"]],
+        "tokenizer.ggml.bos_token_id": len(byte_tokens),
+        "tokenizer.ggml.eos_token_id": len(byte_tokens) + 1,
     }
-    ranks = {bytes(BYTE_OF[c] for c in token): id for token, id in vocabulary}
-    special = {name: len(tokens) + i for i, name in enumerate(control)}
+    return {"tiktoken": folder / "tokenizer.model", "json": folder / "tokenizer.json", "gguf": metadata}
+
+
+@pytest.fixture(scope="session")
+def byte_kinds(byte_files: dict[str, Any]) -> list[Tokenizer]:
+    files = [open_tokenizer(byte_files[kind]) for kind in ("tiktoken", "json")]
+    return [*files, from_metadata(byte_files["gguf"], "tiny")]
+
+
+@given(texts)
+def test_byte_level_ids_are_tiktokens(byte_kinds: list[Tokenizer], byte_tokens: list[bytes], text: str) -> None:
+    ranks = {token: rank for rank, token in enumerate(byte_tokens)}
+    special = {name: len(ranks) + i for i, name in enumerate(CONTROL)}
     theirs = tiktoken.Encoding("tiny", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=special)
-    return from_metadata(metadata, "tiny"), theirs
+    for ours in byte_kinds:
+        check(ours, text, theirs.encode(text, disallowed_special=()))
+        assert ours.encode(text, parse_special=True) == theirs.encode(text, allowed_special="all")
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_llama3_ids_equal_tiktoken(byte_level: Any, text: str) -> None:
-    ours, theirs = byte_level
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text, disallowed_special=())
-    assert ours.decode(ids) == text
+def same_attributes(kinds: list[Tokenizer]) -> None:
+    first = kinds[0]
+    assert len({ours.kind for ours in kinds}) == len(kinds)
+    for ours in kinds:
+        for name in ("control", "n_vocab", "bos_id", "eos_id", "stop_ids", "strips_leading_space"):
+            assert getattr(ours, name) == getattr(first, name), (ours, name)
+        for id in range(first.n_vocab):
+            assert ours.token_bytes(id) == first.token_bytes(id) or id == 0  # SentencePiece shows <unk> as U+2047
+        for id in (-1, first.n_vocab, 10**6):
+            with pytest.raises(UsageError, match=f"not in the vocabulary; expected 0 to {first.n_vocab - 1}"):
+                ours.decode([id])
+        with pytest.raises(TokenizerError, match="no infill ids"):
+            ours.encode_infill("a", "b")
+        with pytest.raises(TokenizerError, match="lone surrogate U\\+DC80 at character 3"):
+            ours.encode("abc\udc80def")
 
 
-@given(any_text)
-@settings(max_examples=300)
-def test_llama3_ids_equal_tiktoken_on_any_text(byte_level: Any, text: str) -> None:
-    ours, theirs = byte_level
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text, disallowed_special=())
-    assert ours.decode(ids) == text
+def test_byte_level_kinds_have_the_same_attributes(byte_kinds: list[Tokenizer], byte_tokens: list[bytes]) -> None:
+    same_attributes(byte_kinds)
+    n = len(byte_tokens)
+    for ours in byte_kinds:
+        assert list(ours.control) == CONTROL
+        assert (ours.bos_id, ours.eos_id, ours.stop_ids, ours.add_bos) == (n, n + 1, {n + 1, n + 8, n + 9}, True)
+        assert ours("a", True, True) == [n, *ours.encode("a"), n + 1]
+        assert ours.encode_prompt("") == [n]
+        assert ours.encode_prompt(f"{CONTROL[0]}a", parse_special=True) == ours.encode_prompt("a") == [n, *ours("a")]
+        assert ours.decode([n, *ours.encode("a"), n + 9]) == "a"
 
 
-def test_llama3_bos_eos_and_stop_ids(byte_level: Any) -> None:
-    ours, _ = byte_level
-    assert ours.add_bos
-    assert ours.encode("a", bos=True, eos=True)[0] == ours.bos_id
-    assert ours.encode("a", bos=True, eos=True)[-1] == ours.eos_id
-    assert ours.stop_ids == {ours.control[name] for name in ("<|end_of_text|>", "<|eot_id|>", "<|im_end|>")}
-    assert ours.encode_prompt("") == [ours.bos_id]
-    assert ours.decode([ours.bos_id, *ours.encode("a"), ours.eos_id]) == "a"
+# ---------------------------------------------------------------- one SentencePiece vocabulary in every kind of file
+def train(folder: Path, **options: Any) -> Path:
+    """Train a model like Llama 2's: BPE, byte fallback, split digits, no normalization."""
+    defaults = {
+        "model_type": "bpe", "vocab_size": 620, "byte_fallback": True, "split_digits": True, "minloglevel": 2,
+        "normalization_rule_name": "identity", "remove_extra_whitespaces": False, "character_coverage": 0.99,
+    }  # fmt: skip
+    lines = [line for text in CORPUS for line in text.split("\n")]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "tokenizer"), **{**defaults, **options}
+    )
+    return folder / "tokenizer.model"
 
 
-# ------------------------------------------------------------------------------------------------- SentencePiece
 def piece_metadata(model: sentencepiece.SentencePieceProcessor, **more: Any) -> dict[str, Any]:
+    """GGUF metadata of a SentencePiece model without user-defined pieces."""
     ids = range(model.get_piece_size())
 
     def type_of(id: int) -> int:
@@ -128,138 +200,145 @@ def piece_metadata(model: sentencepiece.SentencePieceProcessor, **more: Any) -> 
     }
 
 
-@pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, sentencepiece.SentencePieceProcessor]:
-    """A small vocabulary trained like Llama 2's: BPE, byte fallback, split digits, no normalization."""
-    prefix = tmp_path_factory.mktemp("spm") / "m"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(line for text in CORPUS for line in text.split("\n")), model_prefix=str(prefix),
-        model_type="bpe", vocab_size=600, byte_fallback=True, split_digits=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, character_coverage=0.99, minloglevel=2,
-    )  # fmt: skip
-    theirs = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
-    return from_metadata(piece_metadata(theirs), "tiny"), theirs
+def transformers_llama(library: sentencepiece.SentencePieceProcessor, **options: Any) -> Any:
+    """The model in transformers. Its Metaspace adds no space before a text that begins with one."""
+    from transformers import LlamaTokenizer
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    vocab = {library.id_to_piece(id): id for id in range(library.get_piece_size())}
+    merges = generate_merges(vocab, {piece: library.get_score(id) for piece, id in vocab.items()})
+    return LlamaTokenizer(vocab=vocab, merges=merges, **options)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_llama2_ids_equal_sentencepiece(pieces: Any, text: str) -> None:
-    ours, theirs = pieces
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text)
-    assert ours.decode(ids) == theirs.decode(ids)
+def pieces_json(library: sentencepiece.SentencePieceProcessor, legacy: bool) -> bytes:
+    """A tokenizer.json from transformers; legacy is the form of the published Llama 2."""
+    source = json.loads(transformers_llama(library).backend_tokenizer.to_str())
+    if legacy:
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        source["normalizer"] = json.loads(normalizers.Sequence(steps).__getstate__())
+        source["pre_tokenizer"] = None
+        source["model"]["unk_token"] = "<unk>"
+    return json.dumps(source).encode()
 
 
-@given(any_text)
-@settings(max_examples=300)
-def test_llama2_ids_equal_sentencepiece_on_any_text(pieces: Any, text: str) -> None:
-    ours, theirs = pieces
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text)
-    if "▁" not in text:  # the vocabulary can't distinguish U+2581 from a space
-        assert ours.decode(ids) == text
+@pytest.fixture(scope="session")
+def piece_kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+    path = train(tmp_path_factory.mktemp("pieces"))
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    metaspace, legacy = (HuggingFaceTokenizer(pieces_json(library, legacy), "json") for legacy in (False, True))
+    return library, [open_tokenizer(path), from_metadata(piece_metadata(library), "tiny"), legacy, metaspace]
 
 
-@pytest.fixture(scope="module")
-def pieces_with_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, sentencepiece.SentencePieceProcessor]:
-    """The same with user-defined symbols, which SentencePiece matches as units."""
-    prefix = tmp_path_factory.mktemp("spm") / "m"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(line for text in CORPUS for line in text.split("\n")), model_prefix=str(prefix),
-        model_type="bpe", vocab_size=600, byte_fallback=True, normalization_rule_name="identity", minloglevel=2,
-        remove_extra_whitespaces=False, character_coverage=0.99, user_defined_symbols=["[REF]", "[/REF]", "the cat"],
-    )  # fmt: skip
-    theirs = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
-    metadata = piece_metadata(theirs)
-    for id, token in enumerate(metadata["tokenizer.ggml.tokens"]):
-        if token in ("[REF]", "[/REF]", "the\u2581cat"):
-            metadata["tokenizer.ggml.token_type"][id] = 4
-    return from_metadata(metadata, "tiny"), theirs
+@given(texts)
+def test_piece_ids_are_sentencepieces(piece_kinds: tuple[Any, list[Any]], text: str) -> None:
+    library, (*exact, metaspace) = piece_kinds
+    for ours in exact:
+        check(ours, text, library.encode(text), lossy="▁" in text)  # U+2581 can't be distinguished from a space
+    text = text.lstrip(" ▁")
+    check(metaspace, text, library.encode(text), lossy="▁" in text)
 
 
-@given(st.lists(st.sampled_from(["[REF]", "[/REF]", "the cat", "the", " ", "see", "ü", "\n", "["])).map("".join))
-def test_user_defined_pieces_match_as_in_sentencepiece(pieces_with_words: Any, text: str) -> None:
-    ours, theirs = pieces_with_words
-    assert ours.encode(text) == theirs.encode(text)
-    assert ours.decode(ours.encode(text)) == text
-
-
-# ------------------------------------------------------------------------------------ text never becomes control
-def test_no_control_string_in_text_becomes_its_id(byte_level: Any, pieces: Any) -> None:
-    for tokenizer in (byte_level[0], pieces[0], from_metadata(tiny.byte_vocabulary(), "tiny")):
-        assert tokenizer.control
-        for text, id in tokenizer.control.items():
-            for around in ("{}", "a{}b", " {} ", "{0}{0}", "\n{}\n"):
-                ids = tokenizer.encode(around.format(text))
-                assert id not in ids
-                assert not set(ids) & set(tokenizer.control.values())
-                assert tokenizer.decode(ids) == around.format(text)
-
-
-@pytest.mark.parametrize("word", ["hello", "h"])
-def test_no_text_becomes_a_control_token_spelled_as_a_word(word: str) -> None:
-    metadata = tiny.byte_vocabulary()
-    metadata["tokenizer.ggml.pre"] = "llama-bpe"  # a word that is a token is not merged
-    metadata["tokenizer.ggml.merges"] = []
-    id = metadata["tokenizer.ggml.tokens"].index(word)
-    metadata["tokenizer.ggml.token_type"][id] = 3
-    tokenizer = from_metadata(metadata, "tiny")
-    if len(word) > 1:
-        assert id not in tokenizer.encode(word)
-    else:
-        with pytest.raises(TokenizerError, match="character 0 of the text, 'h', has the byte 0x68, for which"):
-            tokenizer.encode(word)
-
-
-def test_user_defined_control_strings_are_control_tokens() -> None:
-    metadata = tiny.byte_vocabulary()
-    metadata["tokenizer.ggml.token_type"][2] = 4
-    tokenizer = from_metadata(metadata, "tiny")
-    assert "<|im_end|>" in tokenizer.control
-    assert 2 not in tokenizer.encode("<|im_end|>")
-
-
-# ------------------------------------------------------------------------------------------------------ bad input
-@pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
-def test_a_lone_surrogate_is_the_same_error_in_every_vocabulary(byte_level: Any, pieces: Any, text: str) -> None:
-    for tokenizer in (byte_level[0], pieces[0]):
-        with pytest.raises(TokenizerError, match="lone surrogate"):
-            tokenizer.encode(text)
+def test_piece_kinds_have_the_same_attributes(piece_kinds: tuple[Any, list[Any]]) -> None:
+    library, kinds = piece_kinds
+    for ours in kinds:
+        ours.control = {name: id for name, id in ours.control.items() if id}  # transformers marks <unk> as special
+        assert (ours.bos_id, ours.eos_id, ours.stop_ids, ours.strips_leading_space) == (1, 2, {2}, True)
+    same_attributes(kinds[:3])
+    assert kinds[0].control == {"<s>": 1, "</s>": 2}
+    assert [ours.add_bos for ours in kinds[:2]] == [True, True]
+    ids = library.encode(" a")
+    for ours in kinds:
+        assert ours.decode([1, *ids, 2]) == " a"
+        assert Decoder(ours, [ids[0]]).feed(ids[1]) != ""
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "options",
     [
-        ({"tokenizer.ggml.model": None}, "no tokenizer"),
-        ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported; supported: gpt2, llama"),
-        ({"tokenizer.ggml.pre": "klingon"}, "klingon"),
-        ({"tokenizer.ggml.tokens": None}, "array of strings"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "array of strings"),
-        ({"tokenizer.ggml.token_type": [1]}, "266 tokens but 1 token types"),
-        ({"tokenizer.ggml.merges": None}, "merges"),
-        ({"tokenizer.ggml.merges": ["h e", "l"]}, "merge 1 is 'l'"),
-        ({"tokenizer.ggml.merges": ["q x"]}, "not made of tokens"),
-        ({"tokenizer.ggml.bos_token_id": 266}, "outside the vocabulary"),
-        ({"tokenizer.ggml.eos_token_id": "2"}, "outside the vocabulary"),
+        {"user_defined_symbols": ["[REF]", "[/REF]", "the cat"]}, {"add_dummy_prefix": False},
+        {"byte_fallback": False, "vocab_size": 300}, {"model_type": "unigram", "vocab_size": 400},
+        {"model_type": "word", "vocab_size": 100, "byte_fallback": False}, {"model_type": "char", "vocab_size": 330},
+        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
     ],
-)
-def test_damaged_vocabularies_are_errors(change: dict[str, Any], message: str) -> None:
-    metadata = {k: v for k, v in {**tiny.byte_vocabulary(), **change}.items() if v is not None}
-    with pytest.raises(TokenizerError, match=message):
-        from_metadata(metadata, "tiny.gguf")
+    ids=str,
+)  # fmt: skip
+def test_other_models_have_the_ids_and_texts_of_sentencepiece(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = train(tmp_path, hard_vocab_limit=False, **options)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    kinds = [open_tokenizer(path)]
+    if "user_defined_symbols" in options or "add_dummy_prefix" in options:
+        metadata = piece_metadata(theirs, **{"tokenizer.ggml.add_space_prefix": options.get("add_dummy_prefix", True)})
+        for id, token in enumerate(metadata["tokenizer.ggml.tokens"]):
+            if token in ("[REF]", "[/REF]", "the\u2581cat"):
+                metadata["tokenizer.ggml.token_type"][id] = 4
+        kinds.append(from_metadata(metadata, "x"))
+    for ours in kinds:
+        for text in (*TEXTS, *CORPUS[:6], "[REF]the cat[/REF] see", "x the cat 𝄞", "[REF] [REF"):
+            assert ours.encode(text) == theirs.encode(text)
+            assert ours.decode(ours.encode(text)).strip() == theirs.decode(theirs.encode(text)).strip()
 
 
-def test_pieces_need_scores(pieces: Any) -> None:
-    with pytest.raises(TokenizerError, match="3 scores"):
-        from_metadata(piece_metadata(pieces[1], **{"tokenizer.ggml.scores": [0.0] * 3}), "x")
+# ------------------------------------------------------------------------------------------------- real vocabularies
+@pytest.fixture(scope="session")
+def llama3_file() -> Path:
+    return wheel_member("llama-models==0.3.0", "llama_models/llama3/tokenizer.model")
 
 
-@pytest.mark.parametrize("id", [-1, 10**6])
-def test_ids_outside_the_vocabulary_are_errors(byte_level: Any, pieces: Any, id: int) -> None:
-    for tokenizer in (byte_level[0], pieces[0]):
-        with pytest.raises(UsageError, match="not in the vocabulary; expected"):
-            tokenizer.decode([id])
+@pytest.fixture(scope="session")
+def llama3(llama3_file: Path) -> Tokenizer:
+    return open_tokenizer(llama3_file)
 
 
-@pytest.mark.parametrize("text", ["a" * 300_000, " " * 300_000, "👨" * 50_000])
-def test_long_runs_take_bounded_time(byte_level: Any, text: str) -> None:
-    assert byte_level[0].decode(byte_level[0].encode(text)) == text
+@pytest.fixture(scope="session")
+def meta(llama3_file: Path) -> Any:
+    """Meta's own tokenizer class, from the same wheel."""
+    root = wheel_member("llama-models==0.3.0", "llama_models/tokenizer_utils.py").parent.parent
+    wheel_member("llama-models==0.3.0", "llama_models/llama3/tokenizer.py")
+    sys.path.insert(0, str(root))
+    try:
+        return importlib.import_module("llama_models.llama3.tokenizer").Tokenizer(llama3_file)
+    finally:
+        sys.path.remove(str(root))
+
+
+def test_llama3_golden_ids(llama3: Tokenizer, meta: Any) -> None:
+    sentence = [2028, 374, 264, 1296, 11914, 13]
+    assert llama3.encode("This is a test sentence.", bos=True, eos=True) == [128000, *sentence, 128001]
+    assert [llama3.encode(word) for word in ("user", "assistant", "ipython")] == [[882], [78191], [23799, 4690]]
+    assert llama3.encode("<|eot_id|>") == [27, 91, 68, 354, 851, 91, 29]
+    assert llama3.control == meta.special_tokens
+    assert (llama3.bos_id, llama3.eos_id, llama3.n_vocab) == (meta.bos_id, meta.eos_id, meta.n_words)
+    assert llama3.stop_ids == set(meta.stop_tokens)
+
+
+@given(texts)
+def test_llama3_ids_are_metas(llama3: Tokenizer, meta: Any, text: str) -> None:
+    check(llama3, text, meta.encode(text, bos=False, eos=False))
+
+
+LONG = [
+    "a" * 60_000, "ab " * 150_000, "x" * 25_000, "x" * 25_001, "x" * 25_000 + " " * 25_001 + "y" * 50_000,
+    " " * 25_000 + "z", "\u3000\u2028\x1c\x85" * 7_000, "\u200b" * 26_000, "ab" * 12_499 + " c" + "d" * 25_000,
+    "w" * 399_990 + " " * 20 + "v" * 30_000, "\u0000" * 30_000, "漢" * 30_000, "👨‍👩‍👧‍👦é\u0301 שלום " * 2_000,
+]  # fmt: skip
+
+
+def test_long_texts_are_cut_where_meta_cuts_them(llama3: Tokenizer, meta: Any, piece_kinds: Any) -> None:
+    split = meta._split_whitespaces_or_nonwhitespaces
+    for text in LONG:
+        parts = (text[at : at + 400_000] for at in range(0, len(text), 400_000))
+        assert list(pieces(text)) == [piece for part in parts for piece in split(part, 25_000)]
+        assert len(text) > 100_000 or llama3.encode(text) == meta.encode(text, bos=False, eos=False)
+    assert piece_kinds[1][1].decode(piece_kinds[1][1].encode(LONG[0])) == LONG[0]
+    everything = "".join(chr(c) for c in range(sys.maxunicode + 1))
+    assert all(run[0].isspace() == any(c.isspace() for c in run[0]) for run in RUN.finditer(everything))
+
+
+def test_a_real_vocabulary_of_32000_pieces() -> None:
+    path = wheel_member("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1")
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    for ours in (open_tokenizer(path), from_metadata(piece_metadata(theirs), "x")):
+        assert (ours.n_vocab, ours.bos_id, ours.eos_id, ours.add_bos, ours.stop_ids) == (32000, 1, 2, True, {2})
+        for text in [*TEXTS, *CORPUS[:6]]:
+            check(ours, text, theirs.encode(text), lossy="▁" in text)
+        assert ours.encode("\n")[1:] == [13]

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
+from typing import Any
 
 from ..checks import known_ids, shown
 from ..errors import TokenizerError, UsageError
-from .common import MID, PRE, SUF
+from .common import MID, PRE, SUF, Named, looks_control, named_token, stop_ids, written_by
 
 # Unicode's White_Space, which the `tokenizers` library strips; Python's strip() removes more
 WHITE_SPACE = (
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-NEITHER = (False, False)
+JOINER = "\u263a"  # stands before a text that continues another one, as in Code Llama; no token joins it with others
 
 LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
 
 def _valid(text: str) -> str:
-    """The text itself. Raises TokenizerError if it is not a string or has a lone surrogate."""
+    """The text itself. Raises TokenizerError if it has a lone surrogate, for which each library has another answer."""
     if not isinstance(text, str):
         raise TokenizerError(f"text must be a string, got {type(text).__name__}")
     try:
@@ -51,11 +51,16 @@ def token_id(id: object) -> int:
 
 def token_ids(ids: Iterable[object]) -> list[int]:
     """Ids as a list of ints. Raises UsageError."""
-    try:
-        found = list(ids)
-    except TypeError:
-        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}") from None
-    return [token_id(id) for id in found]
+    if not isinstance(ids, Iterable):
+        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}")
+    return [token_id(id) for id in ids]
+
+
+def split_at(text: str, tokens: Iterable[str]) -> list[tuple[str, bool]]:
+    """Split a text at tokens: (part, whether it is a token). The first match wins, then the longest."""
+    names = sorted(filter(None, tokens), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
 
 
 class Tokenizer(ABC):
@@ -73,6 +78,7 @@ class Tokenizer(ABC):
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
     strips                control string -> (whether a chat drops the white space before it, and after it)
+    visible               control strings with a text: they are control only because the chat template writes them
     """
 
     kind: str
@@ -84,6 +90,7 @@ class Tokenizer(ABC):
     stop_ids: frozenset[int]
     strips_leading_space = False
     strips: Mapping[str, tuple[bool, bool]] = MappingProxyType({})
+    visible: Set[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind}, {self.n_vocab:,} ids, {len(self.control):,} of them control ids)"
@@ -100,26 +107,60 @@ class Tokenizer(ABC):
     def token_bytes(self, id: int) -> bytes:
         """The bytes of an id. A character may be split over several ids.
 
-        Empty for a control id. An id that is a control id only because the chat template writes its token, such as
-        <think>, has bytes.
+        Empty for a control id, unless its token is in `visible`, such as <think>.
         """
 
+    def _name_tokens(
+        self,
+        ids: Mapping[str, int],
+        added: Mapping[str, Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        named: Named,
+        usual: tuple[str | None, str | None],
+        marks: Set[str],
+    ) -> None:
+        """Set the ids of the tokens that begin and end a text, and the control ids.
+
+        ids       token -> id
+        added     the tokens that are matched as a whole, with their flags
+        settings  tokenizer_config.json; it may name bos_token and eos_token, or set them to null
+        usual     bos and eos if the settings do not mention them
+        marks     other control tokens
+        """
+        self.token_of = {id: token for token, id in ids.items()}
+        self.n_vocab = max(self.token_of) + 1
+        ends = []
+        for key, token, others in zip(("bos_token", "eos_token"), usual, (named.bos_ids, named.stop_ids), strict=True):
+            token = named_token(settings, key) if key in settings else token
+            ends.append(ids[token] if token is not None else next((id for id in others if id in self.token_of), None))
+        self.bos_id, self.eos_id = ends
+        stops = [id for id in named.stop_ids if id in self.token_of]  # the others have no token
+        marks = marks | {self.token_of[id] for id in (*ends, *stops) if id is not None}
+        control = marks | {token for token, flags in added.items() if flags.get("special") or looks_control(token)}
+        template = named.template or settings.get("chat_template")
+        self.visible = written_by(template, added.keys() - control) if isinstance(template, str) else set()
+        self.control = {token: ids[token] for token in sorted(control | self.visible, key=ids.__getitem__)}
+        self.strips = {token: (bool(flags.get("lstrip")), bool(flags.get("rstrip"))) for token, flags in added.items()}
+        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
+
     def digest(self) -> str:
-        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
-        content = {name: getattr(self, name, None) for name in ("data", "settings", "metadata")}
-        content["control"] = sorted(self.control.items())
-        if content["metadata"] is not None:
-            content["metadata"] = {key: x for key, x in content["metadata"].items() if key.startswith("tokenizer.")}
-        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
-        return hashlib.sha256(data).hexdigest()
+        """A hash of all tokens and of the control strings."""
+        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
+        return hashlib.sha256(repr((tokens, sorted(self.control.items()))).encode()).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.
 
         parse_special  True: control strings in the text become control ids. Only for text that you wrote yourself
         """
-        ids = self.encode_pieces(self.split_control(_valid(text))) if parse_special else self._encode(_valid(text))
-        return self._marker(bos, self.bos_id, "begin") + ids + self._marker(eos, self.eos_id, "end")
+        ids = self._encode_special(_valid(text)) if parse_special else self._encode(_valid(text))
+        if bos:
+            ids = [self._required(self.bos_id, "begin"), *ids]
+        return [*ids, self._required(self.eos_id, "end")] if eos else ids
+
+    def _encode_special(self, text: str) -> list[int]:
+        """Ids of valid text, with control ids for the control strings in it."""
+        return self.encode_pieces(self.split_control(text))
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos.
@@ -127,15 +168,12 @@ class Tokenizer(ABC):
         parse_special  as in `encode`; a text that begins with the control string of bos gets no second bos
         """
         ids = self.encode(text, parse_special=parse_special)
-        if ids and ids[0] == self.bos_id:
-            return ids
-        return self._marker(self.add_bos or (not text and self.bos_id is not None), self.bos_id, "begin") + ids
+        add_bos = self.add_bos or (not text and self.bos_id is not None)
+        return [self._required(self.bos_id, "begin"), *ids] if add_bos and ids[:1] != [self.bos_id] else ids
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
         """Split a text at its control strings: (part, whether it is one). The first match wins, then the longest."""
-        names = sorted(filter(None, self.control), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-        return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
+        return split_at(text, self.control)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
         """Encode the parts of a text: a control string as its control id, other text as plain ids.
@@ -143,15 +181,16 @@ class Tokenizer(ABC):
         White space next to a control string is dropped as `strips` requires.
         """
         ids: list[int] = []
+        neither = (False, False)
         for i, (piece, is_control) in enumerate(pieces):
             if is_control:
                 ids.append(self.control[piece])
                 continue
-            if i and self.strips.get(pieces[i - 1][0], NEITHER)[1]:
+            if i and self.strips.get(pieces[i - 1][0], neither)[1]:
                 piece = piece.lstrip(WHITE_SPACE)
-            if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], NEITHER)[0]:
+            if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], neither)[0]:
                 piece = piece.rstrip(WHITE_SPACE)
-            ids += self.encode_chat_text(piece, first=i == 0)
+            ids += self._encode_after_control(_valid(piece)) if i else self._encode(_valid(piece))
         return ids
 
     def encode_infill(self, prefix: str, suffix: str) -> list[int]:
@@ -161,17 +200,10 @@ class Tokenizer(ABC):
         Raises TokenizerError if the vocabulary has no infill tokens.
         """
         if not {PRE, SUF, MID} <= self.control.keys():
-            raise TokenizerError(
-                f"this vocabulary has no infill ids ({PRE} {SUF} {MID}); only Code Llama models trained for infilling"
-                f" have them"
-            )
+            raise TokenizerError(f"this vocabulary has no infill ids ({PRE} {SUF} {MID}), as Code Llama's has")
         pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
         before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
-        return [*self._marker(True, self.bos_id, "begin"), pre, *before, suf, *after, mid]
-
-    def encode_chat_text(self, text: str, first: bool) -> list[int]:
-        """Ids of a text between two control tokens of a chat; first is True if no control token precedes it."""
-        return self.encode(text) if first else self._encode_after_control(_valid(text))
+        return [self._required(self.bos_id, "begin"), pre, *before, suf, *after, mid]
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""
@@ -179,7 +211,7 @@ class Tokenizer(ABC):
 
     def _encode_joined(self, text: str) -> list[int]:
         """Ids of valid plain text that continues another text: no space is added before it."""
-        return self._encode(text)
+        return self._encode(JOINER + text)[len(self._encode(JOINER)) :]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without control ids. Invalid UTF-8 becomes U+FFFD."""
@@ -193,10 +225,10 @@ class Tokenizer(ABC):
             known_ids([id], self.n_vocab)
         return id
 
-    def _marker(self, enabled: bool, id: int | None, name: str) -> list[int]:
-        if enabled and id is None:
+    def _required(self, id: int | None, name: str) -> int:
+        if id is None:
             raise TokenizerError(f"this vocabulary has no {name}-of-text id")
-        return [id] if enabled and id is not None else []
+        return id
 
 
 class Decoder:

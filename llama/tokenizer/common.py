@@ -1,13 +1,11 @@
-"""Shared by all kinds of vocabulary: token names, byte spellings, file reading, library errors."""
+"""Shared by all kinds of vocabulary: names of tokens, spellings of bytes, errors of the libraries."""
 
 from __future__ import annotations
 
 import re
-import stat
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from ..errors import TokenizerError
 
@@ -27,35 +25,8 @@ CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
 
 # Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
 END_NAMES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "</s>",
-    EOT,
-    "<step>",
-)
-
-# The largest tokenizer file of the family, Llama 3's tokenizer.json, has 17 MB.
-MAX_FILE_BYTES = 256 * 2**20
-
-
-# Most characters of a token. The longest token of Llama 3 has 128, that of SentencePiece models 16.
-LONGEST_TOKEN = 1024
-
-# Most ways to split a token into two others, on average over a vocabulary. Llama 3's vocabulary has 2.2 per token.
-MOST_SPLITS = 32
-
-
-def check_length(token: str | bytes, id: int, where: str) -> None:
-    """Raise TokenizerError if a token is so long that splitting it at every character would take too long."""
-    if len(token) > LONGEST_TOKEN:
-        raise TokenizerError(
-            f"{where}: token {id} begins with {token[:20]!r} and has {len(token):,} characters, expected at most"
-            f" {LONGEST_TOKEN:,}; the file is damaged or forged, download it from the model's authors"
-        )
+    "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>", EOT, "<step>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,10 +59,9 @@ def written_by(template: str, tokens: Iterable[str]) -> set[str]:
     found = set()
     for token in tokens:
         if token in template and re.search(r"[^\w\s]", token):
-            literal = rf"(?P<quote>['\"]){re.escape(token)}"
-            if not re.search(
-                rf"{SEARCH}{literal}|{literal.replace('quote', 'other')}(?P=other)\s+(?:not\s+)?in\b", template
-            ):
+            name = re.escape(token)
+            searched = rf"{SEARCH}['\"]{name}|(['\"]){name}\1\s+(?:not\s+)?in\b"
+            if not re.search(searched, template):
                 found.add(token)
     return found
 
@@ -101,9 +71,42 @@ def looks_control(token: str) -> bool:
     return re.fullmatch(r"<\|.*\|>|</?s>", token) is not None
 
 
+def number_tokens(vocabulary: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
+    """Token -> id, of a vocabulary and its added tokens, which the `tokenizers` library numbers in this way."""
+    ids, last = dict(vocabulary), -1
+    for token in filter(None, added):
+        last = max(last, ids.setdefault(token, max(len(vocabulary), last + 1)))
+    return ids
+
+
 def stop_ids(control: Mapping[str, int], named: Collection[int | None]) -> frozenset[int]:
     """The ids that end an answer: those named by the file, and those of the control strings in END_NAMES."""
     return frozenset({id for id in named if id is not None} | {control[name] for name in END_NAMES if name in control})
+
+
+def added_by_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tokens that tokenizer_config.json adds to a vocabulary, as entries of added_tokens in a tokenizer.json.
+
+    As in transformers: first those of added_tokens_decoder, by id, then those that are only named.
+    """
+    listed = settings.get("added_tokens_decoder") or {}
+    found = {listed[id]["content"]: {**listed[id], "id": int(id)} for id in sorted(listed, key=int)}
+    names = [named_token(settings, key) for key in ("bos_token", "eos_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key) or []
+        names += [named_token({key: one}, key) for one in (more.values() if isinstance(more, Mapping) else more)]
+    for name in filter(None, names):
+        found.setdefault(name, {"content": name})["special"] = True
+    return found
+
+
+def named_token(settings: Mapping[str, Any], key: str) -> str | None:
+    """The token under a key of tokenizer_config.json, written as a string or as an object with a content."""
+    value = settings.get(key)
+    value = value["content"] if isinstance(value, Mapping) else value
+    if not isinstance(value, str | None):
+        raise TypeError(f"{key} of tokenizer_config.json is {value!r}, expected a token")
+    return value
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -119,38 +122,9 @@ BYTE_OF = _byte_alphabet()
 def byte_level_bytes(token: str) -> bytes:
     """The bytes of a token in GPT-2's byte alphabet. A token with any other character is plain text."""
     try:
-        return bytes(BYTE_OF[character] for character in token)
+        return bytes([BYTE_OF[character] for character in token])
     except KeyError:
         return token.encode()
-
-
-def missing_bytes(tokens: Container[str]) -> bytes:
-    """The bytes without a token of their own; the `tokenizers` library silently drops them from a text."""
-    return bytes(byte for character, byte in BYTE_OF.items() if character not in tokens)
-
-
-def check_no_byte_lost(text: str, encoded: Callable[[], bytes], missing: bytes, where: str) -> None:
-    """Raise TokenizerError if encoding dropped bytes of the text.
-
-    encoded  returns the bytes of the ids; called only if the text has missing bytes
-    missing  the bytes without a token of their own
-    """
-    raw = text.encode()
-    if not missing or len(raw.translate(None, missing)) == len(raw):
-        return
-    result = encoded()  # a longer token may contain such a byte
-    lost = {byte for byte in missing if raw.count(byte) > result.count(byte)}
-    for at, character in enumerate(text):
-        if found := lost.intersection(character.encode()):
-            raise TokenizerError(
-                f"{where}: character {at} of the text, {character!a}, has the byte 0x{min(found):02X}, for which this"
-                f" vocabulary has no token; remove the character from the text"
-            )
-
-
-def piece_bytes(piece: str) -> bytes:
-    """The bytes of a SentencePiece piece, where U+2581 stands for a space."""
-    return piece.replace("\u2581", " ").encode()
 
 
 def byte_piece(piece: str) -> int | None:
@@ -158,65 +132,31 @@ def byte_piece(piece: str) -> int | None:
     return int(piece[3:5], 16) if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else None
 
 
-def splits(token: str, known: Container[str]) -> Iterator[tuple[str, str]]:
-    """All ways to split a token into two known tokens, the shortest left part first.
-
-    The time is quadratic in the token's length, which `check_length` limits.
-    """
-    for cut in range(1, len(token)):
-        if token[:cut] in known and token[cut:] in known:
-            yield token[:cut], token[cut:]
+def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
+    """The bytes of a SentencePiece piece, where U+2581 stands for a space, and <0x0A> for a byte if byte_fallback."""
+    byte = byte_piece(piece) if byte_fallback else None
+    return piece.replace("\u2581", " ").encode() if byte is None else bytes([byte])
 
 
-def all_splits(tokens: Iterable[str], known: Collection[str], where: str) -> list[tuple[str, str]]:
-    """`splits` of all tokens. Raises TokenizerError if there are so many that a small file would fill the memory."""
-    found: list[tuple[str, str]] = []
-    for token in tokens:
-        found.extend(splits(token, known))
-        if len(found) > MOST_SPLITS * len(known) + LONGEST_TOKEN:
-            raise TokenizerError(
-                f"{where}: its {len(known):,} tokens can be split into two other tokens in more than {MOST_SPLITS} ways"
-                f" on average, expected about 2; the file is damaged or forged, download it from the model's authors"
-            )
-    return found
+def all_splits(tokens: Iterable[str], known: Container[str], where: str = "") -> list[tuple[str, str]]:
+    """All ways to split each token into two known tokens, the shortest left part first."""
+    cuts = ((token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token)))
+    return [(left, right) for left, right in cuts if left in known and right in known]
 
 
-@contextmanager
-def library_errors(where: str, what: str) -> Iterator[None]:
+class library_errors:
     """Turn an exception of a tokenizer library into a TokenizerError: `where`: `what`: the library's message."""
-    try:
-        yield
-    except TokenizerError:
-        raise
-    except BaseException as error:  # PanicException of the Rust libraries is not an Exception
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            message = " ".join(str(error).split()) or type(error).__name__
-            message += " is missing" * isinstance(error, KeyError)
-            raise TokenizerError(f"{where}: {what}: {message}") from error
-        raise
 
+    def __init__(self, where: str, what: str):
+        self.message = f"{where}: {what}"
 
-def read_file(path: Path) -> bytes:
-    """The bytes of a tokenizer file. Raises TokenizerError if it is missing, empty, not a file or too large."""
-    try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise TokenizerError(f"{path} is a folder; name the tokenizer.model or tokenizer.json in it")
-        if not stat.S_ISREG(status.st_mode):
-            raise TokenizerError(f"{path} is not a regular file; expected a tokenizer.model or tokenizer.json")
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TokenizerError(f"{path}: {error.strerror or error}") from None
-    except TokenizerError:
-        raise
-    except ValueError as error:  # a NUL byte in the path
-        raise TokenizerError(f"{str(path)!r} is not a path: {error}") from None
-    if not data:
-        raise TokenizerError(f"{path} is empty; the download was probably interrupted, download it again")
-    if len(data) > MAX_FILE_BYTES:
-        raise TokenizerError(
-            f"{path} has {status.st_size:,} bytes, expected a tokenizer file of at most {MAX_FILE_BYTES:,};"
-            f" is it a weights file?"
-        )
-    return data
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # PanicException of the Rust libraries is not an Exception
+        panic = type(error).__name__ == "PanicException"
+        if not panic and (isinstance(error, TokenizerError) or not isinstance(error, Exception)):
+            return
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise TokenizerError(f"{self.message}: {message}{' is missing' * isinstance(error, KeyError)}") from error

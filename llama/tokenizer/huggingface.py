@@ -1,44 +1,45 @@
 """The tokenizer.json of a Hugging Face folder, run by the `tokenizers` library.
 
-The library matches added tokens in every text, including control tokens. So the control tokens are removed before the
-library reads the file; then no text can become one. Everything else follows the file.
+The library matches added tokens in every text, including control tokens. So the library gets the control tokens under
+names that it never matches; then no text can become one. Everything else follows the file.
 File format: huggingface/tokenizers, tokenizers/src/tokenizer/serialization.rs.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Collection, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any
 
-from ..checks import boolean, is_integer
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
+
+from ..checks import boolean
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import (
+    BYTE_OF,
     CODE_LLAMA_CONTROL,
     NOTHING,
-    PRE,
     Named,
+    added_by_settings,
     byte_level_bytes,
-    byte_piece,
-    check_length,
-    check_no_byte_lost,
     library_errors,
     looks_control,
-    missing_bytes,
+    number_tokens,
     piece_bytes,
-    stop_ids,
-    written_by,
 )
-from .steps import check_steps, has, parts
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
+from .steps import check_growth
 
 # Tokens that begin and end a text if neither tokenizer_config.json nor tokenizer.json names them
-BOS_NAMES = ("<|begin_of_text|>", "<s>")
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+BOS = ("<|begin_of_text|>", "<s>")
+EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+
+AFTER = ("post_processor", "decoder")  # the steps after the model
+ONE_TOKEN = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def recognizes(start: bytes) -> bool:
@@ -51,347 +52,189 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         source = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{where}: not valid JSON: {error}; the file is truncated or damaged, download it again"
-        ) from None
-    if not isinstance(source, dict) or not isinstance(source.get("model"), dict):
-        raise TokenizerError(
-            f"{where} is not a tokenizer.json: expected the key 'model';"
-            " if it is a tokenizer_config.json or vocab.json, name the tokenizer.json next to it"
-        )
+        raise TokenizerError(f"{where} is not valid JSON ({error})") from None
+    if not isinstance(source.get("model"), dict):
+        raise TokenizerError(f"{where} is not a tokenizer.json: expected the key 'model'")
     return source
 
 
-def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
-    """The control strings that the file adds before and after a text."""
-    for part in parts(post_processor):
-        if part.get("type") in ("BertProcessing", "RobertaProcessing"):
-            return [part["cls"][0]], [part["sep"][0]]
-        if part.get("type") == "TemplateProcessing":
-            names = [item["SpecialToken"]["id"] if "SpecialToken" in item else None for item in part["single"]]
-            text = names.index(None)
-            return [name for name in names[:text] if name], [name for name in names[text:] if name]
-    return [], []
+def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = frozenset()) -> Backend:
+    """The library's tokenizer of a file, in which no text matches the tokens in `hidden`; they keep their ids.
 
-
-def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
-    """Token -> id, of the model and the added tokens. Raises TokenizerError on a contradiction."""
-    listed = source["model"].get("vocab")
-    if isinstance(listed, dict):
-        entries = list(listed.items())
-    elif isinstance(listed, list):  # Unigram: pieces with scores; the index is the id
-        entries = [(piece, id) for id, (piece, _) in enumerate(listed)]
-    else:
-        raise TokenizerError(
-            f"{where}: the model's vocab must be an object or a list, found {type(listed).__name__};"
-            " download the file again"
-        )
-    entries += [(added["content"], added["id"]) for added in source.get("added_tokens") or []]
-    ids: dict[str, int] = {}
-    tokens: dict[int, str] = {}
-    for token, id in entries:
-        if not (isinstance(token, str) and is_integer(id) and id >= 0):
-            raise TokenizerError(
-                f"{where}: token {token!r} has the id {id!r}, expected a string and an integer of at least 0;"
-                " download the file again"
-            )
-        check_length(token, id, where)
-        if ids.setdefault(token, id) != id:
-            raise TokenizerError(
-                f"{where}: token {token!r} has two ids, {ids[token]} and {id}; download the file again"
-            )
-        if tokens.setdefault(id, token) != token:
-            raise TokenizerError(
-                f"{where}: id {id} has two tokens, {tokens[id]!r} and {token!r}; download the file again"
-            )
-    if not ids:
-        raise TokenizerError(f"{where}: the vocabulary is empty; download the file again")
-    return ids
-
-
-def check_model(model: Mapping[str, Any], where: str) -> None:
-    """Raise TokenizerError for a model that the LLaMA family does not use."""
-    affixes = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
-    if model.get("type", "BPE") not in ("BPE", "Unigram") or affixes:
-        raise TokenizerError(
-            f"{where}: its model is {model.get('type')!r:.40}{' with ' * bool(affixes)}{' and '.join(affixes)};"
-            f" expected BPE or Unigram without affixes, as in the LLaMA family; other models are not supported"
-        )
-
-
-def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: str) -> str | None:
-    """The token that tokenizer_config.json names under a key, as a string or as an object with a content."""
-    token = named_token(settings.get(key))
-    if token is None or (isinstance(token, str) and token in ids):
-        return token
-    raise TokenizerError(
-        f"{where}: tokenizer_config.json names {token!r} as {key}, which is not in this vocabulary;"
-        f" the two files don't belong together, download both again"
-    )
-
-
-def merges_without(removed: Set[str], model: Mapping[str, Any], ids: Mapping[str, int], where: str) -> Any:
-    """The merges that neither use nor produce a removed token. Raises TokenizerError on a merge of unknown tokens."""
-    remaining = []
-    for i, merge in enumerate(model["merges"]):
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(token, str) for token in pair):
-            raise TokenizerError(f"{where}: merge {i} is {merge!r}, expected two tokens; download the file again")
-        left, right = pair
-        union = left + right
-        if left not in ids or right not in ids or union not in ids:
-            raise TokenizerError(
-                f"{where}: merge {i}, {left!r} + {right!r}, is not made of the vocabulary's tokens; download the file"
-                " again"
-            )
-        if removed.isdisjoint((left, right, union)):
-            remaining.append(pair)
-    return remaining
-
-
-def _hidden(token: str) -> str:
-    # The model never sees a space: the earlier steps have written it as Ġ or U+2581.
-    return f" {token}"
-
-
-def without_control(
-    source: Mapping[str, Any], ids: Mapping[str, int], control: Collection[str], unknown: str | None, where: str
-) -> dict[str, Any]:
-    """The file without its control tokens, for the library: it then neither matches nor adds any.
-
-    The token for unknown characters remains, under a name that no text can contain. So do the control tokens of a
-    Unigram model, where the index in the list is the id.
+    BPE models are passed as Python objects, which takes half the time of JSON. Added tokens come last, because the
+    library normalizes them, and the normalizer may grow a text without bound.
     """
-    model = {**source["model"], "type": source["model"].get("type", "BPE")}
-    if "dropout" in model:
-        model["dropout"] = None  # skips random merges, for training only
-    removed = {token for token in (*control, unknown) if token is not None}
-    added = source.get("added_tokens") or []
-    if isinstance(model["vocab"], dict):
-        if model.get("merges"):
-            model["merges"] = merges_without(removed, model, ids, where)
-        # The library would choose ids of its own for added tokens that are not in the vocabulary.
-        model["vocab"] = {token: id for token, id in ids.items() if token not in removed}
-        added = [token for token in added if token["content"] not in removed]
-        if unknown is None:
-            model["unk_token"] = None
-        elif unknown in ids:
-            model["vocab"][_hidden(unknown)] = ids[unknown]
-            model["unk_token"] = _hidden(unknown)
+    name = {token: f"\uffff{token}" for token in hidden}
+    model, vocab = dict(source["model"]), source["model"]["vocab"]
+    is_bpe = isinstance(vocab, dict) and isinstance(model.get("merges"), list)
+    if isinstance(vocab, dict):
+        model["vocab"] = {name.get(token, token): id for token, id in vocab.items()}
     else:
-        name = {token: _hidden(token) for token in removed}
-        model["vocab"] = [[name.get(piece, piece), score] for piece, score in model["vocab"]]
-        added = [{**token, "content": name.get(token["content"], token["content"])} for token in added]
-    unused = dict.fromkeys(("post_processor", "decoder", "padding", "truncation"))
-    return {**source, "model": model, "added_tokens": added, **unused}
-
-
-def special_by_settings(settings: Mapping[str, Any], ids: Mapping[str, int], where: str) -> set[str]:
-    """The tokens that tokenizer_config.json marks as special. Raises TokenizerError if it contradicts `ids`."""
-    found = set()
-    listed = settings.get("added_tokens_decoder")
-    for id, entry in listed.items() if isinstance(listed, Mapping) else ():
-        token = entry.get("content") if isinstance(entry, Mapping) else None
-        if not isinstance(token, str) or str(ids.get(token)) != id:
-            raise TokenizerError(
-                f"{where}: tokenizer_config.json lists {token!r:.60} with the id {id!r:.20}, unlike this vocabulary;"
-                f" the two files don't belong together, download both again"
+        model["vocab"] = [[name.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = name.get(model["unk_token"], model["unk_token"])
+    unused = dict.fromkeys((*AFTER, "padding", "truncation"))
+    backend = Backend.from_str(
+        json.dumps({**source, **unused, "added_tokens": [], "model": ONE_TOKEN if is_bpe else model})
+    )
+    check_growth(backend, where)
+    if is_bpe:
+        used = name.keys() & vocab.keys()
+        pairs = (tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"])
+        merges = [(a, b) for a, b in pairs if a not in used and b not in used and a + b not in used]
+        options = {key: model[key] for key in OPTIONS if model.get(key) is not None}
+        backend.model = models.BPE(vocab=model["vocab"], merges=merges, **options)
+    backend.add_tokens(
+        [
+            AddedToken(
+                name.get(token["content"], token["content"]),
+                special=token["content"] in hidden or bool(token.get("special")),
+                **{flag: bool(token.get(flag)) for flag in FLAGS},
             )
-        if entry.get("special"):
-            found.add(token)
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        named = settings.get(key) or []
-        for value in named.values() if isinstance(named, Mapping) else named if isinstance(named, list) else []:
-            token = named_token(value)
-            if token not in ids:
-                raise TokenizerError(
-                    f"{where}: tokenizer_config.json names {token!r:.60} in {key}, which is not in this vocabulary;"
-                    f" the two files don't belong together, download both again"
-                )
-            found.add(token)
-    return found
-
-
-def named_token(value: Any) -> Any:
-    """The token in a value of tokenizer_config.json, which is a string or an object with the key content."""
-    return value.get("content") if isinstance(value, Mapping) else value
-
-
-def check_prefix(settings: Mapping[str, Any], source: Mapping[str, Any], where: str) -> None:
-    """Raise TokenizerError if add_prefix_space contradicts the file, because transformers then changes its steps."""
-    setting, kind = settings.get("add_prefix_space"), settings.get("tokenizer_class")
-    if setting is None or kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # these classes ignore the setting
-        return
-    boolean(f"{where}: add_prefix_space of tokenizer_config.json", setting, TokenizerError)
-    adds = source != without_prefix(source)
-    if adds != setting:
-        raise TokenizerError(
-            f"{where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but the normalizer"
-            f" and pre_tokenizer of this file {'add a' if adds else 'add no'} space before a text; remove the"
-            " setting, or correct the file"
-        )
-
-
-def adds_only_first(part: Mapping[str, Any]) -> bool:
-    """Whether a step adds a space at the beginning of a text, but not after a control token."""
-    return part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first"
-
-
-def without_prefix(source: Mapping[str, Any], only_first: bool = False) -> dict[str, Any]:
-    """The file without the steps that add a space before a text; only_first: without those of `adds_only_first`."""
-    steps = {name: copy.deepcopy(source.get(name)) for name in ("normalizer", "pre_tokenizer")}
-    for part in [*parts(steps["normalizer"]), *parts(steps["pre_tokenizer"])]:
-        if only_first and not adds_only_first(part):
-            continue
-        never = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
-        part.update({key: value for key, value in never.items() if key in part})
-    return {**source, **steps}
-
-
-def strips_space(decoder: Any) -> bool:
-    """Whether the decoder removes the space before every text."""
-    for part in parts(decoder):
-        if part.get("type") == "Strip" and part.get("content") == " " and part.get("start"):
-            return True
-        if part.get("type") == "Metaspace":
-            return part.get("prepend_scheme", "always") != "never" and part.get("add_prefix_space", True)
-    return False
+            for token in source.get("added_tokens") or []
+        ]
+    )
+    return backend
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json. Ids without a token have no text.
 
     settings  the parsed tokenizer_config.json, if there is one
+    source    what the file would contain, instead of data
     """
 
-    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None, named_by: Named = NOTHING):
-        self._where = where
-        self.data, self.settings = data, settings or {}
-        source = parse(data, where)
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        settings: Mapping[str, Any] | None = None,
+        named_by: Named = NOTHING,
+        source: Mapping[str, Any] | None = None,
+    ):
+        self.data, self._where, self.settings, self._given = data, where, settings or {}, source
+        self._bytes: dict[int, bytes] = {}  # of the ids that were decoded
+        self._errors = library_errors(where, "the text can't be encoded")
         with library_errors(where, "not a usable tokenizer.json"):
-            self._build(source, self.settings, named_by)
+            found = self._source()
+            self._read_tokens(found, named_by)
+            self._backend = build(found, where, hidden={*self.control, self.unknown} - {None})
+            self._backend.encode_special_tokens = True  # then the library matches none of them in a text
+            self._check_prefix(self._backend.encode("a").tokens[0])
 
-    def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any], named_by: Named) -> None:
-        where, model, decoder = self._where, source["model"], source.get("decoder")
-        check_steps(source, where)
-        check_prefix(settings, source, where)
-        ids = vocabulary(source, where)
-        self.n_vocab = max(ids.values()) + 1
-        self.token_of = {id: token for token, id in ids.items()}
-        self.byte_level = has(decoder, "ByteLevel") or has(source.get("pre_tokenizer"), "ByteLevel")
-        if not self.byte_level and not has(decoder, "Metaspace", "ByteFallback", "Replace"):
-            types = ", ".join(str(part.get("type")) for part in parts(decoder)) or "none"
+    def _check_prefix(self, first: str) -> None:
+        """Raise TokenizerError if add_prefix_space contradicts the file; transformers then changes the file's steps.
+
+        first  the first token of a text without spaces
+        """
+        setting, adds = self.settings.get("add_prefix_space"), first[:1] in "\u0120\u2581"
+        generic = self.settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if setting not in (None, adds) and not generic:  # these classes ignore the setting
             raise TokenizerError(
-                f"{where}: its decoder is {types}; supported are those of the LLaMA family: ByteLevel, or Metaspace,"
-                f" ByteFallback and Replace of SentencePiece"
-            )
-        check_model(model, where)
-        self._added = {added["content"]: bool(added.get("special")) for added in source.get("added_tokens") or []}
-        control = {token for token, special in self._added.items() if special or looks_control(token)}
-        control |= CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
-        control |= special_by_settings(settings, ids, where)
-        before, after = around_text(source.get("post_processor"))
-        bos, eos = named(settings, "bos_token", ids, where), named(settings, "eos_token", ids, where)
-        if bos is None:
-            known = [] if "bos_token" in settings else [name for name in BOS_NAMES if name in control]
-            bos = next(iter([*before, *known]), None)
-        if eos is None and "eos_token" not in settings:
-            eos = next((name for name in EOS_NAMES if name in control), None)
-        self.add_bos = self._adds_bos(settings.get("add_bos_token"), before, bos)
-        bos = bos or next((self.token_of[id] for id in named_by.bos_ids if id in self.token_of), None)
-        stops = [id for id in named_by.stop_ids if id < self.n_vocab]  # an id beyond the vocabulary has no token
-        marks = [*before, *after, bos, eos, *(self.token_of.get(id) for id in stops)]
-        control |= {name for name in marks if name is not None}
-        if not control <= ids.keys():
-            absent = min(control - ids.keys())
-            raise TokenizerError(
-                f"{where}: the post-processor adds {absent!r}, which is not in the vocabulary; download the file again"
+                f"{self._where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but this file"
+                f" adds {'a' if adds else 'no'} space before a text; remove the setting, or correct the file"
             )
 
-        self.unknown: str | None = model.get("unk_token")
-        if isinstance(model["vocab"], list) and model.get("unk_id") is not None:
-            self.unknown = model["vocab"][model["unk_id"]][0]
-        if self.unknown in marks or looks_control(self.unknown or ""):
-            self.unknown = None  # GPT-2's files use the end of text for unknown characters
-        template = named_by.template or settings.get("chat_template")
-        self.visible = written_by(template if isinstance(template, str) else "", self._added.keys() - control)
-        control = (control | self.visible) - {self.unknown}
+    def _source(self) -> dict[str, Any]:
+        """The content of the file, with the tokens that tokenizer_config.json adds."""
+        source = parse(self.data, self._where) if self._given is None else dict(self._given)
+        added = {token["content"]: token for token in source.get("added_tokens") or []}
+        for name, token in added_by_settings(self.settings).items():
+            listed = added.get(name, {})
+            added[name] = {**token, **listed, "special": bool(token.get("special") or listed.get("special"))}
+        return {**source, "added_tokens": list(added.values())}
+
+    def _read_tokens(self, source: dict[str, Any], named_by: Named) -> None:
+        """Set the ids of the tokens, and which of them are control tokens."""
+        model, vocab = source["model"], source["model"]["vocab"]
+        self._added = {token["content"]: token for token in source["added_tokens"]}
+        probe = Backend.from_str(json.dumps({"model": ONE_TOKEN, **{key: source.get(key) for key in AFTER}}))
+        decode = probe.decoder.decode if probe.decoder is not None else "".join
+        self.byte_level = decode(["\u0120a"]) == " a" or '"ByteLevel"' in json.dumps(source.get("pre_tokenizer"))
+        if not self.byte_level and decode(["a", "\u2581b"]) != "a b":
+            raise TokenizerError(f"{self._where}: its decoder is not supported, expected ByteLevel or SentencePiece's")
+        self._byte_fallback = decode(["<0x41>"]) == "A"
+        self.strips_leading_space = not self.byte_level and decode(["\u2581a"]) == "a"
+        pieces = vocab if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
+        ids = number_tokens(pieces, self._added)
+        around = probe.encode("a")  # with what the file adds before and after a text
+        at = around.special_tokens_mask.index(0)
+        before, after = around.tokens[:at], around.tokens[at + 1 :]
+        usual = [next(iter(token for token in names if token in self._added), None) for names in (before or BOS, EOS)]
+        marks = {*before, *after} | CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
+        self._name_tokens(ids, self._added, self.settings, named_by, (usual[0], usual[1]), marks)
+
+        if isinstance(vocab, dict):
+            self.unknown: str | None = model.get("unk_token")
+            if ids.get(self.unknown) in {self.bos_id, *self.stop_ids} or looks_control(self.unknown or ""):
+                self.unknown = None  # GPT-2's files use the end of text for unknown characters
+            source["model"] = {**model, "unk_token": self.unknown}
+        else:
+            self.unknown = self.token_of.get(model.get("unk_id"))
+        self.control = {token: id for token, id in self.control.items() if token != self.unknown}
+        self._control_ids = frozenset(self.control.values())
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
-        self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
-        self.bos_id = None if bos is None else ids[bos]
-        self.eos_id = min(stops, default=None) if eos is None else ids[eos]
-        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
-        self.strips_leading_space = not self.byte_level and strips_space(decoder)
-        self._byte_fallback = has(decoder, "ByteFallback")
-        lossy = self.byte_level and self.unknown is None
-        self._missing = missing_bytes(ids.keys() - control) if lossy else b""
+        self.add_bos = self._adds_bos(before)
+        self._only_first = '"prepend_scheme": "first"' in json.dumps(source.get("pre_tokenizer"))
+        missing = [byte for token, byte in BYTE_OF.items() if token not in ids or token in self.control]
+        self._missing = bytes(missing) if self.byte_level and self.unknown is None else b""
 
-        readable = without_control(source, ids, control, self.unknown, where)
-        self._backend = self._load(readable)
-        self._joining = self._load(without_prefix(readable)) if PRE in self.control else self._backend
-        first = any(map(adds_only_first, parts(source.get("pre_tokenizer"))))
-        self._continuing = self._load(without_prefix(readable, only_first=True)) if first else self._backend
-        self.strips = {
-            added["content"]: (bool(added.get("lstrip")), bool(added.get("rstrip")))
-            for added in source.get("added_tokens") or []
-            if added["content"] in control
-        }
-        # The control tokens of a Unigram model remain under hidden names; encoding checks that no text becomes one.
-        self._unreachable = frozenset(self.control.values()) if isinstance(model["vocab"], list) else frozenset()
-
-    def _adds_bos(self, setting: Any, before: Sequence[str], bos: str | None) -> bool:
-        if setting is None:
-            if before and list(before) != [bos]:
-                raise TokenizerError(
-                    f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the"
-                    f" bos_token {bos}; set add_bos_token in tokenizer_config.json to true if the model was trained"
-                    " with a bos_token before every text, or else to false"
-                )
-            return bool(before)
-        if boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError) and bos is None:
+    def _adds_bos(self, before: Sequence[str]) -> bool:
+        """Whether bos precedes every text: as tokenizer_config.json says, else as the file's post-processor does."""
+        setting = self.settings.get("add_bos_token")
+        if setting is not None:
+            return boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError)
+        if before and before != [self.token_of[self.bos_id] if self.bos_id is not None else None]:
             raise TokenizerError(
-                f"{self._where}: tokenizer_config.json sets add_bos_token but names no bos_token;"
-                " add the bos_token, or set add_bos_token to false"
+                f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the bos_token;"
+                " set add_bos_token in tokenizer_config.json"
             )
-        return bool(setting)
-
-    def _load(self, source: Mapping[str, Any]) -> Backend:
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend.from_str(json.dumps(source))
-        backend.encode_special_tokens = True
-        backend.encode("a")  # finds damage that parsing does not
-        return backend
-
-    def _ids(self, backend: Backend, text: str) -> list[int]:
-        with library_errors(self._where, "the text can't be encoded"):
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-        if not self._unreachable.isdisjoint(ids):
-            raise TokenizerError(
-                f"{self._where}: this vocabulary turns a part of the text into a control token, which is not allowed;"
-                " remove that part"
-            )
-        if self._missing:
-            plain = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
-            check_no_byte_lost(plain, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)
-        return ids
+        return bool(before)
 
     def _encode(self, text: str) -> list[int]:
-        return self._ids(self._backend, text)
+        with self._errors:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if not self._control_ids.isdisjoint(ids):  # hidden names in a vocabulary of an unusual kind
+            raise TokenizerError(f"{self._where}: this vocabulary turns a part of the text into a control token")
+        if self._missing:
+            self._check_lost(text, ids)
+        return ids
+
+    def _check_lost(self, text: str, ids: list[int]) -> None:
+        """Raise TokenizerError if the library dropped bytes of the text, because they have no token."""
+        raw = text.encode()
+        if len(raw) == len(raw.translate(None, self._missing)):
+            return
+        encoded = b"".join(map(self.token_bytes, ids))  # a longer token may contain such a byte
+        if lost := [byte for byte in self._missing if raw.count(byte) > encoded.count(byte)]:
+            at = next(at for at, character in enumerate(text) if lost[0] in character.encode())
+            raise TokenizerError(
+                f"{self._where}: character {at} of the text, {text[at]!a}, has the byte 0x{lost[0]:02X}, for which this"
+                " vocabulary has no token; remove the character from the text"
+            )
+
+    def _encode_special(self, text: str) -> list[int]:
+        with self._errors:
+            return self._reference.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _reference(self) -> Backend:
+        """The library's tokenizer of the file as it is: a text may become control tokens."""
+        return build(self._source(), self._where)
 
     def _encode_after_control(self, text: str) -> list[int]:
-        return self._ids(self._continuing, text)
-
-    def _encode_joined(self, text: str) -> list[int]:
-        return self._ids(self._joining, text)
+        return self._encode_joined(text) if self._only_first else self._encode(text)
 
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)
-        token = self.token_of.get(id)
+        if id not in self._bytes:
+            self._bytes[id] = self._bytes_of(self.token_of.get(id))
+        return self._bytes[id]
+
+    def _bytes_of(self, token: str | None) -> bytes:
         hidden = token in self.control and token not in self.visible
         if token is None or hidden or token == self.unknown:
             return b""
         if self.byte_level:
             return token.encode() if token in self._added else byte_level_bytes(token)
-        byte = byte_piece(token) if self._byte_fallback else None
-        return piece_bytes(token) if byte is None else bytes([byte])
+        return piece_bytes(token, self._byte_fallback)

@@ -151,7 +151,7 @@ def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any
             f"the SentencePiece model {'replaces characters of a text' if replaces else 'is not BPE'}, which no other"
             " format can express; expected one that works like Llama 2's"
         )
-    hidden = set(tokenizer.control.values()) - tokenizer.visible
+    hidden = {id for token, id in tokenizer.control.items() if token not in tokenizer.visible}
     types = [CONTROL if id in hidden else piece.get(sentencepiece.TYPE, NORMAL) for id, piece in enumerate(pieces)]
     return {
         "model": "llama",
@@ -228,7 +228,7 @@ def _scores_of_merges(tokens: Sequence[str], types: Sequence[int], merges: Seque
 # ------------------------------------------------------------------------------------------------------ Hugging Face
 def tokenizer_json(tokenizer: Tokenizer) -> str:
     """The text of a tokenizer.json. Raises TokenizerError if the format can't express the vocabulary."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not isinstance(tokenizer, GGUFTokenizer):
         return tokenizer.data.decode(json.detect_encoding(tokenizer.data))
     found = _as_gguf(tokenizer)
     metadata, tokens, types = found.metadata, found.tokens, found.types
@@ -283,7 +283,7 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
     PreTrainedTokenizerFast uses tokenizer.json unchanged; LlamaTokenizer would replace its normalizer and decoder.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not isinstance(tokenizer, GGUFTokenizer):
         return {key: value for key, value in tokenizer.settings.items() if key != "chat_template"}
     found = _as_gguf(tokenizer)
     ids = {"bos_token": found.bos_id, "eos_token": found.eos_id}
