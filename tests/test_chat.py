@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama.chat import ROLES, encode_chat, render
+from llama.chat import encode_chat, render
+from llama.chat.messages import ROLES
 from llama.errors import TemplateError, UsageError
 from llama.tokenizer.gguf import from_metadata
 

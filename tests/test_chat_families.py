@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import llama
-from llama.chat import CHAT_FORMATS, TEMPLATES, encode_chat
+from llama.chat import TEMPLATES, encode_chat
 from llama.checkpoint import open_checkpoint
 from llama.errors import TemplateError, UsageError
 from llama.tokenizer import Tokenizer, open_tokenizer
@@ -90,7 +90,7 @@ def test_transformers_gives_the_ids_of_the_built_in_format(both: tuple[str, Toke
         template, choose = TEMPLATES[family], random.Random(1)
         for _ in range(60):
             dialog = random_dialog(family, choose)
-            expected = CHAT_FORMATS[family](ours, dialog)
+            expected = encode_chat(ours, None, dialog, format=family)
             ids = theirs.apply_chat_template(
                 dialog, chat_template=template, add_generation_prompt=True, return_dict=False
             )
@@ -116,7 +116,7 @@ def test_calls_of_tools_in_the_template_of_llama3(both: tuple[str, Tokenizer, An
         ids = theirs.apply_chat_template(
             dialog, chat_template=TEMPLATES["llama3"], add_generation_prompt=True, return_dict=False
         )
-        assert ids == CHAT_FORMATS["llama3"](ours, dialog)
+        assert ids == encode_chat(ours, None, dialog, format="llama3")
 
 
 @pytest.mark.parametrize(

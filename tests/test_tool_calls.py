@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.chat import ToolCall, check_messages
-from llama.chat.formats import _llama3_call
+from llama.chat import check_messages
+from llama.chat.messages import ToolCall
+
 from llama.chat.tool_calls import LONGEST, ToolCallStream, call_marks, parse_tool_calls
 from llama.errors import UsageError
 from llama.tokenizer.gguf import from_metadata
@@ -237,7 +238,7 @@ def as_python(name: str, arguments: dict[str, Any]) -> str:
 
 WRITERS: dict[str, Any] = {
     "llama": lambda name, args: json.dumps({"name": name, "parameters": args}),
-    "this package": lambda name, args: _llama3_call({"type": "function", "function": {"name": name, "arguments": args}}, 0),
+
     "unicode": lambda name, args: json.dumps({"name": name, "arguments": args}, ensure_ascii=False, indent=1),
     "function": lambda name, args: f"<function={name}>{json.dumps(args)}</function>",
     "hermes": lambda name, args: f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>",

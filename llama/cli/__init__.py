@@ -193,7 +193,7 @@ def _import_torch(args: argparse.Namespace) -> None:
         if args.run in (generate.run, chat.run) and args.chat_format == "auto" and not getattr(args, "raw", False):
             from ..chat import template
 
-            template.start()  # the model probably has a template; its process starts on another core meanwhile
+            template.CHILD.start()  # the model probably has a template; its process starts on another core meanwhile
         from .. import loader, text  # noqa: F401
     if alone:
         gc.freeze()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..chat import CHAT_FORMATS, TEMPLATES, check_template
+from ..chat import TEMPLATES, check_format, check_template
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS
@@ -345,7 +345,7 @@ def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: s
         chats = CHAT_NAME.search(named(checkpoint)) is not None
         return TEMPLATES.get(checkpoint.chat_format(tokenizer) or "") if chats else None
     if choice in TEMPLATES:
-        CHAT_FORMATS[choice](tokenizer, [{"role": "user", "content": ""}])  # raises if the vocabulary lacks its tokens
+        check_format(choice, tokenizer)
         return TEMPLATES[choice]
     check_template(choice, tokenizer, "the chat template")
     return choice
