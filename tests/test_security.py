@@ -12,7 +12,7 @@ from llama.chat import template
 from llama.checkpoint import documents, gguf, open_checkpoint, safetensors_header, torch_pickle
 from llama.engine import compiled, kernels
 from llama.errors import CheckpointError
-from llama.system import folders
+from llama.system import child, folders
 from llama.tokenizer import common, patterns, steps
 
 from . import fuzz
@@ -38,11 +38,11 @@ def test_numbers_it_names_are_correct() -> None:
         f"token | {common.LONGEST_TOKEN:,} characters",
         f"normalizer and pre-tokenizer of a `tokenizer.json` | {steps.MOST_STEPS} steps of known types; {steps.LARGEST_GROWTH} characters of output",
         f"all regular expressions of a `tokenizer.json` together | {patterns.LONGEST:,} characters, {patterns.MOST_CLASSES} character classes",
-        f"chat template | {template.SECONDS:g} s of processor time, plus {template.PER_MEGABYTE:g} s per megabyte of the"
-        f" conversation; {template.SPACE >> 20} MiB, plus {template.COPIES} times the size",
+        f"chat template | {template.SECONDS:g} s of processor time, plus {child.PER_MEGABYTE:g} s per megabyte of the"
+        f" conversation; {template.SPACE >> 20} MiB, plus {child.COPIES} times the size",
     ):
         assert f"| {row}" in TEXT, row
-    assert f"stopped after {template.WAIT:g} seconds of real time" in TEXT
+    assert f"stopped after {child.WAIT:g} seconds of real time" in TEXT
     assert f"{law.SECONDS:g} s of processor time, {law.MEMORY >> 20} MB" in TEXT
     assert f"tries {['', '', '', '', '', '', '', '', 'eight', 'nine', 'ten'][len(fuzz.NAMES)]} kinds" in TEXT
     assert "--seconds 20" in (ROOT / ".ci/run").read_text()

@@ -1,9 +1,9 @@
 """The chat formats of Meta's models as Jinja templates: for checkpoints without a template, and for conversions.
 
 Meta's code encodes some parts of the text separately: `encode_template` divides the text where a template writes `cut`.
-In other programs this variable is undefined, so the ids differ from Meta's for a Llama 3 message that begins with a line
-break, or that has both text and calls of tools. The published templates on the hub strip every message; these do not,
-like Meta's newest code.
+Other programs do not, so their ids differ from Meta's for a Llama 3 message that begins with a line break, or that has
+both text and calls of tools. The published templates on the hub strip every message; these do not, like Meta's newest
+code.
 
 References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py (Llama 3),
 meta-llama/codellama llama/generation.py (Code Llama 70B). llama.cpp without its Jinja engine recognizes llama2 and

@@ -56,7 +56,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise UsageError(f"tools must be a list of mappings, one JSON schema for each function, got {shown(tools)}")
-    return [_plain_json(tool, f"tool {i}") for i, tool in enumerate(tools)]
+    return [_object(tool, f"tool {i}") for i, tool in enumerate(tools)]
 
 
 def _message(message: Any, where: str) -> Message:
@@ -67,7 +67,7 @@ def _message(message: Any, where: str) -> Message:
     if checked.get("tool_calls"):
         checked.setdefault("content", "")
     if "content" not in checked:
-        raise UsageError(f"{where}: content must be a string, got None")
+        raise UsageError(f"{where} has no content")
     return cast(Message, {key: value for key, value in checked.items() if value or key == "content"})
 
 
@@ -110,27 +110,15 @@ def _function(function: Any, where: str) -> dict[str, Any]:
     return checked
 
 
-def _arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """The arguments as a dictionary: templates serialize them, and would quote JSON text twice."""
-    value = arguments
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{where} must be a mapping or the JSON text of one, got {shown(arguments)}")
-    return _plain_json(value, where)
-
-
-def _plain_json(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A copy of dict, list, str, numbers, True, False and None, so that a template meets no other objects."""
+def _object(value: Any, where: str) -> dict[str, Any]:
+    """A copy of a mapping, or of the JSON text of one, without any other objects that a template could meet."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+        mapping = json.loads(value) if isinstance(value, str) else value
+        copy = json.loads(json.dumps(mapping, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{where} must be JSON-serializable: {error}") from None
-    if deeper(copy, DEEPEST_JSON):
-        raise UsageError(f"{where} must not be nested deeper than {DEEPEST_JSON} levels")
+    if not isinstance(copy, dict) or deeper(copy, DEEPEST_JSON):
+        raise UsageError(f"{where} must be a mapping of at most {DEEPEST_JSON} levels, got {shown(value)}")
     return copy
 
 
@@ -141,9 +129,10 @@ def deeper(value: Any, levels: int) -> bool:
 
 
 # Key -> the function that checks its value
-FUNCTION = {"name": _string, "arguments": _arguments}
-CALL = {"type": _string, "id": _string, "function": _function}
-MESSAGE = {"role": _string, "content": _string}
-TOOL = {"tool_call_id": _string, "name": _string}
-ASSISTANT = {"tool_calls": _calls, "continues": lambda value, where: boolean(where, value)}
+Checks = dict[str, Callable[[Any, str], Any]]
+FUNCTION: Checks = {"name": _string, "arguments": _object}
+CALL: Checks = {"type": _string, "id": _string, "function": _function}
+MESSAGE: Checks = {"role": _string, "content": _string}
+TOOL: Checks = {"tool_call_id": _string, "name": _string}
+ASSISTANT: Checks = {"tool_calls": _calls, "continues": lambda value, where: boolean(where, value)}
 OF_ROLE = {"assistant": ASSISTANT, "tool": TOOL, "ipython": TOOL}

@@ -58,9 +58,8 @@ def encode_template(
     Raises TemplateError.
     """
     cut = CUT if divided else ""
-    rendered = functools.partial(_rendered, template, messages, tokenizer, cut=cut, **options)
-    alphabet = re.escape("".join({*"".join(tokenizer.control), *cut}))
-    plain, hidden = rendered([None, f"[{alphabet}]+" if alphabet else None])
+    rendered: Any = functools.partial(_rendered, template, messages, tokenizer, cut=cut, **options)
+    plain, hidden = rendered([None, f"[{_alphabet(tuple(tokenizer.control))[0]}\x1f]+"])
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
@@ -85,6 +84,15 @@ def encode_template(
                 f" be distinguished from text: {', '.join(found)}; remove them from the messages"
             )
     return tokenizer.encode_pieces(pieces)
+
+
+@functools.lru_cache
+def _alphabet(controls: tuple[str, ...]) -> tuple[str, str]:
+    """The characters of control strings, for a regular expression, and another character as their stand-in."""
+    characters = {*"".join(controls)}
+    # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
+    stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
+    return re.escape("".join(characters)), stand_in
 
 
 def _controls(pieces: Pieces) -> list[str]:
@@ -141,10 +149,13 @@ def _rendered(
         "eos_token": name.get(tokenizer.eos_id, ""),  # type: ignore[arg-type]
         "cut": cut,
     }
-    used = {*"".join(tokenizer.control)}
-    stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in used)  # JSON keeps ASCII
-    now = now or datetime.datetime.now()
-    request = {"template": template, "values": values, "now": now.isoformat(), "hidden": hidden, "stand_in": stand_in}
+    request = {
+        "template": template,
+        "values": values,
+        "now": (now or datetime.datetime.now()).isoformat(),
+        "hidden": hidden,
+        "stand_in": _alphabet(tuple(tokenizer.control))[1],
+    }
     try:
         reply = CHILD.ask(request)
         error = reply.get("error", "")[:1000]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -37,9 +38,7 @@ from .messages import ToolCall, check_messages, check_tools
 
 LONGEST = 2**18  # characters of one group of calls; longer ones are text
 
-PYTHON_TAG, TOOL_CALLS, ARGUMENTS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
-FUNCTION, OPEN, CLOSE = "<function=", "<tool_call>", "</tool_call>"
-MARKS = (PYTHON_TAG, TOOL_CALLS, ARGUMENTS, OPEN, CLOSE)
+MARKS = ("<|python_tag|>", "[TOOL_CALLS]", ARGUMENTS := "[ARGS]", "<tool_call>", "</tool_call>")
 
 Event = str | ToolCall  # a part of the text, or a call
 Reader = Generator[None, str, None]  # gets one character at a time; returns at the last one of a group of calls
@@ -52,8 +51,8 @@ class NotACall(Exception):
 class Format(NamedTuple):
     """A format of calls: a mark, the beginning of a value in brackets, the rest of the value, and an end.
 
-    mark    a format without a mark is recognized only if nothing but calls precedes it
-    begins  given the declared names, what may follow the mark, apart from white space, up to the first string or value
+    mark    without a mark, calls are recognized only if nothing but calls precedes them
+    begins  given the declared names, what may follow the mark and white space
     end     may be missing at the end of an answer
     """
 
@@ -69,11 +68,12 @@ def _bare(names: Collection[str]) -> list[str]:
 
 FORMATS = (
     Format("", _bare),
-    Format(PYTHON_TAG, _bare),
-    Format(TOOL_CALLS, lambda names: ['[{"', *(f"{name}{end}" for name in names for end in ("{", ARGUMENTS + "{"))]),
-    Format(FUNCTION, lambda names: [f"{name}>{{" for name in names], "</function>"),
-    Format(OPEN, lambda names: ['{"', '[{"'], CLOSE),
+    Format("<|python_tag|>", _bare),
+    Format("[TOOL_CALLS]", lambda names: ['[{"', *(f"{name}{end}" for name in names for end in ("{", "[ARGS]{"))]),
+    Format("<function=", lambda names: [f"{name}>{{" for name in names], "</function>"),
+    Format("<tool_call>", lambda names: ['{"', '[{"'], "</tool_call>"),
 )
+
 
 # ----------------------------------------------------------------------------------- where a group of calls ends
 CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -118,23 +118,20 @@ ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # Python's pars
 
 def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
     """The calls in a text without mark and end. Raises one of ERRORS if there is none, or an undeclared function."""
+    loads = functools.partial(json.loads, strict=False)  # strings may contain line breaks, as models write them
     text = text.strip().removeprefix(";").lstrip()
     if re.match(r"\{|\[\s*\{", text):  # a JSON object {"name": ..., "arguments": {...}}, or a list of these
-        value = _json(text)
+        value = loads(text)
         calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
     elif re.match(r"\[|[^{]*\(", text):
         calls = _python_calls(text)
     else:  # f{...}, f>{...} or f[ARGS]{...}
         name, _, rest = text.partition("{")
         name = name.strip().removesuffix(ARGUMENTS).removesuffix(">")
-        calls = [_call({"name": name, "arguments": _json("{" + rest)})]
+        calls = [_call({"name": name, "arguments": loads("{" + rest)})]
     if not calls or any(call["function"]["name"] not in names for call in calls):
         raise ValueError
     return calls
-
-
-def _json(text: str) -> Any:
-    return json.loads(text, strict=False)  # strings may contain line breaks, as models write them
 
 
 def _call(call: Any) -> ToolCall:
@@ -194,11 +191,6 @@ class ToolCallStream:
         self._after_call = False  # there is no text after the last call
         self._events: list[Event] = []
 
-    @property
-    def pending(self) -> str:
-        """The text that may be the beginning of a call."""
-        return "".join(self._pending)
-
     def feed(self, text: str) -> list[Event]:
         """Add text; return the text and the calls that are certain."""
         for character in text:
@@ -241,7 +233,7 @@ class ToolCallStream:
 
     def _finish(self, formats: Sequence[Format]) -> None:
         """Turn the pending text into the calls that it has in one of the formats, or into text."""
-        text, self._pending, self._alive = self.pending, [], []
+        text, self._pending, self._alive = "".join(self._pending), [], []
         for format in formats:
             with contextlib.suppress(*ERRORS):
                 self._events += _calls(text.removeprefix(format.mark).strip().removesuffix(format.end), self.names)
