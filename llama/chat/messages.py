@@ -68,7 +68,7 @@ def _message(message: Any, where: str) -> Message:
         checked.setdefault("content", "")
     if "content" not in checked:
         raise UsageError(f"{where} has no content")
-    return cast(Message, {key: value for key, value in checked.items() if value or key == "content"})
+    return cast(Message, {key: value for key, value in checked.items() if value not in (False, [])})
 
 
 def _checked(values: Any, known: Mapping[str, Callable[[Any, str], Any]], where: str) -> dict[str, Any]:
