@@ -159,7 +159,7 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
     try:
         text, controls = spell(TOKENIZER, encode_chat(TOKENIZER, template, messages, tools=tools))
     except TemplateError as error:  # only a search that finds what could be control tokens
-        assert name == "thoughts" and "can't be distinguished" in str(error)
+        assert (name, "can't be distinguished" in str(error)) == ("thoughts", True)  # noqa: PT017
         assert any(part in "".join(texts) for part in ("think", "<", ">", "|"))
         return
     assert text == theirs == render(template, messages, TOKENIZER, tools=tools)
@@ -236,7 +236,7 @@ def test_the_environment_is_that_of_transformers() -> None:
     expected = ' assistant2024<|begin_of_text|><|eot_id|>{"é<": 1}'
     assert render(template, messages, TOKENIZER, now=NOW).split() == f"{expected}True".split()
     assert render("{{ add_generation_prompt }}", messages, TOKENIZER, add_generation_prompt=False) == "False"
-    with pytest.raises(TemplateError, match="template failed: roles must alternate; llm.generate"):
+    with pytest.raises(TemplateError, match="template failed: roles must alternate; "):
         render("{{ raise_exception('roles\n must alternate') }}", messages, TOKENIZER)
 
 

@@ -107,42 +107,32 @@ def test_llama3_writes_tool_calls_and_the_end_of_a_message(message: dict, writte
     assert text.count("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>") == 2
 
 
+S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
+CODE = [{"name": name, "arguments": {"code": "1"}} for name in ("f", "code_interpreter")]
+
+
 @pytest.mark.row("H06")
 @pytest.mark.parametrize(
-    ("formats", "dialog", "reason"),
+    ("format", "dialog", "reason"),
     [
-        (("llama2",), [user(tag)], r"a message contains \[INST\] or <<SYS>>")
-        for tag in ("[INST]", "x [/INST]", "<<SYS>>", "<</SYS>> y")
-    ] + [(("llama2",), [{"role": "system", "content": "<<SYS>>"}, user("x")], r"a message contains")]
-    + [
-        (("llama2", "codellama-70b"), dialog, reason)
-        for dialog, reason in (
-            ([{"role": "system", "content": "s"}], "the last message must have the role user"),
-            ([user("a"), assistant("b")], "the last message must have the role user"),
-            ([assistant("a"), user("b")], "the roles must be system at most once"),
-            ([user("a"), user("b")], "the roles must be"),
-            ([user("a"), {"role": "system", "content": "s"}, user("b")], "the roles must be"),
-            ([user("a"), {"role": "tool", "content": "s"}, user("b")], "the roles must be"),
-            ([user("a"), call("f", {}), user("b")], "without tool calls"),
-        )
-    ]
-    + [
-        (("llama3",), [user("x"), message], reason)
-        for message, reason in (
-            (call("brave_search", {"q": "x"}), "brave_search takes one string argument, query"),
-            (call("wolfram_alpha", {"query": "x", "more": 1}), "takes one string argument"),
-            (call("photogen", {"query": 1}), "takes one string argument"),
-            (call("code_interpreter", {}), "code_interpreter takes one string argument, code"),
-            (call("code_interpreter", {"code": "1"}, content="Let me see."), "must be alone"),
-            ({"role": "assistant", "tool_calls": [{"name": n, "arguments": {"code": "1"}} for n in ("f", "code_interpreter")]},
-             "must be alone"),
-        )
+        *(("llama2", [user(t)], "a message contains") for t in ("[INST]", "x [/INST]", "<<SYS>>", "<</SYS>> y")),
+        ("llama2", [{"role": "system", "content": "<<SYS>>"}, user("x")], "a message contains"),
+        ("llama2", [S], "the last message must have the role user"),
+        ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
+        *(("codellama-70b", dialog, "the roles must be") for dialog in (
+            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")],
+            [user("a"), call("f", {}), user("b")], [user("a"), {**assistant("b"), "continues": True}, user("c")])),
+        ("llama3", [call("brave_search", {"q": "x"})], "brave_search takes one string argument, query"),
+        ("llama3", [call("wolfram_alpha", {"query": "x", "more": 1})], "takes one string argument"),
+        ("llama3", [call("photogen", {"query": 1})], "takes one string argument"),
+        ("llama3", [call("code_interpreter", {})], "code_interpreter takes one string argument, code"),
+        ("llama3", [call("code_interpreter", {"code": "1"}, content="Let me see.")], "must be alone"),
+        ("llama3", [{"role": "assistant", "tool_calls": CODE}], "must be alone"),
     ],
 )  # fmt: skip
-def test_what_a_format_can_not_express_is_an_error(formats: Sequence[str], dialog: Dialog, reason: str) -> None:
-    for format in formats:
-        with pytest.raises(TemplateError, match=reason):
-            ids_of(format, dialog)
+def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:
+    with pytest.raises(TemplateError, match=reason):
+        ids_of(format, dialog)
 
 
 def test_errors_about_formats() -> None:

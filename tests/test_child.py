@@ -66,7 +66,7 @@ def test_a_process_that_waits_is_killed(start: Callable[..., Child], monkeypatch
     process = start()
     process.start()
     monkeypatch.setattr(child, "WAIT", 0.5)
-    with pytest.raises(ChildError, match="it was killed, by the system or because it took more than 0.5 seconds"):
+    with pytest.raises(ChildError, match="because it took more than 0"):
         process.ask("time.sleep(30)")
 
 
@@ -171,7 +171,7 @@ def test_an_ignored_signal_of_the_parent_does_not_disable_the_timer(start: Calla
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
     try:
-        with pytest.raises(ChildError, match="more than 0.2 seconds"):
+        with pytest.raises(ChildError, match="it ran for more than"):
             start().ask(ENDLESS)
     finally:
         signal.signal(signal.SIGPROF, before)

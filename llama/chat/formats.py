@@ -137,7 +137,7 @@ def chat_format_of(tokenizer: Tokenizer) -> str | None:
 def check_format(name: str, tokenizer: Tokenizer, messages: Sequence[Message] = ()) -> None:
     """Raise TemplateError unless a vocabulary has the control tokens for messages in a format."""
     needed = list(TOKENS[name])
-    for message in messages:
+    for message in messages if name == "llama3" else ():
         needed += ["<|eom_id|>"] * message.get("continues", False)
         needed += ["<|python_tag|>" for call in message.get("tool_calls", ()) if call["function"]["name"] == PYTHON]
     if missing := [token for token in needed if token not in tokenizer.control]:

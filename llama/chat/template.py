@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,15 @@ def encode_template(
     """
     cut = CUT if divided else ""
     rendered: Any = functools.partial(_rendered, template, messages, tokenizer, cut=cut, **options)
-    plain, hidden = rendered([None, f"[{_alphabet(tuple(tokenizer.control))[0]}\x1f]+"])
+    split, characters, _ = _prepared(tuple(tokenizer.control))
+    plain, hidden = rendered([None, f"[{characters}{CUT}]+"])
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
         )
-    pieces = _divided(plain, tokenizer.split_control(hidden), cut)
+    pieces = _divided(plain, split(hidden), cut)
     if pieces is None:
-        found = sorted(set(_controls(tokenizer.split_control(plain))), key=len, reverse=True)
+        found = sorted(set(_controls(split(plain))), key=len, reverse=True)
         if not found:
             return tokenizer.encode_pieces([(plain, False)])
         words = "|".join(word for control in found for word in re.findall(r"\w+", control))
@@ -74,7 +75,7 @@ def encode_template(
         # With stand-ins for the ends of control strings and the words in them, which a search for "/no_think" finds
         # nevertheless; and for complete control strings, since a template may search for "</think>"
         patterns = [rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))]
-        by_parts, complete = map(tokenizer.split_control, rendered(patterns))
+        by_parts, complete = map(split, rendered(patterns))
         pieces = _divided(plain, by_parts)
         if pieces is None and _controls(by_parts) == _controls(complete):
             pieces = _divided(plain, complete)
@@ -87,12 +88,17 @@ def encode_template(
 
 
 @functools.lru_cache
-def _alphabet(controls: tuple[str, ...]) -> tuple[str, str]:
-    """The characters of control strings, for a regular expression, and another character as their stand-in."""
-    characters = {*"".join(controls)}
+def _prepared(controls: tuple[str, ...]) -> tuple[Callable[[str], Pieces], str, str]:
+    """Made once for the control strings of a vocabulary: `Tokenizer.split_control`, their characters, a stand-in."""
+    longest_first = sorted(filter(None, controls), key=len, reverse=True)
+    pattern, characters = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"), {*"".join(controls)}
     # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
     stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
-    return re.escape("".join(characters)), stand_in
+
+    def split(text: str) -> Pieces:
+        return [(part, i % 2 == 1) for i, part in enumerate(pattern.split(text)) if part]
+
+    return split, re.escape("".join(characters)), stand_in
 
 
 def _controls(pieces: Pieces) -> list[str]:
@@ -154,7 +160,7 @@ def _rendered(
         "values": values,
         "now": (now or datetime.datetime.now()).isoformat(),
         "hidden": hidden,
-        "stand_in": _alphabet(tuple(tokenizer.control))[1],
+        "stand_in": _prepared(tuple(tokenizer.control))[2],
     }
     try:
         reply = CHILD.ask(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import functools
 import hashlib
 import json
 import operator
@@ -134,7 +133,8 @@ class Tokenizer(ABC):
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
         """Split a text at its control strings: (part, whether it is one). The first match wins, then the longest."""
-        parts = _control_pattern(tuple(self.control)).split(text)
+        names = sorted(filter(None, self.control), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
         return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
@@ -197,12 +197,6 @@ class Tokenizer(ABC):
         if enabled and id is None:
             raise TokenizerError(f"this vocabulary has no {name}-of-text id")
         return [id] if enabled and id is not None else []
-
-
-@functools.lru_cache
-def _control_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    longest_first = sorted(filter(None, names), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 class Decoder:
