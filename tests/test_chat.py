@@ -140,7 +140,6 @@ def dialog(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, A
     return messages, [{"type": "function", "function": {"name": a, "description": b, "parameters": parameters}}, {c: d}]
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("name", SOURCES)
 @settings(max_examples=25)
 @given(texts=st.tuples(TEXTS, TEXTS, TEXTS, TEXTS), with_tools=st.booleans())
@@ -168,7 +167,6 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
     assert controls == spell(TOKENIZER, ids)[1]
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("control", NAMES[:8])
 def test_control_strings_split_over_template_and_messages(control: str) -> None:
     """Parts of a control string at the ends of adjacent texts do not form one, nor do rearranged parts."""
@@ -183,7 +181,6 @@ def test_control_strings_split_over_template_and_messages(control: str) -> None:
             assert encoded(template, content) == (control, [])
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize(
     ("template", "content", "text", "controls"),
     [
@@ -283,7 +280,6 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

@@ -111,7 +111,6 @@ S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
 CODE = [{"name": name, "arguments": {"code": "1"}} for name in ("f", "code_interpreter")]
 
 
-@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     ("format", "dialog", "reason"),
     [
@@ -162,7 +161,6 @@ def test_the_format_of_a_vocabulary() -> None:
     )
 
 
-@pytest.mark.row("H05")
 @pytest.mark.parametrize("format", TEMPLATES)
 def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
     """All control strings in every field: the control ids equal those with harmless words, and the text is complete."""

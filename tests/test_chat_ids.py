@@ -13,6 +13,9 @@ from tokenizers import Tokenizer as Backend
 from llama.chat import encode_chat
 from llama.errors import TokenizerError
 from llama.tokenizer import open_tokenizer
+from llama.tokenizer.gguf import from_metadata
+
+from . import tiny
 
 MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -101,3 +104,16 @@ def test_special_tokens_of_the_settings_are_control_tokens(tmp_path: Path) -> No
 def test_settings_that_would_change_the_vocabulary_are_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(TokenizerError, match="don't belong together"):
         open_tokenizer(write(tmp_path, "never", {}) / "tokenizer.json", settings)
+
+
+@pytest.mark.parametrize("use", ["m.content|length", "m.content|last", "m.content[:5]", "m.content[-3:]"])
+def test_a_template_measures_and_cuts_the_original_text(use: str) -> None:
+    tokenizer = from_metadata(tiny.byte_vocabulary(), "x")
+    content = "hello us <"
+    ids = encode_chat(
+        tokenizer,
+        "<|im_start|>{% for m in messages %}{{ " + use + " }}{% endfor %}",
+        [{"role": "user", "content": content}],
+    )
+    expected = {"length": "10", "last": "<", ":5]": "hello", "-3:]": "s <"}[use.replace("[", "|").split("|")[1]]
+    assert ids == [tokenizer.control["<|im_start|>"], *tokenizer.encode(expected)]

@@ -34,7 +34,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
         one.stop()
 
 
-@pytest.mark.row("H02")
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
@@ -70,7 +69,6 @@ def test_a_process_that_waits_is_killed(start: Callable[..., Child], monkeypatch
         process.ask("time.sleep(30)")
 
 
-@pytest.mark.row("H01")
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such limits")
 def test_code_reads_and_writes_no_file(start: Callable[..., Child], tmp_path: Path) -> None:
     """Not even a file that is open already."""
@@ -83,7 +81,6 @@ def test_code_reads_and_writes_no_file(start: Callable[..., Child], tmp_path: Pa
     assert target.read_bytes() == b""
 
 
-@pytest.mark.row("H01")
 def test_it_sees_neither_the_environment_nor_the_module_path(
     start: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from llama.chat import encode_chat, render
+from llama.chat.sandbox import Controls
 from llama.errors import UsageError
 from llama.text import Llama
 from llama.tokenizer import Tokenizer
@@ -36,6 +37,19 @@ def texts_of(tokenizer: Tokenizer) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- against libraries
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_texts_are_split_as_rendered_templates_are(name: str, data: st.DataObject) -> None:
+    """sandbox.Controls splits what a template renders, with an index instead of a regular expression."""
+    tokenizer = KINDS[name]
+    text = data.draw(texts_of(tokenizer))
+    controls = Controls([control for control in tokenizer.control if control])
+    pieces = tokenizer.split_control(text)
+    assert [piece for piece, _ in pieces] == controls.split(text)
+    assert all(is_control == (piece in tokenizer.control) for piece, is_control in pieces)
+
+
 @given(text=texts_of(TURNS["tokenizer.json"]))
 @example("<end_of_turn><end_of_turn>\n")
 @settings(max_examples=50)

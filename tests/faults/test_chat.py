@@ -34,7 +34,6 @@ def with_template(path: Path, template: str | None) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------------ H01: code
-@pytest.mark.row("H01")
 @pytest.mark.parametrize("where", ["gguf", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_template_can_not_run_code(tmp_path: Path, attempt: Try, where: str) -> None:
     """In all three files. `attempt` checks that the canary file does not exist."""
@@ -51,7 +50,6 @@ def test_a_template_can_not_run_code(tmp_path: Path, attempt: Try, where: str) -
     attempt("generate", "x", *RUN, "-m", model).refused("chat template failed", "unsafe", "--raw")
 
 
-@pytest.mark.row("H01")
 @pytest.mark.parametrize(
     "template",
     [
@@ -105,7 +103,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     child.stop()
 
 
-@pytest.mark.row("H02")
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_within_the_limits(name: str) -> None:
@@ -116,15 +113,13 @@ def test_a_hostile_template_ends_within_the_limits(name: str) -> None:
     assert time.thread_time() - used < 0.2
 
 
-@pytest.mark.row("H02")
-@pytest.mark.parametrize("name", ["an endless loop", *(pytest.param(n, marks=pytest.mark.slow) for n in [*HOSTILE][1:])])
+@pytest.mark.parametrize("name", ["600 MB", *(pytest.param(n, marks=pytest.mark.slow) for n in [*HOSTILE][2:])])
 def test_a_hostile_template_ends_the_command_with_an_error(tmp_path: Path, attempt: Try, name: str) -> None:
     """With 512 MiB of address space in addition to the imports, and ten seconds."""
     path = with_template(tmp_path / "t.gguf", HOSTILE[name])
     attempt("generate", "x", *RUN, "-m", path, memory=1 << 29).refused("chat template failed", "--raw")
 
 
-@pytest.mark.row("H02")
 def test_a_long_conversation_stays_far_below_the_limits() -> None:
     """A thousand turns of a thousand characters."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 200} for i in range(1000)]
@@ -136,7 +131,6 @@ def test_a_long_conversation_stays_far_below_the_limits() -> None:
 
 
 # ------------------------------------------------------------------------------------------- H03, H04, H06, H07: broken
-@pytest.mark.row("H03")
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -157,7 +151,6 @@ def test_a_broken_template_is_an_error_with_jinjas_message(
     attempt("generate", "x", *RUN, "-m", path).refused("chat template failed", expected, "--raw")
 
 
-@pytest.mark.row("H04")
 def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
     path = with_template(tmp_path / "t.gguf", None)
     attempt("chat", *RUN, "-m", path, stdin=b"hello\n").refused("no chat template", "--chat-format")
@@ -166,7 +159,6 @@ def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
     assert attempt("generate", "x", *RUN, "-m", path).survived()  # continues the text, with a note
 
 
-@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
@@ -184,13 +176,11 @@ def test_malformed_messages_are_errors_with_their_line(
     outcome.refused("in.jsonl line 1", expected, code=2)
 
 
-@pytest.mark.row("H06")
 def test_a_message_of_a_megabyte_is_rejected(tmp_path: Path, attempt: Try) -> None:
     path = tiny.write_gguf(tmp_path / "t.gguf")
     attempt("generate", *RUN, "-m", path, stdin=b"hello " * 175_000).refused("characters", "the context holds at most")
 
 
-@pytest.mark.row("H07")
 def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
     """Nothing is silently removed, especially not the system message; the chat continues, and the exit code is 1."""
     for end in (b"", b"/exit\n"):
