@@ -67,7 +67,7 @@ def encode_template(
         )
     pieces = _divided(plain, split(hidden), cut)
     if pieces is None:
-        found = sorted(set(_controls(split(plain))), key=len, reverse=True)
+        found = sorted(set(_controls(split(plain))))
         if not found:
             return tokenizer.encode_pieces([(plain, False)])
         words = "|".join(word for control in found for word in re.findall(r"\w+", control))
