@@ -38,6 +38,7 @@ OTHER_OPTIONS = (
     *("parse_special", "tools", "continues", "progress"),
 )
 MOST_ANSWERS = 1024  # to one prompt
+LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 256, 1000  # stop strings, and characters of one
 
@@ -54,7 +55,7 @@ class Llama:
 
     model          the `Transformer`; its linear layers may be quantized
     tokenizer      the `Tokenizer`
-    chat_template  the Jinja source of the chat template, or None
+    chat_template  the Jinja source of the chat template, several sources by name (tool_use, default), or None
     chat_format    a built-in chat format that is used in place of the template, such as "llama3", or None; may be set
     sampling       sampling options that the checkpoint's generation_config.json asks for; they replace the defaults
     adapters       descriptions of the merged LoRA adapters
@@ -82,7 +83,7 @@ class Llama:
         self,
         model: Transformer,
         tokenizer: Tokenizer,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         *,
         chat_format: str | None = None,
         sampling: Mapping[str, Any] | None = None,
@@ -224,7 +225,14 @@ class Llama:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the start of the assistant's turn."""
-        return encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
+        return encode_chat(
+            self.tokenizer,
+            self.chat_template,
+            messages,
+            format=self.chat_format,
+            tools=tools,
+            max_chars=LONGEST_TOKEN * self.model.max_seq_len,
+        )
 
     def stream_ids(
         self,

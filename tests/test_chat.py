@@ -1,189 +1,345 @@
-"""Chat templates: their environment, and the law that only the template itself writes control tokens."""
+"""Chat templates: their text is that of transformers, only the template itself writes control tokens; messages."""
 
 from __future__ import annotations
 
 import datetime
-import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.chat import ROLES, encode_chat, render
-from llama.errors import TemplateError, UsageError
+from llama.chat import TEMPLATES, check_messages, encode_chat, render
+from llama.errors import ContextLengthError, TemplateError, UsageError
+from llama.text import LONGEST_TOKEN, Llama
+from llama.tokenizer import Tokenizer
 from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
 
-TOKENIZER = from_metadata(tiny.byte_vocabulary(), "tiny")
-START, END = TOKENIZER.control["<|im_start|>"], TOKENIZER.control["<|im_end|>"]
+NOW = datetime.datetime(2024, 7, 26)
+# A shorter equivalent of the template of Llama 3.1 Instruct
+LLAMA31 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = '' %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
+{{- 'Today Date: ' + strftime_now('%d %b %Y') + '\n\n' + system_message + '<|eot_id|>' }}
+{%- if tools %}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) + '\n\n' }}{%- endfor %}
+    {{- messages[0]['content'] | trim + '<|eot_id|>' }}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + tool_call.name + '", "parameters": ' }}
+        {{- tool_call.arguments | tojson }}{{- '}' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
+"""
+THOUGHTS = (  # as Qwen 3 and SmolLM 3 search messages
+    "{% for m in messages %}{% set c = m.content %}<|start_header_id|>{{ m.role }}\n{% if '</think>' in c %}"
+    "{% set c = c.split('</think>')[-1].lstrip() %}{% endif %}{{ c }}<|eot_id|>{% endfor %}"
+    "{% if '/no_think' in messages[0].content %}<think></think>{% endif %}<|end_header_id|>"
+)
+EVERYTHING = (
+    "<|eot_id|>{{ messages | tojson }}{{ tools | tojson(ensure_ascii=true, indent=2) }}{{ messages }}{{ bos_token }}"
+)
+GLUED = (  # puts all strings directly next to each other
+    "{% for m in messages %}{{ m.name or '' }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}{% endfor %}{{ eos_token }}"
+)
+MEASURED = (
+    "{% for m in messages %}{{ m.content[:12] }}{{ m.content | length }}{{ m.content | upper }}{{ m.content | last }}"
+    "{{ m.content | reverse }}<|eot_id|>{% endfor %}"
+)
+BRANCHES = (
+    "{% for t in tools or [] if t.type == 'function' and 'name' in t.function %}<|start_header_id|>{{ t.function.name }}"
+    "{% for p in t.function.parameters.properties.values() if p.type in ['string'] %}"
+    "{{ {'string': '<|eot_id|>'}[p['type']] }}{% endfor %}{% if t.type != 'function' %}<|image|>{% endif %}{% endfor %}"
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}"
+)
+SOURCES = {
+    "llama 3.1": LLAMA31, "chatml": tiny.CHATML, "thoughts": THOUGHTS, "everything": EVERYTHING, "glued": GLUED,
+    "measured": MEASURED, "branches": BRANCHES, "llama3": TEMPLATES["llama3"],
+}  # fmt: skip
 
 
-def chat(*contents: str, template: str = tiny.CHATML) -> list[int]:
-    roles = itertools.cycle(("user", "assistant"))
-    return encode_chat(TOKENIZER, template, [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)])
+def byte_level(*controls: str) -> Tokenizer:
+    """A byte-level vocabulary with these control strings; the first two are begin and end of text."""
+    metadata = tiny.byte_vocabulary()
+    plain = metadata["tokenizer.ggml.tokens"][3:]
+    metadata["tokenizer.ggml.tokens"] = [*controls, *plain]
+    metadata["tokenizer.ggml.token_type"] = [3] * len(controls) + [1] * len(plain)
+    metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"] = 0, 1
+    return from_metadata(metadata, "tiny")
+
+
+NAMES = [
+    "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>",
+    "<think>", "</think>", "[INST]", "<s>", "<|python_tag|>", "<|eom_id|>",
+]  # fmt: skip
+TOKENIZER = byte_level(*NAMES, "§", "")
+
+
+def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[str]]:
+    """Ids as text with control tokens by name, and these names."""
+    name = {id: text for text, id in tokenizer.control.items()}
+    parts: list[str] = []
+    text: list[int] = []
+    for id in [*ids, None]:
+        if id is None or id in name:
+            parts += [tokenizer.decode(text), "" if id is None else name[id]]
+            text = []
+        else:
+            text.append(id)
+    return "".join(parts), [name[id] for id in ids if id in name]
+
+
+def encoded(template: str, content: str) -> tuple[str, list[str]]:
+    return spell(TOKENIZER, encode_chat(TOKENIZER, template, [{"role": "user", "content": content}], now=NOW))
 
 
 def test_one_turn_by_hand() -> None:
-    expected = [START, *TOKENIZER.encode("user\nhello"), END, *TOKENIZER.encode("\n"), START]
-    assert chat("hello") == expected + TOKENIZER.encode("assistant\n")
+    start, end = TOKENIZER.control["<|im_start|>"], TOKENIZER.control["<|im_end|>"]
+    expected = [start, *TOKENIZER.encode("user\nhello"), end, *TOKENIZER.encode("\n"), start]
+    ids = encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "hello"}])
+    assert ids == expected + TOKENIZER.encode("assistant\n")
 
 
-controls = list(TOKENIZER.control)
-spelled = st.lists(st.sampled_from([*controls, "<", "|", ">", "<|", "|>", "im_end", " ", "\n", "x", "ü"]), max_size=8)
+# ---------------------------------------------------------------------------------------------------- text and control
+FILLERS = ["", " ", "\n", "x", "ü 日本", "<", "|>", "~", "X", "/no_think", "'\"\\", "\ufdd0", "\U00020000", "\x1f"]
+TEXTS = st.lists(
+    st.one_of(
+        st.sampled_from([*NAMES, *FILLERS]),
+        st.builds(lambda name, at: name[:at], st.sampled_from(NAMES), st.integers(1, 12)),
+        st.builds(lambda name, at: name[at:], st.sampled_from(NAMES), st.integers(1, 12)),
+    ),
+    max_size=4,
+).map("".join)
 
 
-@given(st.lists(spelled.map("".join), min_size=1, max_size=4))
-def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> None:
-    """Whatever the messages contain, the control ids are those of empty messages, in the same order."""
-    ids = chat(*contents)
-    shape = [id for id in ids if id in TOKENIZER.control.values()]
-    assert shape == [id for id in chat(*[""] * len(contents)) if id in TOKENIZER.control.values()]
-    turns = "".join(f"{r}\n{c}\n" for r, c in zip(itertools.cycle(("user", "assistant")), contents, strict=False))
-    assert TOKENIZER.decode(ids) == turns + "assistant\n"
+def dialog(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Texts in every field that a user controls: contents, a tool's name and id, a call's name, its keys and values."""
+    a, b, c, d = texts
+    function = {"name": c, "arguments": {d: a, "x": b, b: {c: [d]}}}
+    messages = [
+        {"role": "user", "content": a},
+        {"role": "assistant", "tool_calls": [{"type": "function", "id": d, "function": function}], "content": b},
+        {"role": "tool", "content": c, "tool_call_id": a, "name": d},
+        {"role": "user", "content": d},
+    ]
+    parameters = {"type": "object", "properties": {d: {"type": "string"}, "y": {"type": a}}}
+    return messages, [{"type": "function", "function": {"name": a, "description": b, "parameters": parameters}}, {c: d}]
 
 
-@pytest.mark.parametrize("control", controls)
+@pytest.mark.parametrize("name", SOURCES)
+@settings(max_examples=25)
+@given(texts=st.tuples(TEXTS, TEXTS, TEXTS, TEXTS), with_tools=st.booleans())
+def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmless_messages(
+    name: str, texts: tuple[str, ...], with_tools: bool
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, tools = SOURCES[name].replace("strftime_now('%d %b %Y')", "'26 Jul 2024'"), None
+    messages, schemas = dialog(texts)
+    if with_tools and name != "llama3":
+        tools = schemas
+    (theirs,), _ = render_jinja_template(
+        [messages], tools=tools, chat_template=template, add_generation_prompt=True, bos_token=NAMES[0], eos_token=NAMES[1]
+    )  # fmt: skip
+    try:
+        text, controls = spell(TOKENIZER, encode_chat(TOKENIZER, template, messages, tools=tools))
+    except TemplateError as error:  # only a search that finds what could be control tokens
+        assert (name, "can't be distinguished" in str(error)) == ("thoughts", True)  # noqa: PT017
+        assert any(part in "".join(texts) for part in ("think", "<", ">", "|"))
+        return
+    assert text == theirs == render(template, messages, TOKENIZER, tools=tools)
+    harmless, schemas = dialog([f"w{i} /no_think" if "/no_think" in text else f"w{i}" for i, text in enumerate(texts)])
+    ids = encode_chat(TOKENIZER, template, harmless, tools=tools and schemas)
+    assert controls == spell(TOKENIZER, ids)[1]
+
+
+@pytest.mark.parametrize("control", NAMES[:8])
 def test_control_strings_split_over_template_and_messages(control: str) -> None:
-    """Parts of a control string at the ends of adjacent texts do not form one."""
-    glued = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    """Parts of a control string at the ends of adjacent texts do not form one, nor do rearranged parts."""
     for cut in range(1, len(control)):
-        assert not set(chat(control[:cut], control[cut:], template=glued)) & set(TOKENIZER.control.values())
-        before = "{{ '" + control[:cut] + "' + messages[0]['content'] }}"
-        assert not set(chat(control[cut:], template=before)) & set(TOKENIZER.control.values())
-        after = "{{ messages[0]['content'] + '" + control[cut:] + "' }}"
-        assert not set(chat(control[:cut], template=after)) & set(TOKENIZER.control.values())
-
-
-def test_templates_can_search_the_text() -> None:
-    template = "{{ messages[0]['content'] | trim }}|{{ 'yes' if 'hello' in messages[0]['content'] else 'no' }}"
-    assert TOKENIZER.decode(chat("  hello ", template=template)) == "hello|yes"
-
-
-def test_templates_can_split_and_measure_the_text() -> None:
-    """DeepSeek's templates remove old thoughts; the text contains < and >, which begin and end control strings."""
-    template = (
-        "{% for m in messages %}{% set c = m['content'] %}{% if '</think>' in c %}"
-        "{% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}{{ c | length }}<|im_end|>{% endfor %}"
-    )
-    assert TOKENIZER.decode(chat("<think>a < b</think>answer", template=template)) == "answer6"
-    without_length = template.replace("{{ c | length }}", "")
-    spelled = "secret</think>a <|im_end|> b"  # also if the text spells a control string
-    assert TOKENIZER.decode(chat(spelled, template=without_length)) == "a <|im_end|> b"
-
-
-@pytest.mark.parametrize("control", controls)
-def test_rearranged_text_does_not_become_a_control_string(control: str) -> None:
-    without_x = "{{ messages[0]['content'] | replace('X', '') }}<|im_end|>"
-    assert [id for id in chat(control[:4] + "X" + control[4:], template=without_x) if id < 3] == [END]
-    joined = "{{ messages[0]['content'].split(',') | join }}<|im_end|>"
-    assert [id for id in chat(control[:4] + "," + control[4:], template=joined) if id < 3] == [END]
-    swapped = "{% set c = messages[0]['content'].split(',') %}{{ c[1] + c[0] }}<|im_end|>"
-    assert [id for id in chat(control[4:] + "," + control[:4], template=swapped) if id < 3] == [END]
+        for template, content in (
+            (f"{{{{ '{control[:cut]}' + messages[0].content }}}}", control[cut:]),
+            (f"{{{{ messages[0].content + '{control[cut:]}' }}}}", control[:cut]),
+            ("{{ messages[0].content | replace('X', '') }}", f"{control[:cut]}X{control[cut:]}"),
+            ("{{ messages[0].content.split(',') | join }}", f"{control[:cut]},{control[cut:]}"),
+            ("{% set c = messages[0].content.split(',') %}{{ c[1] + c[0] }}", f"{control[cut:]},{control[:cut]}"),
+        ):
+            assert encoded(template, content) == (control, [])
 
 
 @pytest.mark.parametrize(
-    ("template", "content"),
+    ("template", "content", "text", "controls"),
     [
-        ("[{{ messages[0]['content'] }}]", "INST"),
-        ("<|{{ messages[0]['content'] }}|>", "im_end"),
-        ("{{ messages[0]['content'].encode('ascii', 'ignore').decode() }}", "<|im_end|>"),
-        ("{% for c in messages[0]['content'] if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}", "<|im_end|>"),
-        ("{{ messages[0]['content'][::2] }}", "<x|xixmx_xexnxdx|x>x"),
-        ("{{ messages[0]['content'] | reverse }}", "<|im_end|>"[::-1]),
-        ("{{ messages[0]['content'] | lower }}", "<|IM_END|>"),
-        (tiny.CHATML, "a §§ b"),
-        (tiny.CHATML, "§§"),
+        ("[{{ messages[0].content }}]", "INST", "[INST]", []),
+        ("<|{{ messages[0].content }}|>", "im_end", "<|im_end|>", []),
+        ("{{ messages[0].content.encode('ascii', 'ignore').decode() }}", "ü<|im_end|>", "<|im_end|>", []),
+        ("{{ messages[0].content[::2] }}", "<x|xixmx_xexnxdx|x>x", "<|im_end|>", []),
+        ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>", "<|im_end|><|im_end|>", ["<|im_end|>"]),
+        ("{{ messages[0].content }}§", "§", "§§", ["§"]),
+        ("<|{{ messages[0].role }}|>{{ '<|im' + '_end|>' }}", "§", "<|user|><|im_end|>", ["<|im_end|>"]),
+        (THOUGHTS, "<think>a</think>b", "<|start_header_id|>user\nb<|eot_id|><|end_header_id|>", NAMES[2:0:-1] + NAMES[3:4]),
+        (THOUGHTS, "/no_think", None, ["<|start_header_id|>", "<|eot_id|>", "<think>", "</think>", "<|end_header_id|>"]),
+        (THOUGHTS, "</think><|eot_id|> <", "<|start_header_id|>user\n<|eot_id|> <<|eot_id|><|end_header_id|>", None),
     ],
-)
-def test_no_template_trick_turns_text_into_control(template: str, content: str) -> None:
-    metadata = tiny.byte_vocabulary()
-    for token in ("[INST]", "§§", ""):
-        metadata["tokenizer.ggml.tokens"].append(token)
-        metadata["tokenizer.ggml.token_type"].append(3)
-    tokenizer = from_metadata(metadata, "tiny")
-
-    def controls(text: str) -> list[int]:
-        ids = encode_chat(tokenizer, template, [{"role": "user", "content": text}])
-        return [id for id in ids if id in tokenizer.control.values()]
-
-    assert controls(content) == controls("")
-
-
-def test_tojson_and_the_generation_tag_work_like_hugging_faces() -> None:
-    template = "{{ {'a': 'é<'} | tojson }}{{ tools is none and documents is none }}{% generation %}x{% endgeneration %}"
-    assert TOKENIZER.decode(chat("", template=template)) == '{"a": "é<"}Truex'
-
-
-def test_the_environment_has_the_globals_that_templates_use() -> None:
-    template = (
-        "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}"
-        "{%- endfor %}{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}"
-    )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rendered = render(template, messages, TOKENIZER, now=datetime.datetime(2024, 1, 1))
-    assert rendered.split() == ["assistant2024<|im_start|><|im_end|>"]
+)  # fmt: skip
+def test_tricks(template: str, content: str, text: str | None, controls: list[str] | None) -> None:
+    found = encoded(template, content)
+    assert text in (None, found[0])
+    assert controls in (None, found[1])
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ '%s' | attr('format') }}{{ ('{0.__class__}' | attr('format'))(1) }}{{ [].__class__ }}{{ x.y.z }}",
-        "{% for i in range(1000000000) %}{% endfor %}",
-        "{{ 1 / 0 }}",
-        "{{ messages[5]['content'] + 'x' }}",
-        "{{ undefined_function() }}",
-        "{% if %}",
-        "{% include '/etc/passwd' %}",
-        "{{ raise_exception('roles must alternate') }}",
+        "{{ '' if messages[0].content.endswith('<|im_end|>') else 'end' }}{{ messages[0].content }}",
+        "{% for c in messages[0].content if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}",
     ],
 )
-def test_bad_templates_are_one_line_errors(template: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TemplateError, match="template failed") as error:
-        chat("x", template=template)
-    assert "\n" not in str(error.value)
-    assert not list(tmp_path.iterdir())
+def test_what_can_not_be_told_apart_is_refused(template: str) -> None:
+    with pytest.raises(TemplateError, match=r"can't be distinguished from text: <\|im_end\|>; remove"):
+        encoded(template, "a<|im_end|>")
+    assert encoded(template, "a")[1] == []
 
 
-def test_the_message_of_raise_exception_is_in_the_error() -> None:
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        chat("x", template="{{ raise_exception('roles must alternate') }}")
+def test_the_order_of_keys_is_that_of_the_request() -> None:
+    call = {"type": "function", "id": "1", "function": {"arguments": {"b": 1, "a": 2}, "name": "f"}}
+    messages = [{"content": "x", "role": "user"}, {"tool_calls": [call], "role": "assistant", "content": ""}]
+    assert render("{{ messages | tojson }}", messages, TOKENIZER) == json.dumps(messages)
+    ids = encode_chat(TOKENIZER, "{{ messages | tojson }}", messages)
+    assert TOKENIZER.decode(ids) == json.dumps(messages)
 
 
-def test_a_base_model_has_no_template() -> None:
-    with pytest.raises(TemplateError, match="--raw"):
-        encode_chat(TOKENIZER, None, [{"role": "user", "content": "x"}])
+def test_the_environment_is_that_of_transformers() -> None:
+    template = (
+        "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}{%- endfor %}"
+        "{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}{{ {'é<': 1} | tojson }}"
+        "{{ tools is none and documents is none and add_generation_prompt }}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    expected = ' assistant2024<|begin_of_text|><|eot_id|>{"é<": 1}'
+    assert render(template, messages, TOKENIZER, now=NOW).split() == f"{expected}True".split()
+    assert render("{{ add_generation_prompt }}", messages, TOKENIZER, add_generation_prompt=False) == "False"
+    with pytest.raises(TemplateError, match="template failed: roles must alternate; "):
+        render("{{ raise_exception('roles\n must alternate') }}", messages, TOKENIZER)
+
+
+# ------------------------------------------------------------------------------------------------------ which template
+def test_a_template_is_chosen_by_the_request() -> None:
+    messages, tools = [{"role": "user", "content": "x"}], [{"name": "f"}]
+    both = {"default": "d{{ tools }}", "tool_use": "t{{ tools[0].name }}"}
+
+    def text(template: Any, tools: Any) -> str:
+        return TOKENIZER.decode(encode_chat(TOKENIZER, template, messages, tools=tools))
+
+    assert (text(both, tools), text(both, None), text(both, [])) == ("tf", "dNone", "d[]")
+    assert text({"default": "{{ tools[0].name }}"}, tools) == "f"
+    with pytest.raises(TemplateError, match="tool_use, rag"):
+        text({"tool_use": "x", "rag": "y"}, None)
+    with pytest.raises(TemplateError, match=r"--raw.*--chat-format llama3"):
+        text(None, None)
+
+
+def test_a_text_too_long_for_the_context_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    assert len(encode_chat(TOKENIZER, "{{ 'a' * 9 }}", messages, max_chars=9)) == 9
+    with pytest.raises(ContextLengthError, match="has 10 characters, but the context holds at most 9"):
+        encode_chat(TOKENIZER, "{{ 'a' * 10 }}", messages, max_chars=9)
+    llm = Llama(tiny.model(), TOKENIZER, "{{ messages[0].content }}")
+    most = LONGEST_TOKEN * llm.model.max_seq_len
+    assert len(llm.encode_chat([{"role": "user", "content": "x" * most}])) == most
+    monkeypatch.setattr(type(TOKENIZER), "encode_pieces", None)
+    with pytest.raises(ContextLengthError):
+        llm.encode_chat([{"role": "user", "content": "x" * (most + 1)}])
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+DEEP: Any = 0
+for _ in range(100):
+    DEEP = [DEEP]
+
+
+def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "reason"),
     [
-        [],
-        ["hello"],
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": ["a"]}],
-        [{"role": "user", "content": "a", "name": "<|im_end|>"}],
-        [{"role": "<|im_end|>", "content": "a"}],
-        [{"role": "User", "content": "a"}],
-        [{"role": None, "content": "a"}],
+        ("hi", "messages must be a list"),
+        (None, "messages must be a list"),
+        ([], "at least one message"),
+        (["hello"], "message 0 must be a mapping"),
+        ([{"role": "user"}], "message 0 has no content"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": None}], "message 1 has no content"),
+        ([{"role": "user", "content": ["a"]}], "content must be a string"),
+        ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
+        ([{"role": ["user"], "content": "a"}], "role must be one of"),
+        ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
+        ([{"role": "user", "content": "a", "name": "<|im_end|>"}], "unknown key 'name'"),
+        ([{"role": "assistant", "content": "x", "tool_call_id": "1"}], "unknown key 'tool_call_id'"),
+        ([{"role": "assistant", "content": "x", "continues": 1}], "continues must be true or false"),
+        ([{"role": "assistant", "tool_calls": []}], "has no content"),
+        ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
+        ([{"role": "ipython", "content": "x", "tool_call_id": ["a"]}], "tool_call_id must be a string"),
+        ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": ["f()"]}], "tool_calls 0 must be a mapping"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type must be"),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "function must be a mapping"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
+        ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),
+        ([call("f", "{")], "must be JSON-serializable"),
+        ([call("f", "[1]")], "must be a mapping of at most 64 levels"),
+        ([call("f", "[" * 100_000)], "must be JSON-serializable"),
+        ([call("f", '{"a": NaN}')], "must be JSON-serializable"),
+        ([call("f", {"a": object()})], "must be JSON-serializable"),
+        ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
+        ([call("f", {"a": DEEP})], "must be a mapping of at most 64 levels"),
+        ([{"role": "assistant", "content": "x", "continues": True}], "leave out the key 'continues'"),
     ],
-)
-def test_malformed_messages_are_usage_errors(messages: list) -> None:
-    with pytest.raises(UsageError):
+)  # fmt: skip
+def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> None:
+    with pytest.raises(UsageError) as error:
         encode_chat(TOKENIZER, tiny.CHATML, messages)
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_marks_in_the_text_itself_survive() -> None:
-    text = "".join(chr(code) for code in range(0xFDD0, 0xFDEF)) + "<"
-    assert text in TOKENIZER.decode(chat(text))
-    with pytest.raises(UsageError, match="noncharacter"):
-        chat(text + "\ufdef")
+@pytest.mark.parametrize("tools", [{"type": "function"}, "tools", ["f"], [{"a": object()}], [{"a": DEEP}], [None]])
+def test_malformed_tools_are_usage_errors(tools: Any) -> None:
+    with pytest.raises(UsageError, match="tool"):
+        encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)
 
 
-def test_roles_are_plain_words() -> None:
-    assert all(role.isalpha() for role in ROLES)
+def test_short_forms_equal_full_ones() -> None:
+    function = {"name": "f", "arguments": {"a": {"b": 1}}}
+    full = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function, "id": "c"}]}
+    for short in (
+        {**full, "tool_calls": [{**function, "id": "c"}]},
+        {**full, "tool_calls": [{**function, "arguments": '{"a": {"b": 1}}', "id": "c"}]},
+        {**full, "content": None, "continues": False},
+    ):
+        (message,) = check_messages([short])
+        assert message == full
+    (message,) = check_messages([{"role": "tool", "content": "", "name": "", "tool_call_id": None}])
+    assert message == {"role": "tool", "content": "", "name": ""}
+    assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
+        {"role": "assistant", "content": "x"}
+    ]

@@ -502,7 +502,6 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.row("B11")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_bad_description_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path, **SIZES)
@@ -523,7 +522,6 @@ def damages(tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
     yield "ones", torch.full_like(tensor.view(torch.uint8) if tensor.dim() else tensor, 255).view(tensor.dtype)
 
 
-@pytest.mark.row("C01")
 @pytest.mark.parametrize("name", ["gptq act order", "awq", "fp8 blocks", "fbgemm", "compressed int4 asymmetric", "compressed int8 asymmetric", "llm.int8",
                                   "nf4 nested", "compressed int4 act order"])  # fmt: skip
 def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama.errors import UsageError
-from llama.generation import grammar_check, structured
+from llama.generation import structured
 from llama.generation.structured import Constraint, Grammar, compile_grammar
 from llama.tokenizer import Decoder, Tokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
@@ -61,13 +61,6 @@ PIECES = [
     b"\xc3", b"\xa9", b"\xc3\xa9", b"a\xc3", b"\xa9b", b"\xe6\xbc", b"\xa2", b"\xff", b"\xffa", b"", b"12", b"true", b", ", b'", "', b"]}",
 ]  # fmt: skip
 PLAIN, STRIPPING = Listed(PIECES), Listed(PIECES, strips=True)
-
-
-@pytest.fixture(autouse=True)
-def _in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try grammars without a child process, except where it is the subject."""
-    if "child" not in request.fixturenames:
-        monkeypatch.setattr(structured, "_tried", lambda what, text: grammar_check.check(json.loads(text)))
 
 
 def ids_of(mask: torch.Tensor) -> set[int]:
@@ -520,7 +513,6 @@ ERRORS = [
     ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "no answer meets the JSON schema: minimum (5) is greater"),
     ("json_schema", {"enum": []}, "no answer meets the JSON schema: "),
     ("json_schema", {"type": "string", "pattern": "^ab$", "maxLength": 1}, "no answer meets the JSON schema: "),
-    ("json_schema", {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "would contain another one without end"),
     ("json_schema", {"$ref": "#"}, "it allows no text"),
     ("json_schema", {"uniqueItems": True, "not": {}}, "uses not, uniqueItems, which is not supported"),
     ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
@@ -628,53 +620,14 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_grammar(PLAIN, "regex", "a")
 
 
-def test_keywords_without_effect_are_reported() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "string", "maxlength": 3}, "nullable": {}},
-        "x-order": 1,
-        "titel": "",
-    }
-    assert compile_grammar(PLAIN, "json_schema", schema).ignored == ("maxlength", "titel")
-    assert compile_grammar(PLAIN, "regex", "a").ignored == ()
-
-
-ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}
-
-
-@pytest.mark.parametrize(
-    ("schema", "endless"),
-    [
-        ({"$defs": {"a": ENDLESS}, "$ref": "#/$defs/a"}, True),
-        ({"$defs": {"a": ENDLESS}, "anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, False),
-        ({"$defs": {"a": {**ENDLESS, "required": []}}, "$ref": "#/$defs/a"}, False),
-        ({"$defs": {"a": {"anyOf": [ENDLESS, {"type": "null"}]}}, **ENDLESS}, False),
-        ({"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}, "$ref": "#/$defs/a"}, True),
-        ({"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, False),
-        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}, **ENDLESS}, False),
-        ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["x"]}, True),
-        ({"type": "array", "prefixItems": [{"$ref": "#/prefixItems/1"}, {"const": 1}], "minItems": 2}, False),
-        ({"$anchor": "x", "properties": {"a": {"$ref": "#x"}}}, False),
-        (True, False),
-    ],
-)
-def test_schemas_whose_values_would_be_endless(schema: Any, endless: bool) -> None:
-    assert grammar_check.is_endless(schema) == endless
-
-
 def test_a_grammar_is_compiled_once_for_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile_grammar(PLAIN, "json_schema", {"enum": [10, 12]})
-    monkeypatch.setattr(structured, "_tried", None)
+    monkeypatch.setattr(structured, "CHILD", None)
     assert compile_grammar(PLAIN, "json_schema", {"enum": [10, 12]}) is first
     assert compile_grammar(PLAIN, "json_schema", '{"enum":[10,12]}') is first
 
 
 # ------------------------------------------------------------------------------------------------ the child process
-@pytest.fixture
-def child() -> None:
-    """Requested by tests that start the child process."""
-
-
 def chain(length: int) -> str:
     rules = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(length))
     return f'start: r0\n{rules}\nr{length}: "b"'
@@ -687,10 +640,9 @@ def refs(length: int) -> dict[str, Any]:
     }
 
 
-def test_the_child_process_gives_the_same_answers(child: None) -> None:
+def test_the_child_process_gives_the_same_answers() -> None:
     constraint = compile_grammar(PLAIN, "grammar", 'start: <tag> "a" | %json {"enum": ["é"]}').constraint()
     assert ids_of(constraint.allowed()) >= {2, 4 + PIECES.index(b'"')}
-    assert compile_grammar(PLAIN, "json_schema", {"maxlength": 3}).ignored == ("maxlength",)
     with pytest.raises(UsageError, match="unclosed group"):
         compile_grammar(PLAIN, "regex", "[a](b")
 
@@ -716,7 +668,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("kind", "source", "message"), HOSTILE)
-def test_a_hostile_grammar_costs_little(child: None, kind: str, source: Any, message: str) -> None:
+def test_a_hostile_grammar_costs_little(kind: str, source: Any, message: str) -> None:
     """It is rejected, or its masks are: nothing ends the process, and nothing takes long."""
     tokenizer = Listed([bytes([byte]) for byte in range(256)])
     used = time.process_time()

@@ -1,39 +1,29 @@
-"""A conversation to token ids, by the checkpoint's Jinja template (template.py) or a built-in format (formats.py).
+"""A conversation to token ids, by the checkpoint's Jinja template or that of a built-in format (formats.py).
 
-In both cases only the format's own structure becomes control tokens; the text of messages stays text.
+Only what the template writes becomes control tokens; the text of messages stays text (template.py).
 """
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checks import choice
 from ..errors import TemplateError, UsageError
 from ..tokenizer import Tokenizer
-from .families import TEMPLATES, check_template
-from .formats import CHAT_FORMATS, ChatFormat, chat_format_of, codellama70b, llama2, llama3
-from .messages import ROLES, Message, ToolCall, check_messages, check_tools
-from .template import encode_template, render
-from .tool_calls import ToolCallStream, call_marks, parse_tool_calls
+from .formats import TEMPLATES, chat_format_of, check_format, check_template
+from .messages import check_messages, check_tools
+from .template import choose_template, encode_template, render
+from .tool_calls import parse_tool_calls
 
 __all__ = [
-    "CHAT_FORMATS",
-    "ROLES",
     "TEMPLATES",
-    "ChatFormat",
-    "Message",
-    "ToolCall",
-    "ToolCallStream",
-    "call_marks",
     "chat_format_of",
+    "check_format",
     "check_messages",
     "check_template",
-    "codellama70b",
+    "choose_template",
     "encode_chat",
-    "llama2",
-    "llama3",
     "parse_tool_calls",
     "render",
 ]
@@ -41,48 +31,39 @@ __all__ = [
 
 def encode_chat(
     tokenizer: Tokenizer,
-    template: str | None,
+    template: str | Mapping[str, str] | None,
     messages: Sequence[Mapping[str, Any]],
     *,
     format: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    now: datetime.datetime | None = None,
+    max_chars: int | None = None,
+    **options: Any,
 ) -> list[int]:
     """Ids of a conversation, ending with the start of the assistant's turn.
 
-    template  Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template
-    messages  mappings with the keys of `Message`
-    format    "jinja" or None for the template, or a name of CHAT_FORMATS
-    tools     JSON schemas of the functions the assistant may call; needs a template
-    now       the time for the template's strftime_now, used by templates that print the date
+    template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
+    messages   mappings with the keys of `Message`
+    format     "jinja" or None for the template, or a name of TEMPLATES
+    tools      JSON schemas of the functions the assistant may call; needs a template
+    max_chars  raise ContextLengthError if the text is longer, instead of encoding it
+    options    now and add_generation_prompt, as for `render`
 
     Raises UsageError on a malformed message, and TemplateError if the template is missing or fails, or if the
     vocabulary lacks a token of the format.
     """
-    if format is not None and choice("chat format", format, ("jinja", *CHAT_FORMATS)) != "jinja":
-        if tools is not None:
-            raise UsageError(
-                f"the chat format {format} does not support tools, only chat templates do; describe the tools in a"
-                " system message"
-            )
-        if not add_generation_prompt:
-            raise UsageError(
-                f"the chat format {format} always ends with the start of the assistant's turn;"
-                " leave out add_generation_prompt=False; only chat templates support it"
-            )
-        return CHAT_FORMATS[format](tokenizer, messages)
-    if template is None:
+    checked, tools = check_messages(messages), check_tools(tools)
+    if format is not None and choice("chat format", format, ("jinja", *TEMPLATES)) != "jinja":
+        check_format(format, tokenizer, checked)
+        return encode_template(
+            tokenizer, TEMPLATES[format], checked, max_chars=max_chars, divided=True, tools=tools, **options
+        )
+    if any("continues" in message for message in checked):
+        raise UsageError("a chat template ends every message; leave out the key 'continues', or use the format llama3")
+    source = choose_template(template, tools)
+    if source is None:
         fits = chat_format_of(tokenizer) or "llama3"
         raise TemplateError(
             "this model has no chat template, so it is probably a base model: use llm.generate(text) (--raw);"
             f" if it was trained for chat, name its format: llm.chat_format = {fits!r} (--chat-format {fits})"
         )
-    return encode_template(
-        tokenizer,
-        template,
-        check_messages(messages),
-        tools=check_tools(tools),
-        add_generation_prompt=add_generation_prompt,
-        now=now,
-    )
+    return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, **options)

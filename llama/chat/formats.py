@@ -1,156 +1,158 @@
-"""The chat formats of Meta's models, as functions from messages to ids.
+"""The chat formats of Meta's models as Jinja templates: for checkpoints without a template, and for conversions.
 
-They need no template: the text of messages is encoded as plain text, and the control ids between the texts are appended
-one by one. References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py
-(Llama 3), meta-llama/codellama llama/generation.py (Code Llama 70B).
+Meta's code encodes some parts of the text separately: `encode_template` divides the text where a template writes `cut`.
+Other programs do not, so their ids differ from Meta's for a Llama 3 message that begins with a line break, or that has
+both text and calls of tools. The published templates on the hub strip every message; these do not, like Meta's newest
+code.
+
+References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py (Llama 3),
+meta-llama/codellama llama/generation.py (Code Llama 70B). llama.cpp without its Jinja engine recognizes llama2 and
+llama3 by parts of the source, such as "bos_token + '[INST]".
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from ..errors import TemplateError, UsageError
+from ..errors import TemplateError
 from ..tokenizer import Tokenizer
-from .messages import ToolCall, check_messages
+from .messages import Message
+from .template import render
 
-ChatFormat = Callable[[Tokenizer, Sequence[Mapping[str, Any]]], list[int]]
+# Llama 3's built-in tools. All except the last are written NAME.call(query="...").
+LLAMA3_TOOLS = ("brave_search", "wolfram_alpha", "photogen", PYTHON := "code_interpreter")
 
-# Llama 2 has no control tokens for these; the model reads them as plain text.
-LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+# Sets `system` and `turns`. Rejects orders of roles that the format can't express.
+TURNS = """\
+{%- if tools %}{{ raise_exception('this chat format has no tools: describe them in a system message') }}{% endif -%}
+{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
+{%- set turns = messages if system is none else messages[1:] -%}
+{%- for message in turns -%}
+{%- if message['role'] != ['user', 'assistant'][loop.index0 % 2] or message['tool_calls'] or message['continues'] -%}
+{{- raise_exception('the roles must be system at most once, then user and assistant in turn, without tool calls') -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and turns | length % 2 == 0 -%}
+{{- raise_exception('the last message must have the role user') -}}
+{%- endif -%}
+"""
 
-# Llama 3's built-in tools and their only argument. All except the last are written NAME.call(query="...").
-LLAMA3_TOOLS = {"brave_search": "query", "wolfram_alpha": "query", "photogen": "query", "code_interpreter": "code"}
+# Llama 2 Chat and Code Llama 7B to 34B Instruct. [INST] and <<SYS>> are no control tokens: the model reads their text.
+LLAMA2 = """\
+{%- for message in turns -%}
+{%- set content = message['content'] -%}
+{%- for text in [content, system or ''] -%}
+{%- if '[INST]' in text or '[/INST]' in text or '<<SYS>>' in text or '<</SYS>>' in text -%}
+{{- raise_exception('a message contains [INST] or <<SYS>>, which the model reads as the start or end of a turn') -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if loop.first and system is not none -%}
+{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + content -%}
+{%- endif -%}
+{%- if message['role'] == 'user' -%}
+{{- bos_token + '[INST] ' + content.strip() + ' [/INST]' -}}
+{%- else -%}
+{{- ' ' + content.strip() + ' ' + eos_token -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+# Llama 3, 3.1, 3.2 and 3.3 Instruct. The role tool is written ipython; the format has no tool_call_id and name.
+LLAMA3 = """\
+{%- if tools %}{{ raise_exception('this chat format has no tools: describe them in a system message') }}{% endif -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set role = 'ipython' if message['role'] == 'tool' else message['role'] -%}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' -}}{{- cut -}}
+{%- set calls = message['tool_calls'] or [] -%}
+{%- for call in calls if call['function']['name'] == 'code_interpreter' -%}
+{{- '<|python_tag|>' -}}
+{%- if calls | length > 1 or message['content'] -%}
+{{- raise_exception('a call of code_interpreter must be alone: everything after <|python_tag|> is code') -}}
+{%- endif -%}
+{%- endfor -%}
+{{- message['content'] or '' -}}
+{%- for call in calls -%}
+{%- set name, arguments = call['function']['name'], call['function']['arguments'] -%}
+{%- set key = 'code' if name == 'code_interpreter' else 'query' -%}
+{{- cut -}}
+{%- if name not in ['brave_search', 'wolfram_alpha', 'photogen', 'code_interpreter'] -%}
+{%- set call = {'type': 'function', 'name': name, 'parameters': arguments} -%}
+{{- call | tojson(ensure_ascii=true) if cut else call | tojson -}}
+{%- elif arguments | length != 1 or arguments[key] is not string -%}
+{{- raise_exception(name + ' takes one string argument, ' + key) -}}
+{%- else -%}
+{{- arguments[key] if key == 'code' else name + '.call(query="' + arguments[key] + '")' -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|eom_id|>' if message['continues'] else '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
+"""
+
+# Code Llama 70B Instruct. Past answers have a destination too, as Meta's chat_completion returns and expects them.
+CODELLAMA_70B = """\
+{{- bos_token + ' Source: system' -}}
+{%- if system -%}
+{{- ' \\n\\n ' + system.strip() -}}
+{%- endif -%}
+{{- '<step>' -}}
+{%- for message in turns -%}
+{{- ' Source: ' + message['role'] -}}
+{%- if message['role'] == 'assistant' -%}
+{{- '\\nDestination: user' -}}
+{%- endif -%}
+{%- if message['content'] -%}
+{{- ' \\n\\n ' + message['content'].strip() -}}
+{%- endif -%}
+{{- '<step>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- ' Source: assistant\\nDestination: user \\n\\n ' -}}
+{%- endif -%}
+"""
 
 
-def llama2(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Llama 2 Chat and Code Llama 7B to 34B Instruct: <s>[INST] user [/INST] answer </s>, repeated for each pair.
-
-    Raises UsageError if a text contains one of the tags: the model could not distinguish it from the format's own.
-    """
-    bos, eos = _controls(tokenizer, "llama2", "<s>", "</s>")
-    system, turns = _turns(messages, "llama2")
-    for i, text in enumerate([*([] if system is None else [system]), *turns]):
-        for tag in LLAMA2_TAGS:
-            if tag in text:
-                raise UsageError(
-                    f"message {i} contains {tag}, which Llama 2 reads as the start or end of a turn; remove it or"
-                    " spell it differently"
-                )
-    if system is not None:
-        turns[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{turns[0]}"
-    ids: list[int] = []
-    for user, answer in zip(turns[:-1:2], turns[1::2], strict=True):
-        ids += [bos, *tokenizer.encode(f"[INST] {user.strip()} [/INST] {answer.strip()} "), eos]
-    return [*ids, bos, *tokenizer.encode(f"[INST] {turns[-1].strip()} [/INST]")]
-
-
-def llama3(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Llama 3, 3.1, 3.2 and 3.3 Instruct: a header with the role, the text, <|eot_id|>.
-
-    The role tool is written ipython; the format has no field for tool_call_id and name. Tool calls follow the
-    assistant's text, as JSON or in the syntax of the built-in tools. Code for the code interpreter begins with
-    <|python_tag|>. A message with `continues` ends with <|eom_id|>.
-    """
-    bos, start, end, eot = _controls(
-        tokenizer, "llama3", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
-    )
-
-    def header(role: str) -> list[int]:
-        return [start, *tokenizer.encode(role), end, *tokenizer.encode("\n\n")]
-
-    ids = [bos]
-    for i, message in enumerate(check_messages(messages)):
-        calls = message.get("tool_calls", [])
-        ids += header("ipython" if message["role"] == "tool" else message["role"])
-        if any(call["function"]["name"] == "code_interpreter" for call in calls):
-            if len(calls) > 1 or message["content"]:
-                raise UsageError(
-                    f"message {i}: a call of code_interpreter must be alone, because everything after <|python_tag|> is"
-                    " code; put the text or the other calls into a separate message"
-                )
-            ids += _controls(tokenizer, "llama3", "<|python_tag|>")
-        # Not stripped, as in Meta's newest code. Meta's older code and Hugging Face's templates strip the text, so they
-        # produce other ids if a text begins or ends with white space.
-        ids += tokenizer.encode(message["content"])
-        for call in calls:
-            ids += tokenizer.encode(_llama3_call(call, i))
-        ids += _controls(tokenizer, "llama3", "<|eom_id|>") if message.get("continues") else [eot]
-    return ids + header("assistant")
-
-
-def codellama70b(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Code Llama 70B Instruct: " Source: user", a blank line, the text, <step>; a system message always comes first."""
-    bos, step = _controls(tokenizer, "codellama-70b", "<s>", "<step>")
-    system, turns = _turns(messages, "codellama-70b")
-
-    def header(role: str) -> list[int]:
-        # Past answers have a destination too, as Meta's chat_completion returns and expects them. Single-string
-        # prompts in circulation omit it.
-        return tokenizer.encode(f" Source: {role}" + ("\nDestination: user" if role == "assistant" else ""))
-
-    ids = [bos]
-    for role, text in [("system", system or ""), *zip(("user", "assistant") * len(turns), turns, strict=False)]:
-        # Header and text are encoded separately: a SentencePiece vocabulary adds a space before each.
-        ids += [*header(role), *(tokenizer.encode("\n\n " + text.strip()) if text else []), step]
-    return [*ids, *header("assistant"), *tokenizer.encode("\n\n ")]
-
-
-CHAT_FORMATS: dict[str, ChatFormat] = {"llama2": llama2, "llama3": llama3, "codellama-70b": codellama70b}
+TEMPLATES: Mapping[str, str] = {
+    "llama3": LLAMA3.rstrip(),
+    "codellama-70b": (TURNS + CODELLAMA_70B).rstrip(),
+    "llama2": (TURNS + LLAMA2).rstrip(),
+}
+# The control tokens of every conversation
+TOKENS = {
+    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "codellama-70b": ["<s>", "<step>"],
+    "llama2": ["<s>", "</s>"],
+}
 
 
 def chat_format_of(tokenizer: Tokenizer) -> str | None:
-    """The built-in format that a vocabulary can express, or None. The model may have been trained on another one."""
-    control = tokenizer.control
-    if "<|start_header_id|>" in control:
-        return "llama3"
-    if "<step>" in control:
-        return "codellama-70b"
-    if "<s>" in control and "</s>" in control and "<|im_start|>" not in control:
-        return "llama2"
-    return None
+    """The first format that a vocabulary can express, or None. The model may have been trained on another one."""
+    fitting = (name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens})
+    return None if "<|im_start|>" in tokenizer.control else next(fitting, None)
 
 
-def _controls(tokenizer: Tokenizer, format: str, *names: str) -> list[int]:
-    missing = [name for name in names if name not in tokenizer.control]
-    if missing:
+def check_format(name: str, tokenizer: Tokenizer, messages: Sequence[Message] = ()) -> None:
+    """Raise TemplateError unless a vocabulary has the control tokens for messages in a format."""
+    needed = list(TOKENS[name])
+    for message in messages if name == "llama3" else ():
+        needed += ["<|eom_id|>"] * message.get("continues", False)
+        needed += ["<|python_tag|>" for call in message.get("tool_calls", ()) if call["function"]["name"] == PYTHON]
+    if missing := [token for token in needed if token not in tokenizer.control]:
         fits = chat_format_of(tokenizer)
         raise TemplateError(
-            f"the chat format {format} needs tokens that this vocabulary does not have ({', '.join(missing)}), so the"
-            " model was probably not trained on that format;"
-            f" {'use llm.generate (--raw)' if fits is None else f'use {fits}, which fits the vocabulary'}"
+            f"the chat format {name} needs tokens that this vocabulary does not have ({', '.join(missing)});"
+            f" {f'use {fits}, which fits the vocabulary' if fits else 'use llm.generate (--raw)'}"
         )
-    return [tokenizer.control[name] for name in names]
 
 
-def _turns(messages: Sequence[Mapping[str, Any]], format: str) -> tuple[str | None, list[str]]:
-    """The system text, and the texts of user, assistant, user, ..., user."""
-    checked = check_messages(messages)
-    for i, message in enumerate(checked):
-        if message["role"] in ("tool", "ipython") or "tool_calls" in message or "continues" in message:
-            raise UsageError(f"message {i}: the chat format {format} does not support tools; remove this message")
-    first = 1 if checked[0]["role"] == "system" else 0
-    for i, message in enumerate(checked[first:]):
-        expected = ("user", "assistant")[i % 2]
-        if message["role"] != expected:
-            raise UsageError(
-                f"message {first + i}: the chat format {format} needs an optional system message, then user and"
-                f" assistant alternating; expected {expected}, got {message['role']}"
-            )
-    if checked[-1]["role"] != "user":
-        raise UsageError(
-            f"the chat format {format} expects that the last message has the role user, got {checked[-1]['role']}"
-        )
-    return checked[0]["content"] if first else None, [message["content"] for message in checked[first:]]
-
-
-def _llama3_call(call: ToolCall, index: int) -> str:
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    if name not in LLAMA3_TOOLS:
-        return json.dumps({"type": "function", "name": name, "parameters": arguments})
-    key = LLAMA3_TOOLS[name]
-    if set(arguments) != {key} or not isinstance(arguments[key], str):
-        raise UsageError(f"message {index}: {name} takes one string argument, {key}; got {arguments!r:.80}")
-    value: str = arguments[key]
-    return value if name == "code_interpreter" else f'{name}.call(query="{value}")'
+def check_template(template: str, tokenizer: Tokenizer, where: str) -> None:
+    """Raise TemplateError unless a template can render a user message, including its text."""
+    try:
+        text = render(template, [{"role": "user", "content": "a message"}], tokenizer)
+    except TemplateError as error:
+        raise TemplateError(f"{where}: {error}") from error
+    if "a message" not in text:
+        raise TemplateError(f"{where} is not a chat template: the text that it renders does not contain the message")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import signal
@@ -188,10 +189,11 @@ def _import_torch(args: argparse.Namespace) -> None:
     if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
         gc.disable()
     with signals.handled_by(leave):
-        if args.run in (generate.run, chat.run) and args.chat_format == "auto" and not getattr(args, "raw", False):
+        if args.run in (generate.run, chat.run) and not getattr(args, "raw", False):
             from ..chat import template
 
-            template.start()  # the model probably has a template; its process starts on another core meanwhile
+            with contextlib.suppress(template.ChildError):  # the first rendering reports it
+                template.CHILD.start()  # on another core meanwhile
         from .. import loader, text  # noqa: F401
     if alone:
         gc.freeze()

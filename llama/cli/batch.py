@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +214,7 @@ class Chat:
     """The parts of a checkpoint that encode a conversation."""
 
     tokenizer: Tokenizer
-    chat_template: str | None
+    chat_template: str | Mapping[str, str] | None
     chat_format: str | None
 
 

@@ -53,7 +53,7 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
         "bos_id": llm.tokenizer.bos_id,
         "eos_id": llm.tokenizer.eos_id,
         "add_bos": llm.tokenizer.add_bos,
-        "chat_template": None if llm.chat_template is None else _hash(llm.chat_template.encode()),
+        "chat_template": None if llm.chat_template is None else _hash(str(llm.chat_template).encode()),
         "chat_format": llm.chat_format,
         **chat,
         **sampling,

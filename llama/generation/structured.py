@@ -22,9 +22,6 @@ import importlib.util
 import itertools
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -38,10 +35,9 @@ from torch import Tensor
 
 from .. import checks
 from ..errors import UsageError
+from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer, token_ids
 from ..tokenizer.base import LONGEST_PARTIAL
-from . import grammar_check
-from .grammar_check import LIMITS, SECONDS, SPACE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -49,7 +45,8 @@ if TYPE_CHECKING:
 LONGEST = 2**20  # characters of a schema, regular expression or grammar
 KEPT = 64  # compiled grammars of a tokenizer
 LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
-WAIT = 30.0  # seconds for the child process, which is limited to less CPU time
+
+CHILD = Child(Path(__file__).with_name("grammar.py"), ("llguidance",), seconds=2.0, space=768 * 2**20)
 
 # JSON allows any amount of white space between its tokens, and a small model may repeat it endlessly. So a run of white
 # space is limited to 64 characters: enough for 15 levels, indented by 4.
@@ -72,10 +69,9 @@ FIRST = b"\"'}])0123456789enltrufasabcdghijkmopqvwxyz"
 
 # ------------------------------------------------------------------------------------------------ kinds of grammars
 class Source(NamedTuple):
-    """A grammar in llguidance's JSON form, the JSON schema in it or None, and whether it may name control tokens."""
+    """A grammar in llguidance's JSON form, and whether it may name control tokens."""
 
     grammar: dict[str, Any]
-    schema: Any = None
     names_control: bool = False
 
 
@@ -94,7 +90,7 @@ def _json_schema(source: Any) -> Source:
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
     answer = {**(schema if isinstance(schema, dict) else {}), "x-guidance": options}
     start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
-    return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]}, schema)
+    return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]})
 
 
 def _regex(source: Any) -> Source:
@@ -144,6 +140,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer):
         from llguidance import LLTokenizer
 
+        from . import grammar
+
         if not tokenizer.stop_ids:
             raise UsageError(
                 "structured output needs an end-of-text token, but this vocabulary has none; leave out the"
@@ -167,7 +165,7 @@ class Vocabulary:
         self.spaced = torch.tensor(spaced, dtype=torch.long)  # (n_spaced,)
         self.only_space = torch.tensor([id for id in spaced if tokens[id] == b" "], dtype=torch.long)
         stops = sorted(self.stop_ids)
-        self.library = LLTokenizer(cast(Any, grammar_check.Vocabulary(self.tokens, stops[0])), eos_token=stops)
+        self.library = LLTokenizer(cast(Any, grammar.Vocabulary(self.tokens, stops[0])), eos_token=stops)
         self.stops = torch.zeros(self.n_vocab, dtype=torch.bool)  # (n_vocab,)
         self.stops[stops] = True
         self.compile = functools.lru_cache(KEPT)(functools.partial(_compile, self))
@@ -175,6 +173,8 @@ class Vocabulary:
     def matcher(self, grammar: str) -> LLMatcher:
         """A new matcher. Each answer needs its own: copies of a matcher share a cache of limited size."""
         from llguidance import LLMatcher, LLParserLimits
+
+        from .grammar import LIMITS
 
         return LLMatcher(self.library, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
@@ -244,7 +244,7 @@ def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mappin
     kind    one of KINDS: "json_schema", "regex" or "grammar"
     source  the text; a JSON schema may be a mapping
 
-    A child process compiles it first, so that a hostile grammar costs at most SECONDS and SPACE. Raises UsageError if
+    A child process compiles it first, so that a hostile grammar costs 2 s and 768 MiB at most. Raises UsageError if
     the source is not valid, is not supported, exceeds a limit, or allows no answer that the vocabulary can spell, and
     if llguidance is not installed.
     """
@@ -255,57 +255,27 @@ def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mappin
         )
     if isinstance(source, str) and len(source) > LONGEST:
         raise UsageError(f"the {what} has {len(source):,} characters, expected at most {LONGEST:,}")
-    grammar, schema, names_control = convert(source)
-    return _vocabulary(tokenizer).compile(what, json.dumps(grammar), json.dumps(schema), names_control)
+    grammar, names_control = convert(source)
+    return _vocabulary(tokenizer).compile(what, json.dumps(grammar), names_control)
 
 
-def _compile(vocabulary: Vocabulary, what: str, grammar: str, schema: str, names_control: bool) -> Grammar:
+def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: bool) -> Grammar:
     """Compile a grammar in llguidance's JSON form."""
-    control = json.dumps(vocabulary.control if names_control else {})
     if len(grammar) > 2 * LONGEST:  # escaped
         raise UsageError(f"the {what} has more than {LONGEST:,} characters")
-    answer = _tried(what, f'{{"grammar": {grammar}, "schema": {schema}, "control": {control}}}')
-    if answer["error"]:
-        raise UsageError(_invalid(what, answer["error"]))
+    try:
+        error = CHILD.ask({"grammar": grammar, "control": vocabulary.control if names_control else {}})
+    except ChildError as stopped:
+        raise UsageError(f"compiling the {what} failed: {stopped}; simplify it") from None
+    if error:
+        raise UsageError(_invalid(what, error))
     matcher = vocabulary.matcher(grammar)
     if matcher.is_error() or not vocabulary.can_complete(matcher):
         raise UsageError(
             f"no answer meets the {what}, or the tokens of this model can't spell one;"
             f" {_reason(matcher.get_error()) or 'check the characters that it requires'}"
         )
-    return Grammar(vocabulary, grammar, tuple(answer["ignored"]))
-
-
-def _tried(what: str, request: str) -> dict[str, Any]:
-    """The answer of the child process. Raises UsageError if a limit ends it."""
-    import llguidance
-
-    folder = Path(llguidance.__file__).parents[1]
-    command = [sys.executable, "-I", "-S", grammar_check.__file__, str(folder)]
-    try:
-        done = subprocess.run(
-            command,
-            input=request,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=WAIT,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"compiling the {what} took more than {WAIT:g} seconds; simplify it") from None
-    except OSError as error:
-        raise UsageError(f"the child process that checks grammars could not be started: {error}") from None
-    if done.returncode == 0 and done.stdout:
-        return json.loads(done.stdout)
-    if -done.returncode == getattr(signal, "SIGPROF", None):
-        raise UsageError(
-            f"compiling the {what} took more than {SECONDS:g} seconds; simplify it: a large multipleOf, or a long"
-            " repetition inside another, may be the cause"
-        )
-    if done.returncode > 0:
-        raise UsageError(f"the child process that checks the {what} failed: {_reason(done.stderr[-300:])}")
-    raise UsageError(f"the {what} is nested too deeply, or needs more than {SPACE >> 20} MiB; simplify it")
+    return Grammar(vocabulary, grammar)
 
 
 def _reason(message: str) -> str:
@@ -340,13 +310,10 @@ def _failed(message: str) -> str:
 
 
 class Grammar:
-    """A compiled grammar, made by `compile_grammar`. Threads may share it.
+    """A compiled grammar, made by `compile_grammar`. Threads may share it."""
 
-    ignored  keywords of a JSON schema that JSON Schema does not define; they have no effect
-    """
-
-    def __init__(self, vocabulary: Vocabulary, text: str, ignored: tuple[str, ...]):
-        self._vocabulary, self._text, self.ignored = vocabulary, text, ignored
+    def __init__(self, vocabulary: Vocabulary, text: str):
+        self._vocabulary, self._text = vocabulary, text
 
     def constraint(self, before: Sequence[int] = ()) -> Constraint:
         """The constraint of a new answer.

@@ -12,19 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import checks
-from ..chat import check_messages, encode_chat
+from ..chat import check_messages
 from ..chat.messages import check_tools, deeper
 from ..checkpoint.documents import parse_json
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
-from ..text import Llama
+from ..text import LONGEST_TOKEN, Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
-LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -96,7 +95,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
         options["schema"] = schema
     messages = check_messages([_message(message) for message in messages])
     _check_characters(len(json.dumps([messages, call.tools], ensure_ascii=False)), llm)
-    ids = encode_chat(llm.tokenizer, llm.chat_template, messages, format=llm.chat_format, tools=call.tools)
+    ids = llm.encode_chat(messages, call.tools)
     call.prompts = llm.prepare(_fitting(ids, llm), options, call.n)
     return call
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..chat import CHAT_FORMATS, TEMPLATES, check_template
+from ..chat import TEMPLATES, check_format, check_template
 from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS
@@ -195,7 +195,7 @@ def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: s
     if choice == "none" or tokenizer is None:
         return None, []
     if choice in TEMPLATES:
-        CHAT_FORMATS[choice](tokenizer, [{"role": "user", "content": ""}])  # raises if the vocabulary lacks its tokens
+        check_format(choice, tokenizer)
         return TEMPLATES[choice], []
     if choice != "auto":
         check_template(choice, tokenizer, "the chat template")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import spelling
-from ..chat import TEMPLATES, render
+from ..chat import TEMPLATES, choose_template, render
 from ..checks import integer
 from ..errors import LlamaError, TemplateError, UsageError
 from ..text import Llama
@@ -258,7 +258,7 @@ def token_string(llm: Llama, id: int | None) -> str:
 
 def template_of(llm: Llama) -> str:
     """The model's chat template, or that of its built-in format. Raises TemplateError if it has neither."""
-    template = llm.chat_template or TEMPLATES.get(llm.chat_format or "")
+    template = choose_template(llm.chat_template) or TEMPLATES.get(llm.chat_format or "")
     if template is None:
         raise TemplateError(
             "this model has no chat template, so it is probably a base model: leave out --apply-chat-template"

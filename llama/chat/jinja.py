@@ -1,0 +1,111 @@
+"""The work of the child process that renders chat templates (system/child.py): `answer` renders one conversation.
+
+Templates get the names that Hugging Face's library defines, in Jinja's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """{"texts": the rendered texts}, or {"error": the message of the template's exception}. The keys of a request:
+
+    template  Jinja source
+    values    the variables of the template
+    now       the time for strftime_now, in ISO format
+    hidden    regular expressions, one for each text: what they find in the strings of messages and tools is replaced by
+              as many stand-ins; None to replace nothing
+    stand_in  a character
+    """
+    values, stand_in = request["values"], request["stand_in"]
+    values["strftime_now"] = datetime.datetime.fromisoformat(request["now"]).strftime
+    try:
+        template = compiled(request["template"])
+        return {"texts": [template.render(hide(values, pattern, stand_in)) for pattern in request["hidden"]]}
+    except MemoryError:
+        raise
+    except Exception as error:  # a template can raise anything
+        return {"error": " ".join(str(error).split()) or type(error).__name__}
+
+
+def hide(values: dict[str, Any], pattern: str | None, stand_in: str) -> dict[str, Any]:
+    """The variables with stand-ins for what a regular expression finds in the strings of messages and tools."""
+    if pattern is None:
+        return values
+    find = re.compile(pattern)
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, str):
+            return Hidden(value, find.sub(lambda found: stand_in * len(found[0]), value))
+        if isinstance(value, dict):
+            return {hidden(name): hidden(item) for name, item in value.items()}
+        return [hidden(item) for item in value] if isinstance(value, list) else value
+
+    messages = [{**hidden(message), "role": message["role"]} for message in values["messages"]]
+    return {**values, "messages": messages, "tools": hidden(values["tools"])}
+
+
+class Hidden(str):
+    """A string with stand-ins that compares and hashes as the original, so that templates can look it up."""
+
+    original: str
+
+    def __new__(cls, original: str, text: str) -> Hidden:
+        self = super().__new__(cls, text)
+        self.original = original
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self.original == (other.original if isinstance(other, Hidden) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+
+# ------------------------------------------------------------------------------------------------------ the environment
+class Generation(Extension):
+    """The tag {% generation %}, which marks the assistant's text for training. It renders its content unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own way to declare it)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """A value as JSON, without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=1)
+def compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
+    return environment.from_string(source)
+
+
+# Lets Jinja import all of its modules, since the child can't open files later
+IMPORTS = "{{ '<b>\\n' | striptags | wordwrap | pprint }}{{ lipsum() }}{{ raise_exception('x') }}"
+answer({"template": IMPORTS, "values": {}, "now": "2026-01-01", "hidden": [None], "stand_in": ""})

@@ -1,0 +1,54 @@
+"""The work of the child process that compiles a grammar first (system/child.py).
+
+llguidance's own limits do not cover {"multipleOf": 299999967}, which takes minutes, or a chain of 5,000 rules, which
+overflows the stack and ends the process. The main process compiles a grammar only if it succeeds here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Limits of llguidance that differ from its defaults. 2,000 items allow an object about 500 optional properties; 250,000
+# states take 250 to 500 MB. Verbose errors repeat the grammar.
+LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "max_lexer_states": 50_000, "verbose_errors": False}
+
+
+def answer(request: Mapping[str, Any]) -> str:
+    """The error in a grammar, empty if there is none. The keys of a request:
+
+    grammar  llguidance's JSON form of a grammar
+    control  control string -> id, for grammars that name control tokens
+    """
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        # Half of what threads usually have, since the main process uses a part of its stack for other things
+        resource.setrlimit(resource.RLIMIT_STACK, (4 * 2**20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    size = 1 + max(request["control"].values(), default=-1)
+    tokens = [b""] * size + [bytes([byte]) for byte in range(255)] + [b"\xff<end>"]
+    for name, id in request["control"].items():
+        tokens[id] = b"\xff" + name.encode()
+    tokenizer = LLTokenizer(cast(Any, Vocabulary(tokens, len(tokens) - 1)), slices=[])
+    matcher = LLMatcher(tokenizer, request["grammar"], log_level=0, limits=LLParserLimits(**LIMITS))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()
+
+
+class Vocabulary:
+    """The interface that llguidance expects of a tokenizer. The bytes of control tokens begin with 0xFF."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokens: list[bytes], eos: int):
+        self.tokens, self.eos_token_id = tokens, eos
+
+    def __call__(self, text: str) -> list[int]:
+        """Not called: grammars are compiled with no_forcing."""
+        raise NotImplementedError
