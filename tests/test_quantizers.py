@@ -95,9 +95,7 @@ def auto_awq() -> Made:
     scale, zero = rounding(original(), 15, False)
     layer.weight.data = clipped(original(), scale, zero, 15)
     config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-    made = program.WQLinear_GEMM.from_linear(
-        layer, 4, GROUP, scales=scale.T.contiguous(), zeros=zero.T.contiguous()
-    )
+    made = program.WQLinear_GEMM.from_linear(layer, 4, GROUP, scales=scale.T.contiguous(), zeros=zero.T.contiguous())
     expected = packing.dequantize_gemm(made.qweight, made.qzeros, made.scales.float(), 4, GROUP).T
     return config, {"qweight": made.qweight, "qzeros": made.qzeros, "scales": made.scales, "expected": expected}
 
