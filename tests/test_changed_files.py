@@ -236,9 +236,9 @@ def repacked(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
 
 @st.composite
 def changes(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """A flipped byte, an integer, a cut, a removed or a repeated part, mostly near the start or the end of the file."""
+    """A flipped byte, an integer, a cut, a removed or a repeated part, near the start or the end of the file or anywhere."""
     kind = draw(st.sampled_from(("byte", "integer", "cut", "remove", "repeat")))
-    near, place = draw(st.sampled_from(("start", "start", "end", "any"))), draw(st.integers(0, 2**20))
+    near, place = draw(st.sampled_from(("start", "end", "any"))), draw(st.integers(0, 2**20))
     width, value = draw(st.sampled_from((2, 4, 8))), draw(st.sampled_from(INTEGERS) | st.integers(0, 300))
     length = draw(st.integers(1, 64))
 
@@ -279,7 +279,7 @@ def check_changed(name: str, folder: Path, examples: int) -> None:
         counts["exact"] += 1
 
     law()
-    assert min(counts.values()) > examples // 20, counts
+    assert min(counts.values()) > examples // 50, counts
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -344,4 +344,4 @@ def test_a_changed_value_is_refused_or_becomes_that_of_the_model(name: str, file
             assert now == dataclasses.replace(before, **{attribute: value})
 
     law()
-    assert min(counts.values()) > 5, counts
+    assert min(counts.values()) > 2, counts

@@ -159,7 +159,9 @@ def _dense_tensors(state: object, path: Path) -> dict[str, Tensor]:
         # Strides of 0 describe terabytes by a few bytes, and C++ kernels would read a negated view as it is stored
         entries = tensor.untyped_storage().nbytes() // tensor.itemsize
         if math.prod(tensor.shape) > entries or tensor.is_neg() or tensor.data_ptr() % tensor.itemsize:
-            raise CheckpointError(f"{path}: {name:.80} is not dense, but {entries:,} entries for {tuple(tensor.shape)}")
+            raise CheckpointError(
+                f"{path}: {name:.80} of shape {tuple(tensor.shape)} has only {entries:,} stored entries"
+            )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

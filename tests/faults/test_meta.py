@@ -123,7 +123,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "not a dict": (b"N.", "NoneType"),
     "no tensor": (text("a") + b"K\x01s.", "int named a"),
     "no name": (b"K\x01N" + b"s.", "NoneType named 1"),
-    "strides of 0": (tensor((10**6, 10**6), (0, 0)), "not dense"),
+    "strides of 0": (tensor((10**6, 10**6), (0, 0)), "stored entries"),
     "a product that overflows": (tensor((2**32, 2**32), (0, 0)), FILE),
     "a shape beyond the storage": (tensor((3, 3)), FILE),
     "an offset beyond the storage": (tensor(offset=1), FILE),
