@@ -124,9 +124,9 @@ EMBED, HEAD = "model.embed_tokens", "lm_head"
 # (the modules with a LoRA, the factor of the change, entries of adapter_config.json)
 CASES: dict[str, tuple[list[str], float, dict[str, Any]]] = {
     "list": (MODULES, 2.0, {}),
-    "rslora": (MODULES, 4.0, {"use_rslora": True}),
+    "rslora": (MODULES, 4.0, {"use_rslora": True, "init_lora_weights": "gaussian"}),
     "excluded": (named("v_proj"), 2.0, {"target_modules": ["v_proj", "q_proj"], "exclude_modules": ["q_proj"]}),
-    "layers": (named("1.mlp.down_proj"), 2.0, {"target_modules": ["down_proj"], "layers_to_transform": [1]}),
+    "layers": (named("1.mlp.down_proj"), 2.0, {"target_modules": ["down_proj"], "layers_to_transform": [1], "init_lora_weights": "mica"}),
     "head": ([HEAD], 2.0, {"target_modules": ["lm_head"]}),
     "embedding": ([EMBED], 2.0, {"target_modules": ["embed_tokens"]}),
     "both": ([EMBED, HEAD], 2.0, {"target_modules": ["embed_tokens", "lm_head"]}),
