@@ -58,7 +58,7 @@ def logits(net: Transformer, runner: Runner) -> Tensor:
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("scheme", "dtype", "rope"), [
-    ("int4", torch.bfloat16, "complex"), ("int8", torch.float32, "complex"), ("int8-row", torch.bfloat16, "real"),
+    ("int4", torch.bfloat16, "complex"), ("int8", torch.float32, "complex"), ("int8", torch.bfloat16, "real"),
     (None, torch.bfloat16, "complex"),
 ])  # fmt: skip
 def test_the_logits_are_those_of_model_py(

@@ -24,7 +24,6 @@ from llama.quant.gguf_types import block_of
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES
 from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
-from llama.text import Llama
 
 from . import test_huggingface, tiny
 from .test_kernels import KINDS, needs_kernels, random_blocks
@@ -32,7 +31,7 @@ from .test_kernels import KINDS, needs_kernels, random_blocks
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FORMATS = {**{name: scheme.format for name, scheme in SCHEMES.items()}, "output": BlockFormat(8, 32, False)}
-SHAPES = [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)]  # some are not multiples of a tile or a group
+SHAPES = [(48, 512), (1, 1), (5, 7), (33, 200)]  # some are not multiples of a tile or a group
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -88,7 +87,7 @@ def by_group(x: Tensor, scheme: BlockFormat) -> Tensor:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_quant_is_the_nearest_and_the_range_is_covered(name: str, weights: str, monkeypatch) -> None:
-    format, w = FORMATS[name], WEIGHTS[weights]()
+    format, w = FORMATS[name], WEIGHTS[weights]()[::5]
     for clips in (rounding.CLIPS, (1.0,)):
         monkeypatch.setattr(rounding, "CLIPS", clips)
         blocks = quantize(w, format)
@@ -288,23 +287,6 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
     assert distance(steps, exact(tokens)) < 0.03
 
 
-@needs_kernels
-@pytest.mark.slow
-def test_decoding_with_blocks_is_near_float32_for_the_default_model(default_gguf: Path, default_llm: Llama) -> None:
-    ids = default_llm.tokenizer.encode("The capital of France is Paris, and the capital of Italy is Rome.")
-    tokens = torch.tensor([ids])
-    model = llama.load(default_gguf, device="cpu", dtype="bfloat16").model
-    cache = model.new_cache()
-    steps = torch.cat([model(tokens[:, i : i + 1], cache=cache) for i in range(len(ids))], dim=1)
-    assert distance(steps, default_llm.model(tokens)) < 0.08  # bfloat16 alone 0.02, x in 8 bits 0.035
-
-
-def test_float32_uses_the_weights_as_dequantized(tmp_path: Path) -> None:
-    path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE, quantization="Q4_1")
-    llm = llama.load(path, device="cpu", dtype="float32")
-    assert isinstance(llm.model.layers[0].attention.wq, nn.Linear)
-
-
 # ------------------------------------------------------------------------------------------------------- layers
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -322,18 +304,9 @@ def test_both_layers_have_the_same_weight(kind: BlockFormat, shape: tuple[int, i
 
 
 def test_a_cast_of_the_model_leaves_quants_and_scales_unchanged() -> None:
-    blocks = random_blocks(20, 96, 4, 32, True)
-    layer = BlockLinear(blocks)
+    layer = BlockLinear(random_blocks(20, 96, 4, 32, True))
     before = layer.weight
     assert torch.equal(layer.to(torch.bfloat16).half().weight, before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [KINDS[0], BlockFormat(4, 32, True), BlockFormat(8, 0, False)])
-def test_the_reference_layer_compiles(kind: BlockFormat) -> None:
-    layer = BlockLinear(random_blocks(48, 96, *kind))
-    x = normal(1, 96)
-    torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- models
@@ -372,9 +345,6 @@ def test_quantizing_while_loading_equals_quantizing_afterwards(tmp_path: Path, s
         model = load_model(tmp_path, dtype="float32", device="cpu", quantize=scheme, rope=form)
         torch.testing.assert_close(model(tokens), expected(tokens), rtol=1e-4, atol=1e-4)
         assert type(model.layers[1].feed_forward.w_up) is TileLinear
-    loaded = load_model(tmp_path, dtype="float32", device="cpu", quantize=scheme)
-    for name, buffer in expected.named_buffers():
-        assert torch.equal(loaded.get_buffer(name), buffer), name
 
 
 def test_quantizing_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -344,6 +344,7 @@ def _rope_scaling(
     if kind == "linear" and factor in (0, 1):
         kind = "none"
     attention, length = number("attn_factor", 1.0), scaling.get("original_context_length", int, 0)
+    yarn_attention = attention * number("yarn_attn_factor", 1.0)
     original = {"original_max_position_embeddings": length} if length else {}
     betas = {key: number(f"yarn_{key}", 0.0) for key in ("beta_fast", "beta_slow") if f"yarn_{key}" in own}
     scaling.get("finetuned", object, None)
@@ -357,8 +358,8 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
-            betas["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+        if factor > 0 and (yarn_attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
+            betas["attention_factor"] = yarn_attention * (0.1 * math.log(factor) + 1)
         return {"rope_type": "yarn", "factor": factor, **original, **betas}
     if kind == "longrope" or ROPE_LONG in tables:
         if not (ROPE_LONG in tables and ROPE_SHORT in tables):

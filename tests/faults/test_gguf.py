@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import struct
 import time
@@ -166,7 +167,7 @@ def test_a_changed_header_is_an_error_or_a_header(good: Path, data: st.DataObjec
     with contextlib.suppress(CheckpointError):
         header = read_header(whole[:at] + new + whole[at + len(new) :], "changed")
         spans = sorted((info.offset, info.offset + info.nbytes) for info in header.tensors.values())
-        assert all(a[1] <= b[0] for a, b in zip(spans, [*spans[1:], (len(whole), 0)], strict=True))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise([*spans, (len(whole), 0)]))
 
 
 @given(at=st.integers(0, 6000), bit=st.integers(0, 7))

@@ -181,7 +181,6 @@ def block(linear: torch.nn.Linear) -> torch.nn.Module:
 
 QUANTIZED: dict[str, Any] = {
     "int8 tiles": pytest.param(tile("int8"), marks=needs_kernels),
-    "int8-sym tiles": pytest.param(tile("int8-sym"), marks=needs_kernels),
     "int4 tiles": pytest.param(tile("int4"), marks=needs_kernels),
     "blocks": block,
 }
