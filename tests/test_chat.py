@@ -343,3 +343,8 @@ def test_short_forms_equal_full_ones() -> None:
     assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
         {"role": "assistant", "content": "x"}
     ]
+
+
+def test_the_longest_control_string_counts() -> None:
+    tokenizer = byte_level("<s>", "</s>", "<s>x")
+    assert encode_chat(tokenizer, "<s>x{{ messages[0].content }}", [{"role": "user", "content": ""}]) == [2]
