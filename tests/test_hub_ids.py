@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from llama.cli import main
 from llama.errors import CheckpointError
 from llama.hub import models as hub
 from llama.hub import quants, repository
 from llama.hub.repository import HubId, choose, hub_id
 
 from . import hub_server, test_huggingface, tiny
-from .conftest import Run
-from .hub_server import SHA, Files, Hub, error_of, path_of, resolve
+from .hub_server import SHA, Files, Hub
 from .scripts import make_tiny
 
 NEXT = "abcdef1234567890abcdef1234567890abcdef12"  # a later commit
@@ -54,162 +55,175 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
 
 
 @pytest.fixture
-def server(repos: dict[str, Files]) -> Iterator[Hub]:
+def server(repos: dict[str, Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The local hub, which huggingface_hub uses in this process, with an empty cache."""
+    for name, value in hub_server.environment("", tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     with hub_server.running(repos) as hub:
+        files = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        new = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_OFFLINE": False}
+        for name, value in new.items():
+            monkeypatch.setattr(constants, name, value)
         yield hub
 
 
-@pytest.fixture
-def env(server: Hub, tmp_path: Path) -> dict[str, str]:
-    return hub_server.environment(server, tmp_path)
+@contextmanager
+def down(offline: bool = True) -> Iterator[None]:
+    """Nothing answers, and HF_HUB_OFFLINE may say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        yield
 
 
-def offline(env: dict[str, str]) -> dict[str, str]:
-    return {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+def error_of(act: Callable[[str], Path], name: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        act(name)
+    assert "\n" not in caught.value.args[0]
+    return str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------------- end to end
 def test_a_pull_fetches_the_needed_files_and_the_id_then_works_offline(
-    clearllama: Run, server: Hub, env: dict[str, str]
+    server: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.cards["meta-llama/Tiny"] = {"license": "llama3.2"}
-    result = clearllama("pull", "meta-llama/Tiny", env=env)
-    folder = path_of(result)
+    server.cards["meta-llama/Tiny"] = {"license": "llama3.2\x1b"}
+    folder = hub.pull("meta-llama/Tiny")
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert set(server.served) == {file.name for file in folder.iterdir()} == wanted
+    assert {*server.served} == {file.name for file in folder.iterdir()} == wanted
     assert all((folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name] for name in wanted)
-    assert result.stderr == b"downloading meta-llama/Tiny (5 files, 0 MB, licence llama3.2)\n"
-    assert resolve("meta-llama/Tiny", offline(env)) == str(folder)
-    again = clearllama("pull", "meta-llama/Tiny", env=offline(env))
-    assert path_of(again) == folder
-    assert again.stderr.endswith(b"; using the complete local copy\n")
-    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env)) == folder
+    line = "downloading meta-llama/Tiny (5 files, 0 MB, licence llama3.2\\x1b)\n"
+    assert tuple(capsys.readouterr()) == ("", line)
+    with down():
+        assert hub.resolve("meta-llama/Tiny") == folder
+        assert capsys.readouterr().err == ""
+        assert hub.pull("meta-llama/Tiny") == folder
+        assert capsys.readouterr().err.endswith("; using the complete local copy\n")
+    assert hub.pull("meta-llama/Tiny", quiet=True) == folder
     assert len(server.served) == len(wanted), "nothing is fetched twice"
-    assert path_of(clearllama("pull", "-q", "--force", "meta-llama/Tiny", env=env)) == folder
+    assert hub.pull("meta-llama/Tiny", force=True, quiet=True) == folder
     assert len(server.served) == 2 * len(wanted)
     server.commit = NEXT
-    assert resolve("meta-llama/Tiny", env) == str(folder)
-    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env)) == folder.with_name(NEXT)
-    assert resolve("meta-llama/Tiny", offline(env)) == str(folder.with_name(NEXT))
-    assert resolve(f"meta-llama/Tiny@{SHA}", offline(env)) == str(folder)
+    assert hub.resolve("meta-llama/Tiny") == folder
+    assert hub.pull("meta-llama/Tiny", quiet=True) == folder.with_name(NEXT)
+    assert hub.resolve("meta-llama/Tiny") == folder.with_name(NEXT)
+    assert hub.resolve(f"meta-llama/Tiny@{SHA}") == folder
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("meta-llama/Tiny", ["--meta"]), ("org/meta", []), ("org/meta/original", [])]
+    ("name", "meta"), [("meta-llama/Tiny", True), ("org/meta", False), ("org/meta/original", False)]
 )
-def test_metas_files_are_in_the_folder_original(
-    clearllama: Run, server: Hub, env: dict[str, str], name: str, options: list[str]
-) -> None:
-    folder = path_of(clearllama("pull", "-q", name, *options, env=env))
+def test_metas_files_are_in_the_folder_original(server: Hub, name: str, meta: bool) -> None:
+    folder = hub.pull(name, meta=meta)
     assert folder.name == "original"
     names = ("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model")
     assert sorted(server.served) == [f"original/{name}" for name in names]
-    assert resolve(name, offline(env)) == str(folder)
+    assert hub.resolve(name) == folder
 
 
-def test_an_interrupted_pull_ends_at_once_and_the_next_fetches_the_rest(
-    clearllama: Run, server: Hub, env: dict[str, str]
-) -> None:
+def test_an_interrupted_pull_ends_at_once_and_the_next_fetches_the_rest(server: Hub, tmp_path: Path) -> None:
     shards = sorted(name for name in server.repos["org/sharded"] if name.startswith("model-"))
     server.stalled = shards[-1]
+    env = {**os.environ, **hub_server.environment(server.url, tmp_path)}
     command = [sys.executable, "-m", "llama", "pull", "org/sharded"]
-    process = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert server.halfway.wait(20)
     process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate(timeout=5)
     assert (process.returncode, stdout) == (130, b"")
-    line = resolve("org/sharded", offline(env))
-    assert "the Hugging Face cache has no complete copy of org/sharded; unset HF_HUB_OFFLINE" in line
+    with down():
+        expected = "the Hugging Face cache has no complete copy of org/sharded; unset HF_HUB_OFFLINE"
+        assert expected in error_of(hub.resolve, "org/sharded")
     before, server.stalled, server.served = {*server.served}, "", []
-    folder = path_of(clearllama("pull", "-q", "org/sharded", env=env))
+    folder = hub.pull("org/sharded")
     assert not before & {*server.served}, "nothing is fetched twice"
     assert {file.name for file in folder.glob("*.safetensors")} == {*shards}
 
 
-def test_the_quantizations_of_a_repository(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
-    result = clearllama("inspect", "org/gguf", "--json", env=env)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["path"].endswith("/tiny-Q4_K_M.gguf")
-    assert result.stderr == b"downloading org/gguf (tiny-Q4_K_M.gguf, 0 MB, licence not stated)\n"
-    assert resolve("org/gguf:q8_0", env).endswith("tiny-Q8_0.gguf")
-    assert resolve("org/gguf/tiny-Q2_K.gguf@main", env).endswith("tiny-Q2_K.gguf")
+def test_the_quantizations_of_a_repository(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "org/gguf"]) == 0
+    assert capsys.readouterr().err == "downloading org/gguf (tiny-Q4_K_M.gguf, 0 MB, licence not stated)\n"
+    assert hub.resolve("org/gguf").name == "tiny-Q4_K_M.gguf"
+    assert hub.resolve("org/gguf:q8_0").name == "tiny-Q8_0.gguf"
+    assert hub.resolve("org/gguf/tiny-Q2_K.gguf@main").name == "tiny-Q2_K.gguf"
     assert server.served == ["tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "tiny-Q2_K.gguf"]
-    assert resolve("org/gguf:Q8_0", offline(env)).endswith("tiny-Q8_0.gguf")
-    assert "org/gguf:Q5_0 has no single GGUF model of type Q5_0; choose one" in resolve("org/gguf:Q5_0", env)
-    plan = clearllama("plan", "-m", "org/meta", "--gpus", "1xH100", env=env)
-    assert b"this command does not download models: first run clearllama pull org/meta" in plan.stderr
+    with down():
+        assert hub.resolve("org/gguf:Q8_0").name == "tiny-Q8_0.gguf"
+    assert "org/gguf:Q5_0 has no single GGUF model of type Q5_0; choose one" in error_of(hub.resolve, "org/gguf:Q5_0")
+    assert main(["plan", "-m", "org/meta", "--gpus", "1xH100"]) == 1
+    assert "this command does not download models: first run clearllama pull org/meta" in capsys.readouterr().err
 
 
-def test_every_error_of_the_hub_is_one_line_with_its_remedy(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     server.gated = {"org/sharded"}
-    down = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    for name, settings, message in [
-        ("org/sharded", env, f"accept its licence on {server.url}/org/sharded, log in with 'hf auth login' or set HF_"),
-        ("org/none", env, "has no repository org/none, or it is private: check the name, or log in"),
-        ("org/sharded@v9", env, "org/sharded has no revision 'v9'; branches, tags and commits are on"),
-        ("org/nothing", env, "org/nothing has no complete model that can be run: expected config.json with"),
-        ("org/evil", env, "downloading org/evil failed (ValueError: "),
-        ("org/gguf", offline(env), "no complete copy of org/gguf; unset HF_HUB_OFFLINE to download it"),
-        ("org/gguf", down, "downloading org/gguf failed (ConnectError: "),
-        ("org/a--b", env, "downloading org/a--b failed (HFValidationError: "),
+    for name, message in [
+        ("org/sharded", f"accept its licence on {server.url}/org/sharded, log in with 'hf auth login' or set HF_TOKEN"),
+        ("org/none", "has no repository org/none, or it is private: check the name, or log in"),
+        ("org/sharded@v9", "org/sharded has no revision 'v9'; branches, tags and commits are on"),
+        ("org/nothing", "org/nothing has no complete model that can be run: expected config.json with"),
+        ("org/evil", "downloading org/evil failed (ValueError: "),
+        ("org/a--b", "downloading org/a--b failed (HFValidationError: "),
     ]:
-        assert message in error_of(clearllama("pull", name, env=settings))
+        assert message in error_of(hub.pull, name)
+    with down():
+        assert "no complete copy of org/gguf; unset HF_HUB_OFFLINE" in error_of(hub.pull, "org/gguf")
+    with down(offline=False):
+        assert "downloading org/gguf failed (ConnectError: " in error_of(hub.pull, "org/gguf")
+        assert error_of(hub.resolve, "org/Llama-3.1-8B").endswith("; or: clearllama pull meta-llama/Llama-3.1-8B")
     assert server.served == []
-    path_of(clearllama("pull", "-q", "org/sharded", env={**env, "HF_TOKEN": "right"}))
+    monkeypatch.setenv("HF_TOKEN", "right")
+    assert hub.pull("org/sharded").is_dir()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            OSError(28, "No space left on device", "/x"),
-            "can't write /x: No space left on device; make room, or set HF_",
-        ),
-        (RuntimeError("odd\nthings"), r"downloading org/gguf failed \(RuntimeError: odd things\); check the network"),
+        (OSError(28, "No space left", "/x"), "can't write /x: No space left; make room, or set HF_HOME to another"),
+        (RuntimeError("odd\nthings"), "downloading org/gguf failed (RuntimeError: odd things); check the network"),
     ],
 )
 def test_failures_during_a_download_are_one_line(
-    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+    server: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    for name in ("ENDPOINT", "HF_HUB_CACHE"):
-        monkeypatch.setattr(constants, name, {"ENDPOINT": server.url}.get(name, str(tmp_path)))
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fails)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        repository.pull_repository(HubId("org/gguf"), quiet=True)
-    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    assert message in error_of(hub.pull, "org/gguf")
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "model.safetensors"])
-def test_a_dangling_link_means_incomplete(clearllama: Run, server: Hub, env: dict[str, str], name: str) -> None:
-    folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env))
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "tokenizer.json", "config.json", "model.safetensors"]
+)
+def test_a_dangling_link_means_incomplete(server: Hub, name: str) -> None:
+    folder = hub.pull("meta-llama/Tiny")
     (folder / name).resolve().unlink()
-    assert "no complete copy of meta-llama/Tiny" in resolve("meta-llama/Tiny", offline(env))
+    with down():
+        assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
     if name.endswith(".json"):
-        assert f"{folder / name} is a link to a file that is gone; " in resolve(str(folder), env)
+        assert f"{folder / name} is a link to a file that is gone; " in error_of(hub.resolve, str(folder))
     server.served.clear()
-    assert resolve("meta-llama/Tiny", env) == str(folder)
+    assert hub.resolve("meta-llama/Tiny") == folder
     assert server.served == [name]
     assert (folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name]
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"../../../x", None])
-def test_a_damaged_name_of_a_revision_is_fetched_again_or_one_line(
-    clearllama: Run, server: Hub, env: dict[str, str], content: bytes | None
-) -> None:
-    folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env))
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x", b"0" * 41, None])
+def test_a_damaged_name_of_a_revision_is_fetched_again_or_one_line(server: Hub, content: bytes | None) -> None:
+    folder = hub.pull("meta-llama/Tiny")
     ref = folder.parents[1] / "refs" / "main"
     ref.unlink()
     if content is None:
         ref.mkdir()
-        assert f"can't write {ref}" in error_of(clearllama("pull", "meta-llama/Tiny", env=env))
+        assert f"can't write {ref}" in error_of(hub.pull, "meta-llama/Tiny").replace(".writing", "")
         return
     ref.write_bytes(content)
-    assert "no complete copy of meta-llama/Tiny" in resolve("meta-llama/Tiny", offline(env))
-    assert resolve("meta-llama/Tiny", env) == str(folder)
+    with down():
+        assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
+    assert hub.resolve("meta-llama/Tiny") == folder
     assert ref.read_text() == SHA
 
 
