@@ -40,6 +40,7 @@ from .gguf_header import MAGIC, TensorInfo, read_header
 PLAIN = {name: dtype for dtype, name in FLOATS.items()}
 
 LAYERS = "blk"
+TEMPLATE = "tokenizer.chat_template"
 # GGUF's tensor names -> the model's
 NAMES = {
     "token_embd": "tok_embeddings",
@@ -178,7 +179,7 @@ class GGUFCheckpoint(Checkpoint):
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         try:
             self.config = checked(_config(self.metadata, self.shapes, tables))
-            self.chat_template = Fields(self.metadata, "metadata").get("tokenizer.chat_template", str, None)
+            self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         except ConfigError as error:
             remedy = "get another conversion of the model, or run it in llama.cpp"
             raise CheckpointError(f"{files[0].path}: {with_remedy(error, remedy)}") from error
@@ -272,6 +273,16 @@ def _open_files(path: Path) -> list[GGUFFile]:
             f"{path} is one of {count} files; rename it to its original name, like NAME-00001-of-{count:05d}.gguf"
         )
     return files
+
+
+def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:
+    """The chat template, or several by name: the keys are tokenizer.chat_template and tokenizer.chat_template.NAME."""
+    default = metadata.get(TEMPLATE, str, None)
+    names = [key.removeprefix(f"{TEMPLATE}.") for key in metadata.values if key.startswith(f"{TEMPLATE}.")]
+    named = {name: metadata.get(f"{TEMPLATE}.{name}", str) for name in names}
+    if not named:
+        return default
+    return named if default is None else {"default": default, **named}
 
 
 def _config(

@@ -17,7 +17,7 @@ from ..rope import to_half_layout
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
 from .architectures import INTERVAL, LAYOUTS, every
 from .base import to_file_name
-from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .write import ROTATED, Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
@@ -157,5 +157,8 @@ def _tokenizer(model: Model) -> dict[str, Any]:
     from ..tokenizer.write import gguf_metadata
 
     entries = gguf_metadata(model.tokenizer, model.config.vocab_size)
-    entries.pop("tokenizer.chat_template", None)  # that of a GGUF source, if another one was chosen
-    return entries if model.chat_template is None else {**entries, "tokenizer.chat_template": model.chat_template}
+    kept = {key: value for key, value in entries.items() if not key.startswith(TEMPLATE)}  # a GGUF source has its own
+    template = model.chat_template
+    named = template if isinstance(template, Mapping) else {} if template is None else {"default": template}
+    keys = {name: TEMPLATE if name == "default" else f"{TEMPLATE}.{name}" for name in named}
+    return {**kept, **{keys[name]: source for name, source in named.items()}}

@@ -168,7 +168,9 @@ def write_tokenizer(folder: Path, model: Model) -> None:
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
     settings = {"model_max_length": model.config.max_seq_len, **tokenizer_config(tokenizer)}
     if model.chat_template is not None:
-        settings["chat_template"] = model.chat_template
+        named = model.chat_template if isinstance(model.chat_template, Mapping) else {}
+        listed = [{"name": name, "template": source} for name, source in named.items()]
+        settings["chat_template"] = listed or model.chat_template
     write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -35,7 +35,7 @@ class Model:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
     tokenizer: Tokenizer | None = None
-    chat_template: str | None = None
+    chat_template: str | Mapping[str, str] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     name: str = "model"
 

@@ -191,8 +191,9 @@ def _import_torch(args: argparse.Namespace) -> None:
     with signals.handled_by(leave):
         if args.run in (generate.run, chat.run) and not getattr(args, "raw", False):
             from ..chat import template
+            from ..system.child import ChildError
 
-            with contextlib.suppress(template.ChildError):  # the first rendering reports it
+            with contextlib.suppress(ChildError):  # the first rendering reports it
                 template.CHILD.start()  # on another core meanwhile
         from .. import loader, text  # noqa: F401
     if alone:
