@@ -77,6 +77,17 @@ def test_a_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str
     assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
 
 
+def test_chat_templates_with_names_survive_every_conversion(source: Path, tmp_path: Path) -> None:
+    named = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}{{ messages[0].content }}"}
+    folder = convert(source, tmp_path / "hf", "hf").path
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    file = convert(folder, tmp_path / "model.gguf", "gguf").path
+    back = convert(file, tmp_path / "back", "hf").path
+    assert [open_checkpoint(path).chat_template for path in (folder, file, back)] == [named] * 3
+
+
 NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
 
 
