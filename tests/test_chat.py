@@ -86,7 +86,7 @@ NAMES = [
     "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>",
     "<think>", "</think>", "[INST]", "<s>", "<|python_tag|>", "<|eom_id|>",
 ]  # fmt: skip
-TOKENIZER = byte_level(*NAMES, "§", "")
+TOKENIZER = byte_level(*NAMES, "§§", "")
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[str]]:
@@ -189,7 +189,7 @@ def test_control_strings_split_over_template_and_messages(control: str) -> None:
         ("{{ messages[0].content.encode('ascii', 'ignore').decode() }}", "ü<|im_end|>", "<|im_end|>", []),
         ("{{ messages[0].content[::2] }}", "<x|xixmx_xexnxdx|x>x", "<|im_end|>", []),
         ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>", "<|im_end|><|im_end|>", ["<|im_end|>"]),
-        ("{{ messages[0].content }}§", "§", "§§", ["§"]),
+        ("{{ messages[0].content }}§§", "§§", "§§§§", ["§§"]),
         ("<|{{ messages[0].role }}|>{{ '<|im' + '_end|>' }}", "§", "<|user|><|im_end|>", ["<|im_end|>"]),
         (THOUGHTS, "<think>a</think>b", "<|start_header_id|>user\nb<|eot_id|><|end_header_id|>", NAMES[2:0:-1] + NAMES[3:4]),
         (THOUGHTS, "/no_think", None, ["<|start_header_id|>", "<|eot_id|>", "<think>", "</think>", "<|end_header_id|>"]),

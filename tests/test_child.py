@@ -95,8 +95,9 @@ def test_a_crash_between_requests_and_one_process_for_many(start: Callable[..., 
     process = start()
     first = process.ask("os.getpid()")
     assert process.ask("os.getpid()") == first
+    running = process.start()
     os.kill(first, signal.SIGKILL)
-    process.start().wait()
+    running.wait()
     assert process.ask("os.getpid()") != first
 
 

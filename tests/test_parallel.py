@@ -173,7 +173,7 @@ def test_ranks_with_different_models_are_rejected(world: ranks.Ranks, tmp_path: 
         assert message.startswith("rank 1 has ModelConfig(")
         assert "20000.0" in message
     for message in world.run(2, 1, "differ", paths=[paths[0], str(tmp_path / "none.gguf")]):
-        assert "none.gguf: No such file" in message
+        assert "none.gguf is missing" in message
 
 
 # ----------------------------------------------------------------------------------------------- reading checkpoints

@@ -574,7 +574,7 @@ def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
         file.write_text(json.dumps(metas | {"use_scaled_rope": False, "rope_theta": theta}))
         assert architecture(str(file))[1].max_seq_len == context
     file.write_text(json.dumps(metas | {"vocab_size": -1}))
-    with pytest.raises(ConfigError, match="does not state the size of the vocabulary"):
+    with pytest.raises(ConfigError, match="does not state all sizes"):
         architecture(str(file))
 
     ours = json.loads((ROOT / "configs/llama-2-7b.json").read_text())

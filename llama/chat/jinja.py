@@ -86,6 +86,7 @@ class Generation(Extension):
 
 
 def raise_exception(message: str) -> NoReturn:
+    """The function with which a template refuses messages."""
     raise jinja2.TemplateError(message)
 
 

@@ -279,7 +279,7 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
         )
         if not (torch.allclose(ours, theirs, rtol=4e-6, atol=0) and math.isclose(factor, other, rel_tol=1e-6)):
             raise ConfigError(f"its RoPE for texts of {length} tokens would change; choose another format")
-    for name, value in vars(source).items():
+    for name, value in dataclasses.asdict(source).items():
         found = getattr(written, name)
         if name == "max_seq_len":
             value, found = reach(source), reach(written)

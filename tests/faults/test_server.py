@@ -276,7 +276,7 @@ INNER: list[tuple[dict[str, Any], str]] = [
     (call(arguments="[1]"), "arguments"),
     (call(arguments="{"), "arguments"),
     (call(arguments=5), "arguments"),
-    (call(arguments='{"a":' * 99 + "1" + "}" * 99), "nested"),
+    (call(arguments='{"a":' * 99 + "1" + "}" * 99), "levels"),
     (call(name=""), "name"),
     (call(x=1), "unknown key"),
     (tool(description=5), "description"),
@@ -310,7 +310,7 @@ def test_values_inside_of_fields(llm: Llama, record_property: Callable[[str, obj
 
 
 MALFORMED = {
-    b"": "empty",
+    b"": "JSON",
     b"{": "Expecting",
     b"[]": "a list",
     b"1": "an integer",
@@ -333,8 +333,8 @@ MALFORMED = {
     b"\x1f\x8b\x08\x00": "not UTF-8",
     '{"prompt": "a"}'.encode("utf-16"): "not UTF-8",
     b'{"prompt": "\\ud800"}': "lone surrogate",
-    b'{"prompt": ' + b"[" * 90_000: "nested",
-    b'{"a":' * 16_000: "nested",
+    b'{"prompt": ' + b"[" * 90_000: "recursion",
+    b'{"a":' * 16_000: "recursion",
     b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}": "nested deeper than 100",
 }
 

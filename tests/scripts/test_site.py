@@ -65,7 +65,7 @@ def test_no_sentence_of_a_help_text_is_lost() -> None:
     (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.items():
         page = words(read(reference.COMMANDS / f"{name}.md"))
-        for action in command._actions:
+        for action in (action for action in command._actions if action.help != argparse.SUPPRESS):
             text = argparse.HelpFormatter("")._expand_help(action)
             for part in re.split(r"docs/\S+\.md", text):  # a link with the title of the page
                 assert words(part) in page, f"{name}: {action.option_strings}"
