@@ -30,17 +30,17 @@ from ..attention import Attend, causal_mask
 from ..cache import KINDS, KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
 from ..model import RMSNorm, Transformer, TransformerBlock
-from ..rope import FreqsCis, RotaryEmb
+from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
-from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner, has_gradients
+from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner, has_gradients, unrotated
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
-from .no_rope import unrotated
 from .watch import ModelWatch
 
 LOG = logging.getLogger(__name__)
+Angles = tuple[Tensor, ...]  # cos and sin, the real form of freqs_cis
 # (block, h (B, 1, C), freqs_cis, mask, positions, cache of the layer) -> h after the block, (B, 1, C)
-Step = Callable[[FusedBlock, Tensor, FreqsCis, Tensor, Tensor, LayerCache], Tensor]
+Step = Callable[[FusedBlock, Tensor, Angles, Tensor, Tensor, LayerCache], Tensor]
 FEWEST_ROWS = FEW_ROWS + 1  # rows of a batch; with fewer rows FewRowsLinear multiplies otherwise: another trace
 TRACEABLE = (nn.Linear, FewRowsLinear, TileLinear, RMSNorm, Attend, RotaryEmb)
 
@@ -86,7 +86,7 @@ class CompiledRunner(KernelRunner):
             return super().run(model, tokens, positions, keys, seq_len, cache)
         with self.threads(len(tokens)):
             h = model.tok_embeddings(tokens).contiguous()  # (B, 1, C)
-            freqs_cis = model.rope.freqs_cis(positions, seq_len)  # cos and sin, (1, D/2) or (B, 1, D/2)
+            freqs_cis: Any = model.rope.freqs_cis(positions, seq_len)  # cos and sin, (1, D/2) or (B, 1, D/2)
             still = unrotated(freqs_cis) if model.config.no_rope_layers else freqs_cis
             mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
             for block, layer in zip(self.blocks, cache.layers, strict=True):
@@ -104,7 +104,7 @@ def inductor_step(blocks: Sequence[FusedBlock]) -> Step:
     compiled = torch.compile(TransformerBlock.forward, mode="reduce-overhead")
 
     def step(
-        fused: FusedBlock, h: Tensor, freqs_cis: FreqsCis, mask: Tensor, positions: Tensor, layer: LayerCache
+        fused: FusedBlock, h: Tensor, freqs_cis: Angles, mask: Tensor, positions: Tensor, layer: LayerCache
     ) -> Tensor:
         if fused is blocks[0]:
             torch.compiler.cudagraph_mark_step_begin()  # graphs may overwrite what they returned for the last token
@@ -199,7 +199,7 @@ def library_step(model: Transformer, blocks: Sequence[FusedBlock], cache_kind: s
     package = load_package(model, block, cache_kind, rows)
 
     def step(
-        fused: FusedBlock, h: Tensor, freqs_cis: FreqsCis, mask: Tensor, positions: Tensor, layer: LayerCache
+        fused: FusedBlock, h: Tensor, freqs_cis: Angles, mask: Tensor, positions: Tensor, layer: LayerCache
     ) -> Tensor:
         y: Tensor
         (y,) = package.boxed_run([h, *freqs_cis, mask, positions, *layer.buffers, *weights[fused.block]])

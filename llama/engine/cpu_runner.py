@@ -24,7 +24,6 @@ from ..quant.tiles import TILE
 from . import kernels
 from .cpu_attention import FEW_QUERIES, kernel_attention
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
-from .no_rope import unrotated
 from .watch import ModelWatch
 
 QKV, GATE_UP = ("wq", "wk", "wv"), ("w_gate", "w_up")  # layers that read the same x
@@ -103,7 +102,7 @@ class KernelRunner(Runner):
             angles = tuple(torch.view_as_real(rows).unbind(-1)) if isinstance(rows, Tensor) else rows
             mask = None if keys is None else causal_mask(positions, keys).contiguous()
             inputs = TokenInputs(angles, positions.contiguous(), mask, model.config.norm_eps)
-            still = inputs._replace(angles=(*unrotated(angles),)) if model.config.no_rope_layers else inputs
+            still = inputs._replace(angles=unrotated(angles)) if model.config.no_rope_layers else inputs
             few = positions.shape[-1] <= FEW_QUERIES  # for more, the kernels' attention rounds to bfloat16
             # The kernels change h in place. An embedding may return rows with gaps between them.
             h = model.tok_embeddings(tokens).flatten(0, 1).clone(memory_format=torch.contiguous_format)  # (B T, C)
@@ -233,6 +232,12 @@ def join_layers(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
         for layer, part in zip(layers, bias.split(sizes), strict=True):
             layer.bias = part
     return TileLinear(tiles, (sum(sizes), layers[0].in_features), kinds.pop(), bias)
+
+
+def unrotated(freqs_cis: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """cos and sin that rotate nothing, bit for bit: for layers without RoPE, in code that rotates every layer."""
+    cos, sin = freqs_cis
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def linears(layers: nn.Module) -> list[nn.Module]:
