@@ -213,14 +213,13 @@ def load_package(model: Transformer, block: nn.Module, cache_kind: str, rows: bo
     folder, name = cache_folder() / "compiled", fingerprint(model, block, cache_kind) + "-rows" * rows
 
     def make(path: Path) -> None:
-        command = kernels.compiler()
-        if command is None or shutil.which(command.split()[0]) is None:
-            cause = "none was found (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
+        if shutil.which((kernels.compiler() or "").partition(" ")[0]) is None:
+            command = kernels.compiler() or "c++, g++ or clang++"
             raise UsageError(
-                f"compile (--compile) requires a C++ compiler, but {cause}; install one, or leave compile out"
+                f"compile (--compile) requires a C++ compiler, but {command} was not found; install one, set CXX to its"
+                " command, or leave compile out"
             )
-        name_of_step = "the decoding step of batches" if rows else "the decoding step"
-        LOG.info("clearllama: compiling %s; later runs reuse it", name_of_step)
+        LOG.info("clearllama: compiling the decoding step%s; later runs reuse it", " of batches" if rows else "")
         build(model, block, path, cache_kind, rows)
 
     def load(path: str) -> Any:

@@ -256,7 +256,7 @@ def make_linear(
 ) -> nn.Module:
     """The fastest linear layer for a weight (out, in) on a device; plain: nn.Linear for every float weight.
 
-    Quantized weights on a CPU require the C++ kernels (`computes_quantized`).
+    Quantized weights on a CPU require the C++ kernels (`check_quantized`).
     """
     if isinstance(weight, QuantizedWeight):
         if device.type == "cpu":
@@ -325,11 +325,6 @@ def gpu_format(blocks: Blocks) -> BlockFormat | None:
     return format if simple else None
 
 
-def computes_quantized(device: torch.device) -> bool:
-    """Whether a device has layers for quantized weights."""
-    return device.type != "cpu" or kernels.ready()
-
-
 def quantize_(model: Transformer, scheme: str) -> Transformer:
     """Replace every nn.Linear of a model by a quantized layer, in place; returns the model.
 
@@ -351,7 +346,7 @@ def quantize_(model: Transformer, scheme: str) -> Transformer:
 
 def check_quantized(scheme: str, device: torch.device) -> None:
     """Raise UsageError if a device has no layers for quantized weights."""
-    if not computes_quantized(device):
+    if device.type == "cpu" and not kernels.ready():
         raise UsageError(
             f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available"
             " (`clearllama doctor` shows the reason); install a C++ compiler, or leave quantize out"
