@@ -31,7 +31,7 @@ from llama import loader
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.engine import kernels, parallel
-from llama.engine.linears import TiedEmbedding, TileLinear
+from llama.engine.linears import TileEmbedding, TileLinear
 from llama.engine.nonfinite import locate
 from llama.engine.sharding import Rank
 from llama.errors import ContextLengthError, LlamaError, NumericalError
@@ -135,7 +135,7 @@ def build(path: str, world: parallel.World | None = None, plain: bool = False, *
             if layer.bias is not None:
                 linear.bias = nn.Parameter(layer.bias, requires_grad=False)
             model.set_submodule(name, linear)
-        if plain and isinstance(layer, TiedEmbedding):
+        if plain and isinstance(layer, TileEmbedding):
             layer.dtype = torch.float32
     return model.float() if plain else model
 

@@ -17,9 +17,10 @@ from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels, placement
 from llama.engine.linears import (
+    BlockEmbedding,
     BlockLinear,
     FewRowsLinear,
-    TiedEmbedding,
+    TileEmbedding,
     TileLinear,
     quantize_,
 )
@@ -221,7 +222,7 @@ def test_only_layers_on_the_cpu_keep_the_quantized_blocks_of_a_file(tmp_path: Pa
     for i, block in enumerate(net.layers):
         assert type(block.attention.wq) is (TileLinear if i < 2 else nn.Linear)
     assert type(net.output) is nn.Linear
-    assert type(net.tok_embeddings) is TiedEmbedding
+    assert type(net.tok_embeddings) is TileEmbedding
     tokens = tiny.random_tokens(9, config)
     expected = build(open_checkpoint(path), "cpu", "float32")(tokens)
     assert (raw(net(tokens)) - expected).norm() / expected.norm() < 0.05
@@ -345,7 +346,7 @@ def test_each_layer_has_the_type_for_its_device(tmp_path: Path, tied: bool, quan
             assert isinstance(layer, kind), (i, layer)
         assert block.attention.attend.function is tiny.FUNCTIONS[attention]
     assert isinstance(net.output, on_gpu[0])
-    assert isinstance(net.tok_embeddings, TiedEmbedding if quantize and tied else nn.Embedding)
+    assert isinstance(net.tok_embeddings, TileEmbedding if quantize and tied else nn.Embedding)
     tokens = tiny.random_tokens(11, config)
     cache = net.new_cache(32)
     logits = [raw(net(part.to(cache.device), cache=cache)) for part in (tokens[:, :9], tokens[:, 9:10], tokens[:, 10:])]
@@ -363,7 +364,7 @@ def test_a_tied_embedding_on_another_device_has_the_same_quantized_weights(tmp_p
     net = build(open_checkpoint(path), where, "float32", quantize="int8", fast=True)
     if where.startswith("cpu") and not kernels.ready():
         pytest.skip("needs the C++ kernels")
-    assert isinstance(net.tok_embeddings, TiedEmbedding)
+    assert isinstance(net.tok_embeddings, BlockEmbedding | TileEmbedding)
     assert torch.equal(raw(net.tok_embeddings.weight), raw(net.output.weight))
     ids = tiny.random_tokens(5, config)
     rows = raw(net.tok_embeddings(ids.to(where.split(",")[0])))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import llama
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import BlockLinear, TiedEmbedding, TileLinear, describe_quantization, quantize_
+from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear, describe_quantization, quantize_
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
@@ -317,7 +317,7 @@ def test_a_quantized_file_is_not_dequantized(tmp_path: Path, name: str, tied: bo
     assert len(linears) == 7 * config.n_layers + 1
     for layer, module in linears.items():
         assert torch.equal(module.weight, exact.get_submodule(layer).weight), layer
-    assert isinstance(model.tok_embeddings, TiedEmbedding)
+    assert isinstance(model.tok_embeddings, TileEmbedding)
     assert torch.equal(model.tok_embeddings.weight, exact.tok_embeddings.weight)
     assert (model.tok_embeddings.tiles.data_ptr() == model.output.tiles.data_ptr()) is tied
     assert {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()} == {
@@ -429,7 +429,7 @@ def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     plain, model = tiny.model(config), quantize_(tiny.model(config), scheme)
     assert distance(model(tokens), plain(tokens)) < bound
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert isinstance(model.tok_embeddings, TiedEmbedding)
+    assert isinstance(model.tok_embeddings, TileEmbedding)
     assert model.tok_embeddings.tiles.data_ptr() == model.output.tiles.data_ptr()
     bits = {
         module.bits for name, module in model.named_modules() if isinstance(module, TileLinear) and name != "output"

@@ -88,13 +88,6 @@ class TileLinear(nn.Module):
         """(out, in) float32."""
         return self.blocks.weight
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight: index (..) -> (.., in) float32."""
-        ids = index.flatten()  # (n,)
-        if int(ids.min()) < 0 or int(ids.max()) >= self.out_features:  # a tile may have more rows than the weight
-            raise IndexError(f"token ids must lie between 0 and {self.out_features - 1}")
-        return unpack_rows(self.tiles, ids, self.in_features, self.format).view(*index.shape, -1)
-
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
 
@@ -219,15 +212,44 @@ class Int4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class TiedEmbedding(nn.Module):
-    """The embedding of a model whose output layer is quantized: it reads rows of that layer's weight."""
+class TileEmbedding(nn.Module):
+    """A quantized embedding for a CPU. With tied weights, it shares the tiles of the output layer."""
 
-    def __init__(self, output: TileLinear | BlockLinear, dtype: torch.dtype):
+    tiles: Tensor
+
+    def __init__(self, output: TileLinear, dtype: torch.dtype):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = output.out_features, output.in_features
+        self.format, self.dtype = output.format, dtype
+        self.register_buffer("tiles", output.tiles)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The weight, unpacked."""
+        return unpack(self.tiles, self.num_embeddings, self.embedding_dim, self.format)
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, C) float32."""
+        return self.blocks.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
+        ids = tokens.flatten()  # (n,)
+        if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:  # the last tile may have more rows
+            raise IndexError(f"token ids must lie between 0 and {self.num_embeddings - 1}")
+        rows = unpack_rows(self.tiles, ids, self.embedding_dim, self.format)  # (n, C)
+        return rows.view(*tokens.shape, -1).to(self.dtype)
+
+
+class BlockEmbedding(nn.Module):
+    """An embedding that reads the rows of a tied BlockLinear."""
+
+    def __init__(self, output: BlockLinear, dtype: torch.dtype):
         super().__init__()
         self._output, self.dtype = (output,), dtype  # in a tuple, so that it is not a submodule of the embedding too
 
     @property
-    def output(self) -> TileLinear | BlockLinear:
+    def output(self) -> BlockLinear:
         """The tied output layer."""
         return self._output[0]
 
@@ -280,8 +302,10 @@ def make_linear(
 
 def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The embedding that shares the weight of an output layer from `make_linear` and returns rows in `dtype`."""
-    if isinstance(output, TileLinear | BlockLinear):
-        return TiedEmbedding(output, dtype)
+    if isinstance(output, TileLinear):
+        return TileEmbedding(output, dtype)
+    if isinstance(output, BlockLinear):
+        return BlockEmbedding(output, dtype)
     weight: Any = output.weight
     if isinstance(output, Int4Linear):  # its kernel reads no single rows
         return nn.Embedding.from_pretrained(weight.to(dtype))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import Transformer
-from .linears import TiedEmbedding, TileLinear
+from .linears import BlockEmbedding, TileEmbedding, TileLinear
 
 CHUNK = 256  # tokens per pass
 FLOAT32 = "try dtype='float32' (--dtype float32)"
@@ -104,9 +104,9 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A layer's floating-point tensors; of a quantized layer its scales and offsets."""
-    if isinstance(module, TiedEmbedding):
+    if isinstance(module, BlockEmbedding):
         module = module.output
-    if isinstance(module, TileLinear):
+    if isinstance(module, TileLinear | TileEmbedding):
         blocks = module.blocks
         yield "scale", blocks.scale
         if blocks.offset is not None:
