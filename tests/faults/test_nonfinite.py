@@ -65,7 +65,9 @@ def test_one_bad_entry_of_a_weight_is_located(name: str, bad: float) -> None:
     assert "are not finite" in message
     assert late or "logits of new token 1 are" in message
     assert f"at the output of {name.rpartition('.')[0]}; " in message
-    assert f"; NaN or infinity stands in 1 of {net.get_parameter(name).numel():,} numbers of {name}, first at" in message
+    assert (
+        f"; NaN or infinity stands in 1 of {net.get_parameter(name).numel():,} numbers of {name}, first at" in message
+    )
     assert str(index) in message
 
 
