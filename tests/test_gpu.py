@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from llama.checkpoint import open_checkpoint
 from llama.engine import kernels, linears
 from llama.engine.compiled import CompiledRunner, inductor_step
 from llama.engine.linears import BlockLinear, Int4Linear, make_linear, quantize_
@@ -27,9 +30,11 @@ from llama.generate import generate, prefill
 from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
 from llama.model import Transformer
+from llama.quant.blocks import READERS
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.sampling import SamplingParams
+from llama.weights import Storage, dequantization_warning
 
 from . import tiny
 
@@ -164,6 +169,34 @@ def test_pytorchs_int4_kernel_is_used_where_it_works(
     assert not linears.has_int4_kernel(format, (rows, columns), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL", "NVFP4"])
+def test_only_plain_types_of_a_file_stay_packed(type: str) -> None:
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    blocks = READERS[type](np.random.default_rng(0).integers(0, 48, (4, 2 * size), np.uint8))
+    assert (linears.kept_format(blocks, CUDA) is not None) == (type in ("Q4_0", "Q4_1", "Q8_0"))
+    assert linears.kept_format(blocks, torch.device("mps")) is None
+
+
+@pytest.mark.parametrize(("type", "expected"), [
+    ("Q8_0", []), ("Q5_0", ["Q5_0 are dequantized to bfloat16, which takes 0.0 GB"]),
+])  # fmt: skip
+def test_one_line_says_what_is_dequantized(type: str, expected: list[str], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", CONFIG, quantization=type))
+    storage = Storage(torch.bfloat16, None, keep_blocks=True, layout="interleaved")
+    lines = dequantization_warning(checkpoint, lambda name: CUDA, storage)
+    assert [words in line for words, line in zip(expected, lines, strict=True)] == [True] * len(expected)
+    assert dequantization_warning(checkpoint, lambda name: torch.device("cpu"), storage) == []
+
+
+def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = BlockLinear(quantize(noise(50, 96), SCHEMES["int4"].format), noise(50)), noise(2, 3, 96)
+    expected, sizes, rows = layer(x), [], BlockLinear.rows
+    monkeypatch.setattr(BlockLinear, "rows", lambda self, part: (sizes.append(part), rows(self, part))[1])
+    monkeypatch.setattr(linears, "PIECE", 7 * 96)
+    torch.testing.assert_close(layer(x), expected)
+    assert sizes == [slice(first, first + 7) for first in range(0, 50, 7)]
+
+
 @pytest.mark.parametrize("scheme", ["int8-row", "int4"])
 def test_a_compiled_product_equals_the_eager_one(scheme: str) -> None:
     """Compiled code multiplies one row by another expression, which Inductor can fuse."""
@@ -184,7 +217,8 @@ def test_the_step_for_cuda_is_one_graph_for_all_layers_and_equals_the_block(monk
 
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, mode: compile(function, backend=backend, fullgraph=True))
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    begun: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
     monkeypatch.setattr("llama.engine.compiled.library_step", lambda model, blocks, kind: inductor_step(blocks))
     model, fast = block_model("int8", "real"), block_model("int8", "real")
     fast.runner = CompiledRunner(fast)
@@ -195,6 +229,7 @@ def test_the_step_for_cuda_is_one_graph_for_all_layers_and_equals_the_block(monk
         )
         assert float((found - expected).norm() / expected.norm()) < 0.02
     assert len(compilations) == 1
+    assert len(begun) == 3  # once for each token
 
 
 # -------------------------------------------------------------------------------------------------------- on a GPU
