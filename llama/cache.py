@@ -230,11 +230,6 @@ class KVCache:
         self._expose(end, every_slot=self.fixed and tokens == 1)
         return positions
 
-    def place_next(self) -> None:
-        """`place(1)` for a device that keeps the position itself (engine/cuda_graphs.py): every slot is visible."""
-        self._placed = [self.length + 1] * self.batch
-        self._expose(self.length + 1, every_slot=True)
-
     def commit(self) -> None:
         """Add the placed tokens to `length`: they are in every layer."""
         self.length, self._filled = self.end, self._placed

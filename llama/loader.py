@@ -28,8 +28,6 @@ from .engine import cpu_runner
 from .engine.compiled import CompiledRunner
 from .engine.cpu_attention import pick_attention
 from .engine.cpu_runner import KernelRunner
-from .engine.cuda_graphs import GraphRunner
-from .engine.fused import FusedRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
 from .engine.parallel import World, share
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
@@ -50,7 +48,6 @@ from .weights import (
     Storage,
     check_tensors,
     dequantization_warning,
-    joins_equal,
     memory_footprint,
     read_float,
     read_weight,
@@ -301,8 +298,7 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
             check_quantized(options.quantize, device)
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
-    packed = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
-    keep = packed and not (options.compile and placement.output.type == "cuda" and not joins_equal(checkpoint))
+    keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     storage = Storage(dtype, scheme, keep, FORMS[rope].layout)
     if world is not None:
         world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")
@@ -316,7 +312,7 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
             f"a context of {context} tokens exceeds the model's sliding window of {sizes.sliding_window}; windows are"
             f" not implemented, so use at most {sizes.sliding_window} (--max-seq-len), or run it in vLLM"
         )
-    dequantized = dequantization_warning(checkpoint, placement.device_of, storage) if packed else []
+    dequantized = dequantization_warning(checkpoint, placement.device_of, storage) if keep else []
     return Plan(options, config, sizes, checkpoint, placement, storage, rope, context, dequantized)
 
 
@@ -424,11 +420,9 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         model.runner = share(model, plan.config, options.world, **settings)
     elif not plan.placement.single:
         model.runner = PlacedRunner(plan.placement, **settings)
-    elif device.type == "cuda":
-        model.runner = FusedRunner(model, **settings) if options.compile else GraphRunner(**settings)
     elif options.compile:
         model.runner = CompiledRunner(model, **settings)
-    elif options.fast and cpu_runner.runs(model):
+    elif options.fast and cpu_runner.supports(model):
         mapped = plan.checkpoint.tiles("layers.0.attention.wq.weight") is not None  # a copy would not be
         model.runner = KernelRunner(model, **settings, join=not mapped)
     else:

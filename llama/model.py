@@ -210,8 +210,8 @@ class Runner:
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
 
-        For batches and CUDA graphs: no shape or branch depends on the values of positions; `cache.length` is unchanged.
-        The cache's layers must return every slot: it is new, made by `KVCache.rows`, or `place_next` was called last.
+        For batches: no shape or branch depends on the values of positions; `cache.length` is unchanged. The cache's
+        layers must return every slot: it is new, or made by `KVCache.rows`.
         """
         slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
         h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)

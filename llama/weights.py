@@ -75,38 +75,20 @@ def memory_footprint(checkpoint: Checkpoint, names: Iterable[str], device: torch
         kind = stored, shape, changed, name if name in ("tok_embeddings.weight", "output.weight") else None
         if kind not in formats:
             formats[kind] = quantized_format(checkpoint, name, device, storage)
-        format, in_file = formats[kind]
+        format, _ = formats[kind]
         if format is not None:
             size = -(-shape[0] // TILE) * tile_bytes(shape[1], format)
-            if device.type != "cpu" and in_file and has_wide_scales(checkpoint, name):
-                size += 2 * (1 + format.offset) * shape[0] * -(-shape[1] // (format.group or shape[1]))
         else:
             size = math.prod(shape) * storage.dtype.itemsize
         weights += size
     return weights
 
 
-def has_wide_scales(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a GPU stores a file's scales in float32: the product of two levels of scales has too many digits."""
-    blocks = checkpoint.blocks(name, slice(0, 1))
-    return blocks is not None and blocks.factors is not None
-
-
-def joins_equal(checkpoint: Checkpoint) -> bool:
-    """Whether the weights that engine/fused.py joins are stored alike: wq, wk and wv; w_gate and w_up."""
-    joined = [("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w_gate", "feed_forward.w_up")]
-    return all(
-        len({checkpoint.stored(f"layers.{i}.{name}.weight") for name in names}) == 1
-        for i in range(checkpoint.config.n_layers)
-        for names in joined
-    )
-
-
 def dequantization_warning(
     checkpoint: Checkpoint, device_of: Callable[[str], torch.device], storage: Storage
 ) -> list[str]:
     """A warning if linear layers that a file stores quantized are dequantized on a GPU; otherwise an empty list."""
-    kinds, formats = set(), {}
+    kinds, formats, entries = set(), {}, 0
     for name, shape in checkpoint.shapes.items():
         device, kind = device_of(name), checkpoint.stored(name)
         key = device, kind, shape, checkpoint.changed(name), name == "tok_embeddings.weight"
@@ -118,12 +100,13 @@ def dequantization_warning(
             formats[key] = dequantized and not untied and checkpoint.blocks(name, slice(0, 1)) is not None
         if formats[key]:
             kinds.add(kind)
+            entries += math.prod(shape)
     if not kinds:
         return []
     return [
         f"on the GPU, weights stored as {', '.join(sorted(kinds))} are dequantized to"
-        f" {str(storage.dtype).removeprefix('torch.')}, because the kernels do not support them; --quantize int8 or"
-        " int4 quantizes them again"
+        f" {str(storage.dtype).removeprefix('torch.')}, which takes {entries * storage.dtype.itemsize / 1e9:.1f} GB;"
+        " --quantize int8 or int4 quantizes them again"
     ]
 
 

@@ -16,8 +16,7 @@ statements, returned values, negated conditions. The weight of a mutant is 1 / s
 kinds occur too.
 
 Not mutated, because no test on a CPU can or should detect the change:
-- triton_kernels.py, triton_code.py, fused.py and cuda_graphs.py in llama/engine, which need CUDA; llama/study/bugs,
-  which is text
+- llama/study/bugs, which is text
 - the style of figures: limits and ticks of axes, guide lines, colours, positions of texts
 - docstrings, annotations, decorators, imports, __all__, blocks under TYPE_CHECKING, texts (strings with a space,
   f-strings, the strings of help, metavar, a raised error or a warning)
@@ -59,10 +58,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-EXCLUDED = (
-    *("engine/triton_kernels.py", "engine/triton_code.py", "engine/fused.py", "engine/cuda_graphs.py"),
-    "study/bugs/",
-)
+EXCLUDED = ("study/bugs/",)
 TEXT = ("help", "metavar", "description", "epilog", "title", "what")  # keyword arguments whose strings are for people
 SPEAKS = (
     "warn",
@@ -83,8 +79,6 @@ SPEAKS = (
     "TypeAdapter",
     "namedtuple",
 )
-# Together a quarter of the time of all tests, and they test a file that is not mutated.
-SLOW = ("tests/test_triton_kernels.py", "tests/test_triton_compile.py")
 STYLE = {
     "set_xlim", "set_ylim", "set_zlim", "set_xticks", "set_yticks", "set_zticks", "set_xticklabels", "set_yticklabels",
     "set_aspect", "set_title", "set_xlabel", "set_ylabel", "set_zlabel", "axhline", "axvline", "axhspan", "axvspan",
@@ -445,7 +439,7 @@ def make_map(target: Path, jobs: int, arguments: list[str]) -> None:
         run(
             "lines",
             [copy, site, copy / "scripts"],
-            ["-n", str(jobs), *(f"--ignore={name}" for name in SLOW), *arguments],
+            ["-n", str(jobs), *arguments],
         )
         if failed := [test for test, entry in tests.items() if entry["outcome"] == "failed"]:
             run("again", [copy, copy / "scripts"], ["-n", "1", *failed])

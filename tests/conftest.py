@@ -21,9 +21,6 @@ import hypothesis
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton, if installed, then runs its kernels on the CPU
-
 from llama import loader
 from llama.hub import models as hub
 from llama.text import Llama

@@ -93,13 +93,13 @@ def test_compiled_and_eager_logits_agree_at_any_length_with_one_build(
 @needs_kernels
 def test_every_layer_decodes_with_the_compiled_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fallback to the block's own code would compute the same tokens, so other tests would not notice it."""
-    load_step, steps = compiled.load_step, []
+    library_step, steps = compiled.library_step, []
 
     def counted(*args: object, **options: object) -> compiled.Step:
-        step = load_step(*args, **options)
-        return lambda arguments: (steps.append(len(arguments)), step(arguments))[1]
+        step = library_step(*args, **options)
+        return lambda *inputs: (steps.append(len(inputs)), step(*inputs))[1]
 
-    monkeypatch.setattr(compiled, "load_step", counted)
+    monkeypatch.setattr(compiled, "library_step", counted)
     fast = tiny.compiled(model(**PACKED))
     cache = fast.new_cache(40)
     prefill(fast, ids_of(9), cache)
@@ -132,19 +132,19 @@ def test_layers_that_read_the_same_input_are_joined_without_a_second_copy() -> N
     before = {name: block.get_submodule(name).weight.clone() for name in ("attention.wk", "feed_forward.w_up")}
     x = torch.randn(1, 1, CONFIG.dim)
     separate = [getattr(block.attention, name)(x) for name in ("wq", "wk", "wv")]
-    traced = compiled.shell(FusedBlock.of(block, join=True))
+    traced = compiled.traceable(FusedBlock.of(block, join=True))
     for name, weight in before.items():
         assert torch.equal(block.get_submodule(name).weight, weight)
     parts = [getattr(traced.attention, name) for name in ("wq", "wk", "wv")]
     assert all(torch.equal(part(x), alone) for part, alone in zip(parts, separate, strict=True))
-    joined = parts[0].shared.linear.tiles
+    joined = parts[0].linear.tiles
     assert block.attention.wv.tiles.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
-    assert [name for name, _ in compiled.tensors(traced)].count("attention.wq.shared.linear.tiles") == 1
+    assert [name for name, _ in compiled.tensors(traced)].count("attention.wq.linear.tiles") == 1
 
 
 def test_the_name_of_a_library_contains_all_that_it_depends_on() -> None:
     def name(net: Transformer, cache_kind: str = "model") -> str:
-        return compiled.fingerprint(net, compiled.shell(FusedBlock.of(net.layers[0], join=True)), cache_kind)
+        return compiled.fingerprint(net, compiled.traceable(FusedBlock.of(net.layers[0], join=True)), cache_kind)
 
     names = [name(model()), name(model(rope="half")), name(model(dtype=torch.bfloat16)), name(model(), "int8")]
     assert len(set(names)) == 4
@@ -156,7 +156,7 @@ def test_the_complex_form_and_opaque_layers_are_rejected() -> None:
         tiny.compiled(model(rope="complex"))
     net = model()
     net.set_submodule("layers.0.attention.wo", torch.nn.Identity())
-    with pytest.raises(UsageError, match=r"requires the C\+\+ kernels.*attention\.wo is a Identity"):
+    with pytest.raises(UsageError, match=r"can't run attention\.wo, a Identity"):
         tiny.compiled(net)
 
 

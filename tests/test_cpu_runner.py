@@ -16,7 +16,7 @@ from llama.engine import cpu_runner, kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import make_linear, quantize_
 from llama.errors import UsageError
-from llama.model import Runner, Transformer
+from llama.model import RMSNorm, Runner, Transformer
 
 from . import tiny
 
@@ -55,11 +55,13 @@ def logits(net: Transformer, runner: Runner) -> Tensor:
     return torch.cat([*rows, last, net(ids)], 1)
 
 
-@pytest.mark.parametrize("kind", ["model", "int8"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("scheme", "dtype", "rope"), [
-    ("int4", torch.bfloat16, "complex"), ("int8", torch.float32, "complex"), ("int8", torch.bfloat16, "real"),
-    (None, torch.bfloat16, "complex"),
+@pytest.mark.parametrize(("scheme", "dtype", "rope", "config", "kind"), [
+    *(("int4", torch.bfloat16, "complex", config, "model") for config in CONFIGS),
+    *(("int8", torch.float32, "complex", config, "int8") for config in CONFIGS),
+    ("int8", torch.float32, "complex", "wide", "model"), ("int8", torch.bfloat16, "real", "wide", "model"),
+    ("int8", torch.bfloat16, "real", "layers without RoPE", "int8"),
+    (None, torch.bfloat16, "complex", "with biases", "model"), (None, torch.bfloat16, "complex", "wide", "int8"),
+    (None, torch.bfloat16, "real", "layers without RoPE", "model"),
 ])  # fmt: skip
 def test_the_logits_are_those_of_model_py(
     scheme: str | None, dtype: torch.dtype, rope: str, config: str, kind: str
@@ -68,7 +70,7 @@ def test_the_logits_are_those_of_model_py(
     expected = logits(net, Runner(kind))
     for join in (False, True):
         runner = KernelRunner(net, kind, join=join)
-        assert runner.known
+        assert runner.supported
         gap = (logits(net, runner) - expected).norm() / expected.norm()
         # A last bit that differs can move x by one step of its 8 bits.
         assert float(gap) < (0.03 if dtype == torch.bfloat16 or scheme else 1e-5), (join, float(gap))
@@ -94,6 +96,20 @@ def test_a_changed_model_runs_module_by_module(how: str) -> None:
     assert not torch.equal(before, after)
     net.runner = Runner()
     assert torch.equal(after, net(ids, cache=net.new_cache(9)))
+
+
+def test_a_hook_on_all_modules_of_the_process_is_called() -> None:
+    net, seen = model("int4", torch.bfloat16), []
+    net.runner = KernelRunner(net)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    try:
+        net(torch.arange(3)[None])
+    finally:
+        handle.remove()
+    assert set(net.layers[1].modules()) <= set(seen)
+    seen.clear()
+    net(torch.arange(3)[None])
+    assert not seen
 
 
 def test_weights_that_are_changed_in_place_are_used() -> None:
@@ -137,6 +153,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "packed weight": lambda net: setattr(
         net.layers[0].attention.wo, "tiles", torch.zeros_like(net.layers[0].attention.wo.tiles)
     ),
+    "weight of a norm": lambda net: setattr(
+        net.layers[1].ffn_norm, "weight", nn.Parameter(torch.zeros_like(net.norm.weight), False)
+    ),
+    "bias added": lambda net: setattr(net.layers[0].attention.wo, "bias", torch.ones_like(net.norm.weight)),
+    "last norm": lambda net: setattr(net, "norm", RMSNorm(tiny.WIDE.dim, 1e-5).bfloat16()),
     "layer appended": lambda net: net.layers.append(net.layers[0]),
     "forward assigned": lambda net: setattr(net.layers[0].feed_forward, "forward", lambda x: x * 0),
 }

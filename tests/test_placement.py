@@ -16,7 +16,6 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels, placement
-from llama.engine.cuda_graphs import GraphRunner
 from llama.engine.linears import (
     BlockEmbedding,
     BlockLinear,
@@ -238,11 +237,6 @@ def test_a_model_on_one_device_has_the_plain_runner() -> None:
         placement.describe_devices(placed(CONFIG, "cc01"))
         == "cpu (layers 0 to 1) and away:0 (2 to 2) and away:1 (3 to 3)"
     )
-
-
-def test_a_model_on_several_devices_does_not_use_cuda_graphs() -> None:
-    """engine/cuda_graphs.py captures the steps of one GPU; a model on several devices has another runner."""
-    assert not isinstance(placed(CONFIG, "cc01").runner, GraphRunner)
 
 
 # ------------------------------------------------------------------------------------------------- choosing devices

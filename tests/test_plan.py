@@ -604,7 +604,7 @@ def planned(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> di
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q8_0"])
 def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

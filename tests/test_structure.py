@@ -204,8 +204,6 @@ def test_every_way_of_executing_is_a_subclass_of_runner() -> None:
     assert {kind.__name__ for kind in found} == {
         *(
             "CompiledRunner",
-            "GraphRunner",
-            "FusedRunner",
             "KernelRunner",
             "PlacedRunner",
             "StageRunner",

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama import loader
-from llama.engine import hooks, kernels
+from llama.engine import kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.text import Llama
 
@@ -490,32 +490,3 @@ def test_eight_processes_of_two_threads_take_no_longer_together_than_one_after_a
             child.kill()
             child.communicate()
     assert min(ratios) < 1.3, ratios
-
-
-def test_two_threads_that_search_for_hooks_do_not_lose_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first thread's search ends before the hook is added, and its result is stored while the second stores its."""
-    model, searched, stored = torch.nn.Linear(1, 1), threading.Event(), threading.Event()
-    first = threading.Thread(target=lambda: watch(model))
-
-    def search(model: torch.nn.Module) -> bool:
-        found = has_hooks(model)
-        if threading.current_thread() is first and not searched.is_set():
-            searched.set()
-            assert stored.wait(10)
-        return found
-
-    class Watch(hooks.HookWatch):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if searched.is_set() and threading.current_thread() is not first:
-                stored.set()
-                first.join(10)
-
-    has_hooks = hooks.has_hooks
-    monkeypatch.setattr(hooks, "has_hooks", search)
-    watch = Watch("the kernels", rounds=False)
-    first.start()
-    assert searched.wait(10)
-    model.register_forward_hook(lambda *_: None)
-    assert watch(model)
-    assert watch(model)

@@ -15,7 +15,6 @@ from llama.attention import ATTENTION, Attend
 from llama.config import ModelConfig
 from llama.engine.compiled import CompiledRunner
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
-from llama.engine.fused import FusedRunner
 from llama.model import Transformer
 from llama.rope import Rope, RotaryEmb
 from llama.weights import expected_shapes
@@ -70,12 +69,6 @@ def model(config: ModelConfig = CONFIG, seed: int = 0, attention: str = "cpu", *
 def compiled(net: Transformer) -> Transformer:
     """Let a model decode with compiled steps, in place; return it."""
     net.runner = CompiledRunner(net, net.runner.cache_kind)
-    return net
-
-
-def fused(net: Transformer) -> Transformer:
-    """Let a model run by fused CUDA kernels, in place; return it."""
-    net.runner = FusedRunner(net, net.runner.cache_kind)
     return net
 
 

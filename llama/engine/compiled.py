@@ -15,10 +15,11 @@ import copy
 import functools
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,51 +33,38 @@ from ..model import RMSNorm, Transformer, TransformerBlock
 from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
-from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner, has_gradients
-from .hooks import HookWatch
-from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
-from .no_rope import unrotated
+from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner, has_gradients, unrotated
+from .linears import FEW_ROWS, FewRowsLinear, TileLinear
+from .watch import ModelWatch
 
 LOG = logging.getLogger(__name__)
-Step = Callable[[list[Tensor]], Tensor]  # takes the arguments of Trace as one flat list
+Angles = tuple[Tensor, ...]  # cos and sin, the real form of freqs_cis
+# (block, h (B, 1, C), freqs_cis, mask, positions, cache of the layer) -> h after the block, (B, 1, C)
+Step = Callable[[FusedBlock, Tensor, Angles, Tensor, Tensor, LayerCache], Tensor]
 FEWEST_ROWS = FEW_ROWS + 1  # rows of a batch; with fewer rows FewRowsLinear multiplies otherwise: another trace
-TRACEABLE = (nn.Linear, FewRowsLinear, TileLinear, BlockLinear, RMSNorm, Attend, RotaryEmb)
+TRACEABLE = (nn.Linear, FewRowsLinear, TileLinear, RMSNorm, Attend, RotaryEmb)
 
 
 class CompiledRunner(KernelRunner):
-    """Decodes with one compiled step for every layer; prompts and everything else run on the kernels.
+    """Decodes with one compiled step for every layer; prompts and everything else run as in KernelRunner.
 
-    The first time for a shape, compiling takes about twenty seconds; later the library is read from the cache folder.
-    Raises UsageError if the layers can't be traced, or there is no compiler.
+    The first time for a shape, compiling takes about twenty seconds; on a CPU, later runs read the library from the
+    cache folder. Raises UsageError if the layers can't be traced, or there is no compiler.
     """
 
     fixed_cache = True
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(model, cache_kind, check_memory)
-        self.hooked = HookWatch("the compiled step", rounds=True)
+        self.watch = ModelWatch(model, "the compiled step")
         if model.rope.form == "complex":
             raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
-        blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
-        for name, module in blocks[0].named_modules():
-            if not list(module.children()) and not isinstance(module, TRACEABLE):
-                raise UsageError(
-                    f"compile (--compile) requires the C++ kernels, which are not available here ({name} is a"
-                    f" {type(module).__name__}); install a C++ compiler, or leave compile (--compile) out"
-                )
-        shells = {fused.block: shell(fused) for fused in self.blocks}
-        self.weights: dict[nn.Module, list[Tensor]] = {
-            block: [tensor for _, tensor in tensors(traced)] for block, traced in shells.items()
-        }
-        self.tensors = [  # every weight, since the compiled step is called with these
-            (kept, *item)
-            for layer in (*model.layers.modules(), model.norm)
-            for kept in (layer._parameters, layer._buffers)
-            for item in kept.items()
-        ]
-        first = shells[next((block for block in blocks if block.attention.apply_rotary_emb.rotates), blocks[0])]
-        self.step = load_step(model, first, cache_kind)
-        self.rows_step = functools.cache(functools.partial(load_step, model, first, cache_kind, rows=True))
+        if model.norm.weight.device.type == "cuda":
+            self.step = inductor_step(self.blocks)
+            self.rows_step: Callable[[], Step] = lambda: self.step
+        else:
+            self.step = library_step(model, self.blocks, cache_kind)
+            self.rows_step = functools.cache(lambda: library_step(model, self.blocks, cache_kind, rows=True))
 
     def run(
         self,
@@ -87,75 +75,80 @@ class CompiledRunner(KernelRunner):
         seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
-        step, whole = None, self.unchanged(model) and not self.hooked(model) and not has_gradients(model)
+        step = None
         one_token = keys is not None and tokens.shape[1] == 1
-        if whole and one_token and cache is not None and cache.layers[0].visible is None:
+        if one_token and cache is not None and cache.layers[0].visible is None:
             if len(tokens) == 1 and positions.dim() == 1:
                 step = self.step
             elif len(tokens) >= FEWEST_ROWS and positions.dim() == 2:  # a position for each row
                 step = self.rows_step()
-        if cache is None or keys is None or step is None:
+        if cache is None or keys is None or step is None or not self.unchanged(model) or has_gradients(model):
             return super().run(model, tokens, positions, keys, seq_len, cache)
-        with kernels.own_threads():
-            h = model.tok_embeddings(tokens)  # (B, 1, C)
-            freqs_cis = model.rope.freqs_cis(positions, seq_len)  # cos and sin, (1, D/2) or (B, 1, D/2)
+        with self.threads(len(tokens)):
+            h = model.tok_embeddings(tokens).contiguous()  # (B, 1, C)
+            freqs_cis: Any = model.rope.freqs_cis(positions, seq_len)  # cos and sin, (1, D/2) or (B, 1, D/2)
             still = unrotated(freqs_cis) if model.config.no_rope_layers else freqs_cis
             mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
-            for fused, layer in zip(self.blocks, cache.layers, strict=True):
-                angles = freqs_cis if fused.rotates else still
-                h = step([h, *angles, mask, positions, *layer.buffers, *self.weights[fused.block]])  # (B, 1, C)
+            for block, layer in zip(self.blocks, cache.layers, strict=True):
+                h = step(block, h, freqs_cis if block.rotates else still, mask, positions, layer)  # (B, 1, C)
             return model.norm(h)
 
 
-# ------------------------------------------------------------------------------------------------------ the trace
-class Shared(nn.Module):
-    """A layer that combines several others. Called by each of them with the same x, it computes once."""
+# ------------------------------------------------------------------------------------------------------------- CUDA
+def inductor_step(blocks: Sequence[FusedBlock]) -> Step:
+    """The step on a CUDA device: Inductor compiles it when it is first called, and CUDA graphs launch its kernels.
 
-    def __init__(self, linear: TileLinear):
+    It is compiled once for all layers, and again if the cache gets another size. A graph is recorded for each layer and
+    each cache, since it contains the addresses of weights, keys and values.
+    """
+    compiled = torch.compile(TransformerBlock.forward, mode="reduce-overhead")
+
+    def step(
+        fused: FusedBlock, h: Tensor, freqs_cis: Angles, mask: Tensor, positions: Tensor, layer: LayerCache
+    ) -> Tensor:
+        if fused is blocks[0]:
+            torch.compiler.cudagraph_mark_step_begin()  # graphs may overwrite what they returned for the last token
+        for buffer in layer.buffers:
+            torch._dynamo.mark_static_address(buffer)  # otherwise, each graph would copy the cache
+        return compiled(fused.block, h, freqs_cis, mask, positions, layer)
+
+    return step
+
+
+# ------------------------------------------------------------------------------------------- the trace, for a CPU
+class JoinedLayer(nn.Module):
+    """One of several layers that are computed together. Only for tracing: the first of them computes all outputs."""
+
+    def __init__(self, linear: TileLinear, shared: dict[str, Tensor], outputs: slice):
         super().__init__()
-        self.linear = linear
-        self._seen: tuple[Tensor, Tensor] | None = None
+        self.linear, self.shared, self.outputs = linear, shared, outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._seen is None or self._seen[0] is not x:
-            self._seen = x, self.linear(x)
-        return self._seen[1]
+        if self.shared.get("x") is not x:
+            self.shared.update(x=x, y=self.linear(x))
+        return self.shared["y"][..., self.outputs]
 
 
-class Part(nn.Module):
-    """Some of the outputs of a shared layer. Only for tracing, which runs each call once."""
-
-    def __init__(self, shared: Shared, first: int, last: int):
-        super().__init__()
-        self.shared, self.first, self.last = shared, first, last
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.shared(x)[..., self.first : self.last]
-        return y
-
-
-def shell(fused: FusedBlock) -> nn.Module:
-    """The block to trace: the same layers, but those that are joined become parts of one layer."""
-    traced = _twin(fused.block)
-    for where, names, joined in (("attention", QKV, fused.qkv), ("feed_forward", GATE_UP, fused.gate_up)):
-        if joined is None:
+def traceable(fused: FusedBlock) -> nn.Module:
+    """A copy of the block for the trace: it shares all tensors, and multiplies by joined layers once."""
+    traced = _copy(fused.block)
+    for where, names, linear in (("attention", QKV, fused.qkv), ("feed_forward", GATE_UP, fused.gate_up)):
+        if linear is None:
             continue
-        inner = fused.block.get_submodule(where)
-        shared, twin, first = Shared(joined), _twin(inner), 0
+        traced._modules[where] = part = _copy(fused.block.get_submodule(where))
+        first, shared = 0, dict[str, Tensor]()
         for name in names:
-            layer: Any = inner.get_submodule(name)
-            last = first + layer.out_features
-            twin._modules[name] = Part(shared, first, last)
+            last = first + int(part.get_submodule(name).out_features)  # type: ignore[arg-type]
+            part._modules[name] = JoinedLayer(linear, shared, slice(first, last))
             first = last
-        traced._modules[where] = twin
     return traced
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares its tensors but can have other children."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
+def _copy(module: nn.Module) -> nn.Module:
+    """A module with the same tensors and children, which can be given other children."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
 
 
 def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -190,47 +183,67 @@ class Trace(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------- the library
-def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool = False) -> Step:
-    """The compiled step for a model's blocks, read from the cache folder or compiled and stored there.
+def library_step(model: Transformer, blocks: Sequence[FusedBlock], cache_kind: str, rows: bool = False) -> Step:
+    """The step on a CPU: a compiled library, read from the cache folder or compiled and stored there.
 
     rows  for a batch whose rows have their own positions, instead of one text
     """
+    for name, module in blocks[0].block.named_modules():
+        if not list(module.children()) and not isinstance(module, TRACEABLE):
+            raise UsageError(
+                f"compile (--compile) can't run {name}, a {type(module).__name__}; leave compile (--compile) out"
+            )
+    traced = {fused.block: traceable(fused) for fused in blocks}
+    weights = {block: [tensor for _, tensor in tensors(copied)] for block, copied in traced.items()}
+    block = traced[next((fused for fused in blocks if fused.rotates), blocks[0]).block]
+    package = load_package(model, block, cache_kind, rows)
+
+    def step(
+        fused: FusedBlock, h: Tensor, freqs_cis: Angles, mask: Tensor, positions: Tensor, layer: LayerCache
+    ) -> Tensor:
+        y: Tensor
+        (y,) = package.boxed_run([h, *freqs_cis, mask, positions, *layer.buffers, *weights[fused.block]])
+        return y
+
+    return step
+
+
+def load_package(model: Transformer, block: nn.Module, cache_kind: str, rows: bool = False) -> Any:
+    """The package with the compiled step for a block. Raises UsageError if it can't be built, stored or loaded."""
     name = fingerprint(model, block, cache_kind) + "-rows" * rows
     library = cache_folder() / "compiled" / f"{name}.pt2"
 
     def make(path: Path) -> None:
-        command = kernels.compiler()
-        if model.norm.weight.device.type == "cpu" and (command is None or shutil.which(command.split()[0]) is None):
-            cause = "none was found (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
+        if shutil.which((kernels.compiler() or "").partition(" ")[0]) is None:
+            command = kernels.compiler() or "c++, g++ or clang++"
             raise UsageError(
-                f"compile (--compile) requires a C++ compiler, but {cause}; install one, or leave compile out"
+                f"compile (--compile) requires a C++ compiler, but {command} was not found; install one, set CXX to its"
+                " command, or leave compile out"
             )
-        name_of_step = "the decoding step of batches" if rows else "the decoding step"
-        LOG.info("clearllama: compiling %s; later runs reuse it", name_of_step)
+        LOG.info("clearllama: compiling the decoding step%s; later runs reuse it", " of batches" if rows else "")
         build(model, block, path, cache_kind, rows)
 
     def load(path: str) -> Any:
         # torch._inductor.aoti_load_package adds a layer that analyses the structure of the arguments at each call.
         return torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
 
+    os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")  # compares dtype, sizes and strides of every argument
     try:
-        package = load_code(library, make, load)
+        return load_code(library, make, load)
     except OSError as error:
         raise UsageError(
             f"the compiled step can't be stored in {library.parent}: {error.strerror or error}; set CLEARLLAMA_CACHE"
             " to a writable folder, or leave compile (--compile) out"
         ) from error
     except RuntimeError as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(
-            f"the compiled step can't be loaded here: {first[0]}; leave compile (--compile) out"
+            f"the compiled step can't be loaded here: {first_line(error)}; leave compile (--compile) out"
         ) from error
 
-    def step(arguments: list[Tensor]) -> Tensor:
-        (y,) = package.boxed_run(arguments)
-        return y
 
-    return step
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, rows: bool = False) -> None:
@@ -266,8 +279,9 @@ def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, row
             trace = torch.export.export(Trace(block, kind), arguments, dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(trace, package_path=str(path))
     except Exception as error:  # Inductor wraps the compiler's errors in types of its own
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"the model can't be compiled here: {first[0]}; leave compile (--compile) out") from error
+        raise UsageError(
+            f"the model can't be compiled here: {first_line(error)}; leave compile (--compile) out"
+        ) from error
     finally:
         logging.getLogger("torch").setLevel(level)
 
@@ -295,7 +309,6 @@ def fingerprint(model: Transformer, block: nn.Module, cache_kind: str) -> str:
         str(model.config),
         model.rope.form,
         cache_kind,
-        str(model.norm.weight.device.type),
         str(kernels.pick_form() if kernels.ready() else None),
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads",
         torch.__version__,

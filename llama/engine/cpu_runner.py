@@ -23,15 +23,14 @@ from ..model import Pick, Runner, Transformer
 from ..quant.tiles import TILE
 from . import kernels
 from .cpu_attention import FEW_QUERIES, kernel_attention
-from .hooks import HookWatch
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
-from .no_rope import unrotated
+from .watch import ModelWatch
 
 QKV, GATE_UP = ("wq", "wk", "wv"), ("w_gate", "w_up")  # layers that read the same x
 ops: Any = torch.ops.clearllama
 
 
-class Step(NamedTuple):
+class TokenInputs(NamedTuple):
     """What every block needs to know about the new tokens."""
 
     angles: Sequence[Tensor]  # cos and sin, (T, D/2) or (B, T, D/2)
@@ -53,7 +52,9 @@ class FusedBlock(NamedTuple):
     @classmethod
     def of(cls, block: Any, join: bool) -> FusedBlock:
         attention, ffn = block.attention, block.feed_forward
-        qkv, gate_up = (joined(part, names) if join else None for part, names in ((attention, QKV), (ffn, GATE_UP)))
+        qkv, gate_up = (
+            join_layers(part, names) if join else None for part, names in ((attention, QKV), (ffn, GATE_UP))
+        )
         layers = [layer for layer in (qkv, attention.wo, gate_up, ffn.w_down) if isinstance(layer, TileLinear)]
         head_dim, formats = attention.head_dim, []
         if len(layers) < 4 or any(layer.bias is not None for layer in layers) or head_dim % 16 or head_dim > 256:
@@ -79,20 +80,11 @@ class KernelRunner(Runner):
     ):
         super().__init__(cache_kind, check_memory)
         self.blocks = [FusedBlock.of(block, join) for block in model.layers]
-        self.known, self.any_rows = runs(model), kernels.has_tiles()
+        self.supported = supports(model)
+        self.any_rows = self.supported and kernels.has_tiles()
         self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
-        self.hooked = HookWatch("the fused C++ kernels", rounds=True)
-        self.dtype, self.n_layers = model.norm.weight.dtype, len(model.layers)
-        self.modules = [  # every module that the kernels stand for, and the dictionary that contains it
-            *((model._modules, name, model._modules[name]) for name in ("layers", "norm")),
-            *((parent._modules, *item) for parent in model.layers.modules() for item in parent._modules.items()),
-        ]
-        self.tensors: list[tuple[Any, str, Tensor | None]] = [  # the packed weights, which the kernels keep
-            (layer._buffers, *item)
-            for layer in model.layers.modules()
-            if isinstance(layer, TileLinear)
-            for item in layer._buffers.items()
-        ]
+        self.dtype = model.norm.weight.dtype
+        self.watch = ModelWatch(model, "the fused C++ kernels")
 
     def run(
         self,
@@ -103,46 +95,34 @@ class KernelRunner(Runner):
         seq_len: int,
         cache: KVCache | None,
     ) -> Tensor:
-        whole = self.unchanged(model) and not self.hooked(model)
-        if not whole or not self.fits(tokens.numel()) or has_gradients(model):
+        if not self.unchanged(model) or not self.fits(tokens.numel()) or has_gradients(model):
             return super().run(model, tokens, positions, keys, seq_len, cache)
         with kernels.own_threads():
-            return self.run_blocks(model, tokens, positions, keys, seq_len, cache)
+            rows = model.rope.freqs_cis(positions, seq_len)
+            angles = tuple(torch.view_as_real(rows).unbind(-1)) if isinstance(rows, Tensor) else rows
+            mask = None if keys is None else causal_mask(positions, keys).contiguous()
+            inputs = TokenInputs(angles, positions.contiguous(), mask, model.config.norm_eps)
+            still = inputs._replace(angles=unrotated(angles)) if model.config.no_rope_layers else inputs
+            few = positions.shape[-1] <= FEW_QUERIES  # for more, the kernels' attention rounds to bfloat16
+            # The kernels change h in place. An embedding may return rows with gaps between them.
+            h = model.tok_embeddings(tokens).flatten(0, 1).clone(memory_format=torch.contiguous_format)  # (B T, C)
+            added: Tensor | None = None  # the result of a block's feed_forward, which the next operation adds to h
+            for i, block in enumerate(self.blocks):
+                layer = None if cache is None else cache.layers[i]
+                own = inputs if block.rotates else still
+                if block.tiles and type(layer) is LayerCache and (few or h.dtype != torch.float32):
+                    added = one_operation(block, own, h, added, layer)
+                else:
+                    added = nine_operations(block, own, h, added, layer)
+            return ops.add_norm(h, added, model.norm.weight, inputs.eps).view(*tokens.shape, -1)
 
     def fits(self, rows: int) -> bool:
         """Whether the kernels run this many rows. Without AMX, PyTorch multiplies many rows by a bfloat16 weight."""
-        return self.known and rows > 0 and (self.packed or rows <= FEW_ROWS or self.any_rows)
+        return self.supported and rows > 0 and (self.packed or rows <= FEW_ROWS or self.any_rows)
 
     def threads(self, rows: int) -> contextlib.AbstractContextManager[None]:
         """Give the threads to whoever runs so many rows. PyTorch's threads and the kernels' must not take turns."""
         return kernels.own_threads() if self.fits(rows) else contextlib.nullcontext()
-
-    def run_blocks(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        positions: Tensor,
-        keys: Tensor | None,
-        seq_len: int,
-        cache: KVCache | None,
-    ) -> Tensor:
-        """`run` on the kernels."""
-        rows = model.rope.freqs_cis(positions, seq_len)
-        angles = tuple(torch.view_as_real(rows).unbind(-1)) if isinstance(rows, Tensor) else rows
-        mask = None if keys is None else causal_mask(positions, keys).contiguous()
-        step = Step(angles, positions.contiguous(), mask, model.config.norm_eps)
-        few = step.positions.shape[-1] <= FEW_QUERIES  # for more, the kernels' attention rounds to bfloat16
-        still = step._replace(angles=(*unrotated(angles),)) if model.config.no_rope_layers else step
-        h = model.tok_embeddings(tokens).flatten(0, 1)  # (B T, C)
-        added: Tensor | None = None  # the result of a block's feed_forward, which the next operation adds to h
-        for i, block in enumerate(self.blocks):
-            layer = None if cache is None else cache.layers[i]
-            own = step if block.rotates else still
-            if block.tiles and type(layer) is LayerCache and (few or h.dtype != torch.float32):
-                added = one_operation(block, own, h, added, layer)
-            else:
-                added = nine_operations(block, own, h, added, layer)
-        return ops.add_norm(h, added, model.norm.weight, step.eps).view(*tokens.shape, -1)
 
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, pick: Pick
@@ -160,22 +140,18 @@ class KernelRunner(Runner):
             return super().next_logits(model, tokens, positions, cache)
 
     def unchanged(self, model: Transformer) -> bool:
-        """Whether the model still has the dtype, the layers and the packed weights that it had.
+        """Whether the model is still the one that this runner was made for, without hooks.
 
         Raises UsageError if a model with packed weights was cast: they can't follow.
         """
-        if model.norm.weight.dtype != self.dtype:
-            if any(isinstance(layer, TileLinear) for layer in model.modules()):
-                raise UsageError(
-                    f"the model was loaded in {self.dtype} and can't be cast to {model.norm.weight.dtype}:"
-                    " load it in that dtype (dtype=...), or with llama.load_model"
-                )
-            return False
-        return (
-            len(model.layers) == self.n_layers
-            and all(kept.get(name) is child and "forward" not in child.__dict__ for kept, name, child in self.modules)
-            and all(kept.get(name) is tensor for kept, name, tensor in self.tensors)
-        )
+        if model.norm.weight.dtype == self.dtype:
+            return self.watch.unchanged(model)
+        if any(isinstance(layer, TileLinear) for layer in model.modules()):
+            raise UsageError(
+                f"the model was loaded in {self.dtype} and can't be cast to {model.norm.weight.dtype}:"
+                " load it in that dtype (dtype=...), or with llama.load_model"
+            )
+        return False
 
     def module_by_module(self) -> Runner:
         return Runner(self.cache_kind, self.check_memory)
@@ -186,7 +162,7 @@ def has_gradients(model: Transformer) -> bool:
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters())
 
 
-def one_operation(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None, cache: LayerCache) -> Tensor:
+def one_operation(fused: FusedBlock, inputs: TokenInputs, h: Tensor, added: Tensor | None, cache: LayerCache) -> Tensor:
     """A block with packed weights: h (B T, C) is changed in place -> what is to be added to it."""
     norms = [fused.block.attention_norm.weight, fused.block.ffn_norm.weight]
     end = cache.buffers[0].shape[2] if cache.visible is None else cache.visible
@@ -194,37 +170,39 @@ def one_operation(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None
         h,
         added,
         norms,
-        step.eps,
+        inputs.eps,
         fused.tiles,
         fused.formats,
-        *step.angles,
-        step.positions,
-        step.mask,
+        *inputs.angles,
+        inputs.positions,
+        inputs.mask,
         *cache.buffers,
         end,
     )
     return y
 
 
-def nine_operations(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None, cache: LayerCache | None) -> Tensor:
+def nine_operations(
+    fused: FusedBlock, inputs: TokenInputs, h: Tensor, added: Tensor | None, cache: LayerCache | None
+) -> Tensor:
     """The same for any weights and caches."""
     attention, ffn = fused.block.attention, fused.block.feed_forward
-    T, D = step.positions.shape[-1], attention.head_dim
-    x = ops.add_norm(h, added, fused.block.attention_norm.weight, step.eps)  # (B T, C)
+    T, D = inputs.positions.shape[-1], attention.head_dim
+    x = ops.add_norm(h, added, fused.block.attention_norm.weight, inputs.eps)  # (B T, C)
     q, k, v = products(attention, QKV, fused.qkv, x.view(-1, T, x.shape[-1]))  # (B, T, H D), (B, T, KV D) twice
     keys: Any
     values: Any
     if type(cache) is LayerCache:  # the kernel writes to the cache
-        q = ops.rotate(q, k, v, *step.angles, step.positions, *cache.buffers)  # (B, T, H, D)
+        q = ops.rotate(q, k, v, *inputs.angles, inputs.positions, *cache.buffers)  # (B, T, H, D)
         keys, values = (buffer[:, :, : cache.visible] for buffer in cache.buffers)
     else:
         keys, values = (x.new_empty(len(x), x.shape[-1] // D, T, D) for x in (k, v))
-        q = ops.rotate(q, k, v, *step.angles, None, keys, values)
+        q = ops.rotate(q, k, v, *inputs.angles, None, keys, values)
         if cache is not None:
-            keys, values = cache.update(keys, values, step.positions)
-    y = kernel_attention(q.transpose(1, 2), keys, values, step.mask)  # (B, H, T, D)
+            keys, values = cache.update(keys, values, inputs.positions)
+    y = kernel_attention(q.transpose(1, 2), keys, values, inputs.mask)  # (B, H, T, D)
     y = attention.wo(y.transpose(1, 2).reshape(len(x), -1))  # (B T, C)
-    x = ops.add_norm(h, y, fused.block.ffn_norm.weight, step.eps)
+    x = ops.add_norm(h, y, fused.block.ffn_norm.weight, inputs.eps)
     gate, up = products(ffn, GATE_UP, fused.gate_up, x)  # (B T, F)
     y = ffn.w_down(ops.swiglu(gate, up))
     return y
@@ -238,7 +216,7 @@ def products(parent: nn.Module, names: Sequence[str], joined: TileLinear | None,
     return joined(x).split([layer.out_features for layer in layers], -1)
 
 
-def joined(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
+def join_layers(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
     """One layer whose outputs are those of several, concatenated; they become views of it. None if they differ."""
     layers: list[TileLinear] = [layer for name in names if isinstance(layer := parent._modules[name], TileLinear)]
     kinds = {layer.format for layer in layers}
@@ -256,13 +234,19 @@ def joined(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
     return TileLinear(tiles, (sum(sizes), layers[0].in_features), kinds.pop(), bias)
 
 
+def unrotated(freqs_cis: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """cos and sin that rotate nothing, bit for bit: for layers without RoPE, in code that rotates every layer."""
+    cos, sin = freqs_cis
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
 def linears(layers: nn.Module) -> list[nn.Module]:
     """The linear layers in a module."""
     return [module for module in layers.modules() if hasattr(module, "out_features")]
 
 
-def runs(model: Transformer) -> bool:
-    """Whether the kernels run a model: they are available, and know its layers, dtype and form of RoPE."""
-    if not kernels.ready() or model.rope.form not in ("complex", "real") or model.norm.weight.dtype == torch.float16:
+def supports(model: Transformer) -> bool:
+    """Whether the kernels run a model: they know its layers, dtype and form of RoPE."""
+    if model.rope.form not in ("complex", "real") or model.norm.weight.dtype == torch.float16:
         return False
-    return all(isinstance(layer, TileLinear | FewRowsLinear) for layer in linears(model.layers))
+    return all(isinstance(layer, TileLinear | FewRowsLinear) for layer in linears(model.layers)) and kernels.ready()

@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -54,6 +54,14 @@ FORMS = {
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
+
+
+# The operators that a compiled step calls, and their results for tensors without data.
+SHAPES: dict[str, Callable[..., Tensor]] = {
+    "linear_blocks": lambda x, tiles, bits, group, offset, out_features, *flags: x.new_empty(len(x), out_features),
+    "linear_bf16": lambda x, weight, bias: x.new_empty(len(x), len(weight)),
+    "attend": lambda q, *others: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),  # (B, T, H, D)
+}
 
 
 def pick_form() -> str | None:
@@ -132,8 +140,8 @@ def _load() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, UsageError, ImportError, subprocess.SubprocessError) as error:
         _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         return None
-    for name, fake in (("linear_blocks", _fake_blocks), ("linear_bf16", _fake_bf16), ("attend", _fake_attend)):
-        torch.library.register_fake(f"clearllama::{name}", fake)
+    for name, result in SHAPES.items():
+        torch.library.register_fake(f"clearllama::{name}", result)
     library.clearllama_choose_threads.argtypes = ctypes.c_int64, ctypes.c_int64
     return library
 
@@ -183,12 +191,8 @@ def _build(form: str, library: Path) -> None:
     arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
     arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
     done = subprocess.run(arguments, capture_output=True, timeout=300, check=False, text=True, errors="replace")
-    reason = ""
-    if done.returncode:
+    if done.returncode or not library.is_file():
         reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-    elif not library.is_file():
-        reason = "exit code 0, but no file was written"
-    if reason:
         raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
 
 
@@ -282,26 +286,3 @@ def attend(
         mask = mask.contiguous()
     y: Tensor = torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale)  # (B, T, H, D)
     return y.transpose(1, 2)
-
-
-def _fake_blocks(
-    x: Tensor,
-    tiles: Tensor,
-    bits: int,
-    group: int,
-    offset: bool,
-    out_features: int,
-    codebook: bool = False,
-    levels: bool = False,
-) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
-def _fake_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _fake_attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])

@@ -5,11 +5,14 @@ A decoding step spends most of its time on reading weights, so a quarter of the 
     nn.Linear      any device and dtype; PyTorch
     FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows, with AMX for any number
     TileLinear     2 to 8 bits on a CPU; a C++ kernel for any number of rows
-    BlockLinear    4 or 8 bits on a GPU; a Triton kernel for one row; for more, one that dequantizes the weight
+    Int4Linear     4 bits on a recent CUDA device; PyTorch's kernel
+    BlockLinear    4 or 8 bits on any other device; PyTorch, which dequantizes the weight in each pass
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -22,11 +25,12 @@ from ..model import Transformer
 from ..quant.blocks import BlockFormat, Blocks
 from ..quant.schemes import pick_scheme, scheme_for
 from ..quant.tiles import unpack, unpack_rows
-from . import kernels, triton_kernels
+from . import kernels
 from .quantized_weight import QuantizedWeight
-from .triton_kernels import Weight
 
+LOG = logging.getLogger(__name__)
 FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
+PIECE = 2**26  # entries that BlockLinear dequantizes at a time
 
 
 class FewRowsLinear(nn.Module):
@@ -97,15 +101,126 @@ class TileLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class BlockLinear(nn.Module):
+    """A quantized linear layer for a GPU in plain PyTorch, and the reference for the other layers: 4 or 8 bits.
+
+    Each pass dequantizes the weight. Compiled code (engine/compiled.py) does so inside the product of one row, so that
+    it reads only the packed weight; otherwise at most PIECE dequantized entries are in memory at a time.
+    """
+
+    quants: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, blocks: Blocks, bias: Tensor | None = None):
+        super().__init__()
+        blocks = blocks.simple
+        self.out_features, self.in_features = blocks.quants.shape
+        self.bits, self.group = blocks.bits, blocks.group or self.in_features + self.in_features % 2
+        quants = F.pad(blocks.quants, (0, -self.in_features % self.group))  # complete groups
+        self.register_buffer("quants", two_per_byte(quants) if self.bits == 4 else quants)  # (N, ..)
+        self.register_buffer("scale", _narrow(blocks.scale))  # (N, groups)
+        self.register_buffer("offset", None if blocks.offset is None else _narrow(blocks.offset))
+        self.register_buffer("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) float32."""
+        return self.rows(slice(None))
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """Rows of the weight: index (..) -> (.., in) float32."""
+        quants, scale = self.quants[index], self.scale[index].float().unsqueeze(-1)  # (.., groups, 1)
+        if self.bits == 4:
+            quants = torch.stack((quants >> 4, quants & 15), dim=-1).flatten(-2)
+        middle = -(2.0 ** (self.bits - 1)) * scale
+        offset = middle if self.offset is None else self.offset[index].float().unsqueeze(-1)
+        weight = quants.unflatten(-1, (-1, self.group)).float() * scale + offset  # (.., groups, group)
+        return weight.flatten(-2)[..., : self.in_features]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BlockLinear:
+        """Move to another device. A cast of the model leaves the scales unchanged, since they belong to the quants."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # a cast does not apply to bytes
+        return self
+
+    def extra_repr(self) -> str:
+        group = f"g{self.group}" if self.scale.shape[-1] > 1 else "row"
+        return f"in_features={self.in_features}, out_features={self.out_features}, int{self.bits}-{group}"
+
+    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+        if torch.compiler.is_compiling() and x.numel() == self.in_features:
+            y = (self.weight * x.float().flatten()).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)  # one fused operation
+        else:
+            step = max(1, PIECE // self.in_features)
+            parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
+            y = torch.cat([F.linear(x, self.rows(part).to(x.dtype)) for part in parts], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+
+def two_per_byte(quants: Tensor) -> Tensor:
+    """Pack integers of 4 bits (N, K) in bytes (N, K / 2): even columns in the high halves."""
+    return quants[:, ::2] << 4 | quants[:, 1::2]
+
+
+def _narrow(scales: Tensor) -> Tensor:
+    """Convert to float16 if that is exact, as it is for scales that `quantize` computed."""
+    half = scales.half()
+    return half if torch.equal(half.float(), scales.float()) else scales
+
+
+class Int4Linear(nn.Module):
+    """A linear layer in 4 bits for a CUDA device, by PyTorch's own kernel, which is made for few rows.
+
+    The kernel computes in bfloat16, scales included. `has_int4_kernel` says what it supports.
+    """
+
+    packed: Tensor
+    scale_and_zero: Tensor
+    bias: Tensor | None
+
+    def __init__(self, blocks: Blocks, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = blocks.quants.shape
+        self.bits, self.group = blocks.bits, blocks.group
+        inner_tiles = next(tiles for tiles in (8, 4, 2) if self.in_features % (16 * tiles) == 0)
+        # The kernel's weight is (quant - 8) * scale + zero.
+        zero = torch.zeros_like(blocks.scale) if blocks.offset is None else blocks.offset + 8 * blocks.scale
+        pairs = torch.stack((blocks.scale, zero), dim=-1).transpose(0, 1)  # (groups, N, 2)
+        packed = torch.ops.aten._convert_weight_to_int4pack(two_per_byte(blocks.quants), inner_tiles)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale_and_zero", pairs.to(torch.bfloat16).contiguous())
+        self.register_buffer("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) float32."""
+        columns = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
+        return self._product(columns).T.float()
+
+    def _product(self, rows: Tensor) -> Tensor:  # (M, in) bfloat16 -> (M, out)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm(rows, self.packed, self.group, self.scale_and_zero)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, int4-g{self.group}"
+
+    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+        y = self._product(x.flatten(0, -2).to(torch.bfloat16)).view(*x.shape[:-1], -1).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
 class TileEmbedding(nn.Module):
-    """A quantized embedding; with tied weights it shares the tiles of the output layer."""
+    """A quantized embedding for a CPU. With tied weights, it shares the tiles of the output layer."""
 
     tiles: Tensor
 
     def __init__(self, output: TileLinear, dtype: torch.dtype):
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.dtype = output.out_features, output.in_features, dtype
-        self.format = output.format
+        self.num_embeddings, self.embedding_dim = output.out_features, output.in_features
+        self.format, self.dtype = output.format, dtype
         self.register_buffer("tiles", output.tiles)
 
     @property
@@ -120,90 +235,10 @@ class TileEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
         ids = tokens.flatten()  # (n,)
-        if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
+        if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:  # the last tile may have more rows
             raise IndexError(f"token ids must lie between 0 and {self.num_embeddings - 1}")
         rows = unpack_rows(self.tiles, ids, self.embedding_dim, self.format)  # (n, C)
         return rows.view(*tokens.shape, -1).to(self.dtype)
-
-
-class BlockLinear(nn.Module):
-    """A quantized linear layer in the layout of triton_kernels: for a GPU, and the reference for the other layers.
-
-    On a CUDA device, one Triton kernel multiplies a single row. For several rows or small groups, another dequantizes
-    the weight to x's dtype. In all other cases PyTorch dequantizes the weight.
-    """
-
-    quants: Tensor
-    scale: Tensor
-    offset: Tensor | None
-    bias: Tensor | None
-
-    def __init__(self, blocks: Blocks, bias: Tensor | None = None):
-        super().__init__()
-        blocks = blocks.simple
-        self.out_features, self.in_features = blocks.quants.shape
-        self.bits, self.group = blocks.bits, blocks.group or -(-self.in_features // 8) * 8
-        missing = -self.in_features % self.group if blocks.group or self.bits == 4 else 0
-        quants = F.pad(blocks.quants, (0, missing))  # complete groups
-        if self.bits == 4:  # word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ...
-            nibbles = quants.view(len(quants), -1, 4, 2, self.group // 8)  # (N, groups, byte, half, word)
-            bytes = nibbles[:, :, :, 0] | nibbles[:, :, :, 1] << 4  # (N, groups, byte, word)
-            quants = bytes.transpose(-1, -2).contiguous().view(torch.int32).flatten(1)  # (N, groups * group / 8)
-        self.register_buffer("quants", quants)
-        self.register_buffer("scale", _narrow(blocks.scale))  # (N, groups)
-        self.register_buffer("offset", None if blocks.offset is None else _narrow(blocks.offset))
-        self.register_buffer("bias", bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """(out, in) float32."""
-        return self._dequantized(self.quants, self.scale, self.offset)
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight: index (..) -> (.., in) float32."""
-        offset = None if self.offset is None else self.offset[index]
-        return self._dequantized(self.quants[index], self.scale[index], offset)
-
-    def _dequantized(self, quants: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        if self.bits == 4:
-            bytes = quants.view(torch.uint8).unflatten(-1, (-1, self.group // 8, 4))  # (.., groups, word, byte)
-            halves = torch.stack((bytes & 15, bytes >> 4), dim=-1).flatten(-2)  # (.., groups, word, 8)
-            quants = halves.transpose(-1, -2).flatten(-3)
-        scale = scale.float().unsqueeze(-1)  # (.., groups, 1)
-        offset = -(2.0 ** (self.bits - 1)) * scale if offset is None else offset.float().unsqueeze(-1)
-        weight = quants.unflatten(-1, (scale.shape[-2], -1)).float() * scale + offset  # (.., groups, group)
-        return weight.flatten(-2)[..., : self.in_features]
-
-    @property
-    def packed(self) -> Weight:
-        """The weight in the form that triton_kernels expects."""
-        size = self.out_features, self.in_features
-        return Weight(self.quants, self.scale, self.offset, self.bias, *size, self.bits, self.group)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> BlockLinear:
-        """Move to another device. A cast of the model leaves the scales unchanged, since they belong to the quants."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # a cast does not apply to bytes
-        return self
-
-    def extra_repr(self) -> str:
-        group = f"g{self.group}" if self.scale.shape[-1] > 1 else "row"
-        return f"in_features={self.in_features}, out_features={self.out_features}, int{self.bits}-{group}"
-
-    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        if x.is_cuda and x.numel() == self.in_features and triton_kernels.supports(self.packed):
-            y = x.new_empty(*x.shape[:-1], self.out_features)
-            return triton_kernels.linear(self.packed, x.contiguous(), y)
-        by_kernel = x.is_cuda and triton_kernels.unpacks(self.packed)
-        y = F.linear(x, triton_kernels.unpack(self.packed, x.dtype) if by_kernel else self.weight.to(x.dtype))
-        return y if self.bias is None else y + self.bias
-
-
-def _narrow(scales: Tensor) -> Tensor:
-    """Convert to float16 if that is exact, as it is for scales that `quantize` computed."""
-    half = scales.half()
-    return half if torch.equal(half.float(), scales.float()) else scales
 
 
 class BlockEmbedding(nn.Module):
@@ -243,12 +278,17 @@ def make_linear(
 ) -> nn.Module:
     """The fastest linear layer for a weight (out, in) on a device; plain: nn.Linear for every float weight.
 
-    Quantized weights on a CPU require the C++ kernels (`computes_quantized`).
+    Quantized weights on a CPU require the C++ kernels (`check_quantized`).
     """
     if isinstance(weight, QuantizedWeight):
         if device.type == "cpu":
             return TileLinear(weight.tiles(), weight.shape, weight.format, bias)
-        return BlockLinear(weight.blocks(device), bias).to(device)
+        blocks = weight.blocks(device)
+        if has_int4_kernel(blocks.format, weight.shape, device):
+            return Int4Linear(blocks, bias)
+        if blocks.bits == 4:
+            warn_of_dequantization(device)
+        return BlockLinear(blocks, bias).to(device)
     if not plain and device.type == "cpu" and weight.dtype == torch.bfloat16 and kernels.ready():
         return FewRowsLinear(weight, bias)
     rows, columns = weight.shape
@@ -267,9 +307,29 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     if isinstance(output, BlockLinear):
         return BlockEmbedding(output, dtype)
     weight: Any = output.weight
+    if isinstance(output, Int4Linear):  # its kernel reads no single rows
+        return nn.Embedding.from_pretrained(weight.to(dtype))
     embedding = nn.Embedding.from_pretrained(weight)
     embedding.weight = weight  # the same parameter, not only the same memory
     return embedding
+
+
+def has_int4_kernel(format: BlockFormat, shape: tuple[int, int], device: torch.device) -> bool:
+    """Whether PyTorch's kernel for 4 bits supports a weight (N, K) on a device."""
+    (rows, columns), groups = shape, (32, 64, 128, 256)
+    if device.type != "cuda" or torch.version.cuda is None or format.bits != 4 or format.group not in groups:
+        return False
+    return rows % 8 == 0 and columns % format.group == 0 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def warn_of_dequantization(device: torch.device) -> None:
+    """Log once that weights in 4 bits are slow on a device."""
+    LOG.warning(
+        "clearllama: %s has no kernel for some or all of these 4-bit weights, so each pass dequantizes them; int8 is"
+        " faster here",
+        device,
+    )
 
 
 def kept_format(blocks: Blocks, device: torch.device) -> BlockFormat | None:
@@ -279,22 +339,14 @@ def kept_format(blocks: Blocks, device: torch.device) -> BlockFormat | None:
     """
     if device.type == "cpu":
         return blocks.format if kernels.ready() else None
-    return gpu_format(blocks) if device.type == "cuda" and triton_kernels.ready() else None
+    return gpu_format(blocks) if device.type == "cuda" else None
 
 
 def gpu_format(blocks: Blocks) -> BlockFormat | None:
-    """The format of a BlockLinear that one Triton kernel multiplies by one row; None if the kernel can't.
-
-    Other formats would be dequantized for every token, which takes longer than reading a dequantized weight.
-    """
-    format = blocks.simple.format
-    groups = format.group >= 32 and format.group == triton_kernels.power_of_2(format.group)
-    return format if groups or (format.bits == 8 and not format.group) else None
-
-
-def computes_quantized(device: torch.device) -> bool:
-    """Whether a device has layers for quantized weights."""
-    return device.type != "cpu" or kernels.ready()
+    """The format of a file's weight on a CUDA device: its own, if that is simple enough; None: it is dequantized."""
+    format = blocks.format
+    simple = format.bits in (4, 8) and format.group % 32 == 0 and not (format.codebook or format.levels)
+    return format if simple else None
 
 
 def quantize_(model: Transformer, scheme: str) -> Transformer:
@@ -318,7 +370,7 @@ def quantize_(model: Transformer, scheme: str) -> Transformer:
 
 def check_quantized(scheme: str, device: torch.device) -> None:
     """Raise UsageError if a device has no layers for quantized weights."""
-    if not computes_quantized(device):
+    if device.type == "cpu" and not kernels.ready():
         raise UsageError(
             f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available"
             " (`clearllama doctor` shows the reason); install a C++ compiler, or leave quantize out"
@@ -327,5 +379,5 @@ def check_quantized(scheme: str, device: torch.device) -> None:
 
 def describe_quantization(model: nn.Module) -> str:
     """'4/8-bit' for a model with quantized weights of 4 and of 8 bits; '' for one without."""
-    bits = {module.bits for module in model.modules() if isinstance(module, TileLinear | BlockLinear)}
+    bits = {module.bits for module in model.modules() if isinstance(module, TileLinear | BlockLinear | Int4Linear)}
     return f"{'/'.join(map(str, sorted(bits)))}-bit" if bits else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +19,14 @@ from .linears import BlockEmbedding, TileEmbedding, TileLinear
 
 CHUNK = 256  # tokens per pass
 FLOAT32 = "try dtype='float32' (--dtype float32)"
-# Layers whose input is not finite although every layer before returned finite numbers -> (part, operation in between).
-BEFORE = {
-    "attention.attend": ("attention", "in the rotation of queries and keys"),
-    "ffn_norm": ("attention", "where its result is added to the hidden state"),
-    "feed_forward.w_down": ("feed-forward", "in silu(w_gate x) * w_up x"),
-}
-OPERATIONS = {
-    "attend": "in the scores, the softmax or the sum of the values",
-    "apply_rotary_emb": "in the rotation of queries and keys",
-}
-LABELS = {"scale": "weight, in its quantization scales,", "offset": "weight, in its quantization offsets,"}
 
 
 class Begins(Exception):
-    """Raised in the pass where NaN or infinity begins. after: in the output of the layer, not in its input."""
+    """Raised in the pass where NaN or infinity begins: in the output of a layer, or in its input only."""
 
-    def __init__(self, name: str, module: nn.Module, after: bool):
+    def __init__(self, name: str, module: nn.Module, in_output: bool):
         super().__init__(name)
-        self.name, self.module, self.after = name, module, after
-
-
-class Damage(NamedTuple):
-    """A weight tensor that is not finite."""
-
-    name: str
-    nans: int
-    infinities: int
-    entries: int
-    first: list[int]
+        self.name, self.module, self.in_output = name, module, in_output
 
 
 @torch.inference_mode()
@@ -56,8 +35,9 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
 
     It raises no Exception, since it is part of another error's message: a failure becomes text as well.
     """
+    dtype = str(model.norm.weight.dtype).removeprefix("torch.")
     if model.runner.distributed:  # the other ranks take no part in a second pass
-        return f"the weights hold NaN or infinity, or the numbers overflow in {_dtype(model)}: {FLOAT32}"
+        return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:
         found = begins(model, tokens)
     except Exception as error:  # of a hook, too
@@ -68,23 +48,20 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
             "a second pass over the same tokens was finite, so either the numbers barely overflow, or the memory or"
             f" the device is faulty: {FLOAT32}, then try another device"
         )
-    where = _where(found, len(model.layers))
-    for bad in damage(found.name, found.module) if found.after else ():
-        counts = [f"{n:,} {kind}" for n, kind in ((bad.nans, "NaN"), (bad.infinities, "infinite")) if n]
-        return (
-            f"non-finite numbers begin {where}; {bad.name} holds {' and '.join(counts)} of {bad.entries:,} numbers,"
-            f" the first at {bad.first}: download the file again (clearllama verify --tensors checks every weight)"
-        )
+    where = f"non-finite numbers begin at the {'output' if found.in_output else 'input'} of {found.name}"
+    for name, tensor in weights(found.module) if found.in_output else ():
+        bad = (~torch.isfinite(tensor)).nonzero()  # (n, axes)
+        if len(bad):
+            return (
+                f"{where}; NaN or infinity stands in {len(bad):,} of {tensor.numel():,} numbers of"
+                f" {found.name}.{name}, first at {bad[0].tolist()}: the file is damaged (clearllama verify --tensors"
+                " checks every weight)"
+            )
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return (
-            f"non-finite numbers begin {where}; no weight there is NaN or infinite, and the model has hooks or a patch:"
-            " check that the tensors they return are finite"
-        )
-    dtype = _dtype(model)
-    cause = f"non-finite numbers begin {where}; no weight there is NaN or infinite, so the numbers overflow in {dtype}"
+        return f"{where}, where all weights are finite: check the tensors that the model's hooks or patches return"
     if dtype == "float32":
-        return f"{cause}: some weights are far too large, as in a damaged or wrongly converted file"
-    return f"{cause}: {FLOAT32}"
+        return f"{where}; some weights are far too large, as in a damaged or wrongly converted file"
+    return f"{where}, where all weights are finite, so the numbers overflow in {dtype}: {FLOAT32}"
 
 
 def begins(model: Transformer, tokens: Sequence[int]) -> Begins | None:
@@ -96,9 +73,9 @@ def begins(model: Transformer, tokens: Sequence[int]) -> Begins | None:
         if get_ident() != me:
             return
         outputs = output if isinstance(output, tuple) else (output,)
-        for tensors, after in ((inputs[:1], False), (outputs, True)):
+        for tensors, in_output in ((inputs[:1], False), (outputs, True)):
             if any(x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in tensors):
-                raise Begins(names[module], module, after)
+                raise Begins(names[module], module, in_output)
 
     hooks = [module.register_forward_hook(check) for module in names]
     try:
@@ -125,50 +102,15 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
     model.output(h[:, -1])
 
 
-def _where(found: Begins, n_layers: int) -> str:
-    first, *rest = found.name.split(".")
-    if first != "layers":
-        if found.after:
-            return {"tok_embeddings": "in the embedding", "norm": "in the norm after the last layer"}.get(
-                first, f"in {first}, after the last layer"
-            )
-        number, leaf = n_layers, "attention_norm"  # the norm after the last layer reads that layer's output
-    else:
-        number, leaf = int(rest[0]), ".".join(rest[1:])
-    part, name = "attention" if leaf.startswith("attention") else "feed-forward", leaf.rpartition(".")[2]
-    if found.after:
-        operation = OPERATIONS.get(name, f"at the output of {name}")
-    elif leaf == "attention_norm":
-        number, part, operation = number - 1, "feed-forward", "where its result is added to the hidden state"
-    else:
-        part, operation = BEFORE.get(leaf, (part, f"at the input of {name}"))  # only a hook changes other inputs
-    return f"in layer {number} (of 0 to {n_layers - 1}), in its {part}, {operation}"
-
-
-def damage(name: str, module: nn.Module) -> Iterator[Damage]:
-    """The tensors of a layer that are not finite, with their names in the model."""
-    for label, tensor in _tensors(module):
-        finite = torch.isfinite(tensor)
-        if not bool(finite.all()):
-            nans = int(tensor.isnan().sum())
-            first = [int(at[0]) for at in (~finite).nonzero(as_tuple=True)]
-            yield Damage(f"{name}.{label}", nans, int((~finite).sum()) - nans, tensor.numel(), first)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A layer's floating-point tensors; the scales and offsets if it is quantized."""
+def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A layer's floating-point tensors; of a quantized layer its scales and offsets."""
     if isinstance(module, BlockEmbedding):
-        yield from _tensors(module.output)
-        return
+        module = module.output
     if isinstance(module, TileLinear | TileEmbedding):
-        yield LABELS["scale"], module.blocks.scale
-        if module.blocks.offset is not None:
-            yield LABELS["offset"], module.blocks.offset
-    named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    for label, tensor in named.items():
-        if tensor is not None and tensor.is_floating_point():
-            yield LABELS.get(label, label), tensor
-
-
-def _dtype(model: Transformer) -> str:
-    return str(model.norm.weight.dtype).removeprefix("torch.")
+        blocks = module.blocks
+        yield "scale", blocks.scale
+        if blocks.offset is not None:
+            yield "offset", blocks.offset
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if tensor.is_floating_point():
+            yield name, tensor

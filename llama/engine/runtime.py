@@ -40,9 +40,8 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if not any(h == str(device) or h.split(":")[0] == str(device) for h in here):
-        cause = " because PyTorch was built without CUDA" * (
-            device.type == "cuda" and not torch.backends.cuda.is_built()
-        )
+        without = device.type == "cuda" and not torch.backends.cuda.is_built()
+        cause = " because PyTorch was built without CUDA" if without else ""
         raise UsageError(f"device {str(device)!r} is not available{cause}; available here: {', '.join(here)}")
     return device
 
@@ -58,16 +57,8 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
         return name
     if name is not None and name != "auto":
         if name not in DTYPES:
-            quantize = (
-                f"; to quantize the weights, use quantize={name!r} (--quantize {name})"
-                if name in ("int8", "int4")
-                else ""
-            )
-            raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}{quantize}")
-        if DTYPES[name] == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise UsageError(
-                f"{device} can't compute in bfloat16; use dtype='float16' (--dtype float16), or leave dtype out"
-            )
+            hint = f"; quantize={name!r} (--quantize {name}) quantizes weights" if name in ("int8", "int4") else ""
+            raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}{hint}")
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

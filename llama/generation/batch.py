@@ -31,7 +31,6 @@ from torch import Tensor
 
 from .. import checks
 from ..cache import KVCache
-from ..engine.cuda_graphs import PendingTokens
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
 from ..generate import (
@@ -316,7 +315,7 @@ class Batch:
         if not any(slot.sequence for slot in self.slots):
             return
         logits = self._next_logits()  # (B, V)
-        best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, in one wait
+        best = zip(logits.argmax(-1).tolist(), extreme(logits).tolist(), strict=True)  # (id, extreme) of each row
         for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
             if slot.sequence is not None:
                 slot.ids.append(slot.next)
@@ -344,7 +343,7 @@ class Batch:
             positions[0] if B == 1 else positions
         )  # (T,) if B is 1: code compiled for a single text expects this shape
         if self.rows is None or (self.rows.batch, self.rows.slots) != (B, self.cache.slots):
-            self.rows = self.cache.rows(0, B)  # kept while its shape fits: a CUDA graph belongs to one cache object
+            self.rows = self.cache.rows(0, B)  # kept while its shape fits
         return self.model.runner.next_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
 
     @property

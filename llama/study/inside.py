@@ -9,7 +9,7 @@
 
 Both use PyTorch's hooks on the modules, so they work in every way to run a model: a forward pass, generate, a batch,
 speculative decoding, on every device and with quantized weights. Compiled and fused code calls no modules and is
-switched off while there are hooks (engine/hooks.py); a model in several processes is refused.
+switched off while there are hooks (engine/watch.py); a model in several processes is refused.
 
 A name is that of a module, for its output ("layers.3.attention.wq"), or one of SITES with the number of a layer
 ("q.3"). * stands for any part between dots: "resid_post.*", "layers.*.attention.wq". docs/guides/inside.md lists all

@@ -298,8 +298,7 @@ def instructions() -> dict[str, bool]:
 
 
 def kernels_and_compiler() -> Iterator[Finding]:
-    """The processor's instructions, the C++ kernels, Triton, and the compiler that torch.compile uses."""
-    import torch
+    """The processor's instructions, the C++ kernels, and the compiler that torch.compile uses."""
 
     from ..engine import kernels
 
@@ -319,13 +318,6 @@ def kernels_and_compiler() -> Iterator[Finding]:
         yield Finding("note", "kernels", "C++", message, NO_COMPILER)
     else:
         yield Finding("ok", "kernels", "C++", f"{form}, not built yet; the first run builds them")
-    if importlib.util.find_spec("triton"):
-        yield Finding("ok", "kernels", "Triton", importlib.metadata.version("triton"))
-    elif torch.cuda.is_available():
-        message = "not installed; the CUDA kernels need it"
-        yield Finding("note", "kernels", "Triton", message, "pip install triton")
-    else:
-        yield Finding("ok", "kernels", "Triton", "not installed; only CUDA needs it")
     if version is None:
         why = f"{compiler} does not run" if compiler else "found none of c++, g++, clang++, so --compile can't work"
         yield Finding("note", "compiler", "C++", why, NO_COMPILER)

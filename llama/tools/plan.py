@@ -154,8 +154,7 @@ def stored_in(checkpoint: Checkpoint, size: int, on_cpu: bool = False) -> Stored
         if format is None:
             dequantized.add(checkpoint.stored(name))
             return 8 * size
-        scale_bits = 16 if blocks.factors is None else 32
-        return format.bits + scale_bits * (1 + format.offset) / (format.group or checkpoint.shapes[name][1])
+        return format.bits + 16 * (1 + format.offset) / (format.group or checkpoint.shapes[name][1])
 
     def bits(names: list[str]) -> float:
         return sum(matrices[name] * bits_of(name) for name in names) / sum(matrices[name] for name in names)

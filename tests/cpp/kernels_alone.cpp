@@ -13,7 +13,7 @@
 
 using enum torch::headeronly::ScalarType;
 using torch::headeronly::ScalarType;
-typedef std::vector<int64_t> Sizes;
+typedef std::vector<int64_t> Axes;
 
 namespace {
 
@@ -39,7 +39,7 @@ float random_number() {
     return float(sum) / (1 << 23);
 }
 
-Tensor random_tensor(Sizes sizes, ScalarType type) {
+Tensor random_tensor(Axes sizes, ScalarType type) {
     Tensor x(sizes, type);
     for (int64_t i = 0; i < x.numel(); i++) {
         if (type == Float) ((float*)x.mutable_data_ptr())[i] = random_number();

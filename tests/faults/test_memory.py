@@ -15,7 +15,6 @@ from torch import Tensor
 from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.engine import runtime
-from llama.errors import UsageError
 from llama.generate import prefill
 from llama.tools.convert import convert
 
@@ -76,19 +75,12 @@ def test_a_cpu_computes_nearly_the_same_in_16_bits_as_in_32(dtype: str, toleranc
 
 
 def test_a_gpu_without_bfloat16_uses_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default is float16. bfloat16 is accepted if it is emulated, and refused otherwise."""
+    """Emulated bfloat16 is slow, so it has to be asked for."""
     cuda = torch.device("cuda", 0)
-    for native, emulated in ((True, True), (False, True), (False, False)):
-        supported = {False: native, True: emulated}
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True, s=supported: s[including_emulation]
-        )
+    for native in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=native: s)
         assert runtime.pick_dtype(None, cuda) == (torch.bfloat16 if native else torch.float16)
-        if emulated:
-            assert runtime.pick_dtype("bfloat16", cuda) == torch.bfloat16
-        else:
-            with pytest.raises(UsageError, match=r"cuda:0 can't compute in bfloat16; use dtype='float16'"):
-                runtime.pick_dtype("bfloat16", cuda)
+        assert runtime.pick_dtype("bfloat16", cuda) == torch.bfloat16
 
 
 # ----------------------------------------------------------------------------------------------- mapped weights
@@ -191,7 +183,7 @@ def test_without_a_compiler_compile_is_refused(
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     done = attempt("generate", *RUN, "-m", gguf, "--compile")
-    done.refused("none was found (c++, g++, clang++)", "leave compile out", code=2)
+    done.refused("c++, g++ or clang++ was not found", "leave compile out", code=2)
     monkeypatch.setenv("CXX", "/nonexistent/c++")
-    attempt("generate", *RUN, "-m", gguf, "--compile").refused("/nonexistent/c++ (CXX)", code=2)
+    attempt("generate", *RUN, "-m", gguf, "--compile").refused("/nonexistent/c++ was not found", code=2)
     assert attempt("generate", *RUN, "-m", gguf).survived()

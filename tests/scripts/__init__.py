@@ -11,8 +11,6 @@ __all__ = [
     "compare_encodings",
     "compare_inside",
     "compare_peers",
-    "gpu_check",
-    "gpu_parts",
     "lesson_svg",
     "make_tiny",
     "mutate",

@@ -59,7 +59,11 @@ void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N
 
 // (M, K) times a weight (N, K), plus a bias (N) -> (M, N). The weight is read once for every 4 rows; with AMX, once for every 512 rows.
 Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+    require(x.dim() == 2 && weight.dim() == 2, "x (M, K) and weight (N, K)");
     const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
+    check(x, "x", ScalarType::BFloat16, {M, K});
+    check(weight, "the weight of a linear layer", ScalarType::BFloat16, {N, K});
+    if (bias) check(*bias, "the bias of a linear layer", ScalarType::BFloat16, {N});
     Tensor y = torch::stable::new_empty(x, {M, N});
     const auto *a = (const bf16*)x.const_data_ptr(), *w = (const bf16*)weight.const_data_ptr();
     const bf16* b = bias ? (const bf16*)bias->const_data_ptr() : nullptr;

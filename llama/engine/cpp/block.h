@@ -1,4 +1,4 @@
-// A complete block with packed weights, in the order of model.py. Every step is an operator of its own too.
+// A complete block with packed weights, in the order of model.py. Every step is an operator of its own too, which checks its arguments.
 
 #pragma once
 
@@ -24,6 +24,8 @@ Tensor block(Tensor h, std::optional<Tensor> added, std::vector<Tensor> norms, d
         const int64_t* f = &formats[6 * i];
         return linear_blocks(x, tiles[i], f[0], f[1], f[2], f[5], f[3], f[4]);
     };
+    require(norms.size() == 2 && tiles.size() == 4 && formats.size() == 24, "two norms, and four packed weights with their formats");
+    require(h.dim() == 2 && keys.dim() == 4 && h.size(0) % keys.size(0) == 0 && 0 <= end && end <= keys.size(2), "h (B T, C) and keys (B, KV, slots, D)");
     using torch::stable::narrow;
     const int64_t B = keys.size(0), T = h.size(0) / B, KV = keys.size(1) * keys.size(3);
     Tensor qkv = torch::stable::view(linear(add_norm(h, added, norms[0], eps), 0), {B, T, formats[5]});

@@ -484,6 +484,16 @@ auto with_format(int64_t bits, int64_t group, bool offset, bool codebook, bool l
     return f.template operator()<Format{.bits = 4}>();
 }
 
+// Whether `with_format` has this format. A group of more than 128 inputs would not fit into the buffer of `to_8_bits`.
+inline bool is_format(int64_t bits, int64_t group, bool offset, bool codebook, bool levels) {
+    if (group == 0) return bits == 8 && !offset && !codebook && !levels;
+    const int64_t only = with_format(bits, group, offset, codebook, levels, []<Format F>() { return F.group(); });
+    const bool known = with_format(bits, group, offset, codebook, levels, [=]<Format F>() {
+        return F.bits == bits && F.offset == offset && F.codebook == codebook && F.levels == levels && !F.per_row;
+    });
+    return known && (only ? group == only : group > 0 && group <= 128 && group % 16 == 0);
+}
+
 inline Shape shape_of(int64_t K, int64_t bits, int64_t group, bool offset, bool codebook, bool levels) {
     const int64_t width = group ? group : 64, count = levels ? BLOCK / width : 1, blocks = (K + count * width - 1) / (count * width);
     const int64_t scales = levels ? count * ROWS * (1 + (offset && bits > 2)) : 0, numbers = group ? 32 * (1 + offset) : 0;

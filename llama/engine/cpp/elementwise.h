@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "border.h"
 #include "pool.h"
 #include "vectors.h"
 
@@ -51,7 +52,13 @@ inline f32x16 widen_some(const T* p, int64_t count) {
 
 // h += delta, then h / rms(h) * weight: h (M, C), changed in place; delta (M, C) or nothing; weight (C) -> (M, C).
 Tensor add_norm(Tensor h, std::optional<Tensor> delta, const Tensor& weight, double eps) {
+    require(h.dim() == 2, "h (M, C)");
     const int64_t M = h.size(0), C = h.size(1);
+    const ScalarType dtype = h.scalar_type();
+    check_model_dtype(h);
+    check(h, "h", dtype, {M, C});
+    if (delta) check(*delta, "delta", dtype, {M, C});
+    check(weight, "the weight of a norm", dtype, {C});
     Tensor y = torch::stable::new_empty(h, {M, C});
     with_type(h, [&](auto* type) {
         typedef std::remove_pointer_t<decltype(type)> T;
@@ -77,7 +84,11 @@ Tensor add_norm(Tensor h, std::optional<Tensor> delta, const Tensor& weight, dou
 
 // silu(gate) * up: (M, F) twice, rows may be apart -> (M, F).
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
+    require(gate.dim() == 2, "gate (M, F)");
     const int64_t M = gate.size(0), F = gate.size(1);
+    check_model_dtype(gate);
+    check_rows(gate, "gate", gate.scalar_type(), {M, F});
+    check_rows(up, "up", gate.scalar_type(), {M, F});
     Tensor y = torch::stable::new_empty(gate, {M, F});
     with_type(gate, [&](auto* type) {
         typedef std::remove_pointer_t<decltype(type)> T;
@@ -101,7 +112,23 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
 // -> rotated queries (B, T, H, D). Entries 2i and 2i + 1 of a head are rotated by angle i.
 Tensor rotate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin, std::optional<Tensor> positions,
               Tensor keys, Tensor values) {
-    const int64_t B = q.size(0), T = q.size(1), KV = keys.size(1), slots = keys.size(2), D = keys.size(3), H = q.size(2) / D, step = cos.stride(cos.dim() - 1);
+    require(q.dim() == 3 && keys.dim() == 4, "q (B, T, H D) and keys (B, KV, slots, D)");
+    const int64_t B = q.size(0), T = q.size(1), KV = keys.size(1), slots = keys.size(2), D = keys.size(3), H = q.size(2) / D;
+    const ScalarType dtype = q.scalar_type();
+    check_model_dtype(q);
+    require(D % 2 == 0, "an even head_dim");
+    check_rows(q, "q", dtype, {B, T, H * D});
+    check_rows(k, "k", dtype, {B, T, KV * D});
+    check_rows(v, "v", dtype, {B, T, KV * D});
+    check_rows(keys, "keys", dtype, {B, KV, slots, D});
+    check_rows(values, "values", dtype, {B, KV, slots, D});
+    require(cos.scalar_type() == ScalarType::Float && sin.scalar_type() == ScalarType::Float, "cos and sin in float32");
+    require((has_sizes(cos, {T, D / 2}) && has_sizes(sin, {T, D / 2})) || (has_sizes(cos, {B, T, D / 2}) && has_sizes(sin, {B, T, D / 2})),
+            "cos and sin (T, D/2) or (B, T, D/2)");
+    require(same_strides(cos, sin), "cos and sin with the same strides");
+    if (positions && positions->dim() == 2) check(*positions, "positions", ScalarType::Long, {B, T});
+    else if (positions) check(*positions, "positions", ScalarType::Long, {T});
+    const int64_t step = cos.stride(cos.dim() - 1);
     Tensor y = torch::stable::new_empty(q, {B, T, H, D});
     const auto* at = positions ? (const int64_t*)positions->const_data_ptr() : nullptr;
     for (int64_t i = 0; at && i < T * (positions->dim() == 2 ? B : 1); i++)

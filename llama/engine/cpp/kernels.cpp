@@ -10,6 +10,7 @@
 //     block.h        a complete block, which calls the others
 //     rounding.h     quantization of a weight to 4 or 8 bits
 //     pool.h         the threads
+//     border.h       what the operators require of their arguments
 //     vectors.h      vectors of 16 floats, which all of them use
 //
 // One source serves every processor. It uses the compiler's vector types; the few instructions that a compiler does not choose on

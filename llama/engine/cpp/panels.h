@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "blocks.h"
+#include "border.h"
 #include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
@@ -189,7 +190,12 @@ void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, in
 
 // (M, K) in float32 or bfloat16, times a packed weight (N, K) -> (M, N) in x's dtype.
 Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N, bool codebook, bool levels) {
+    require(x.dim() == 2, "x (M, K)");
     const int64_t M = x.size(0), K = x.size(1);
+    check_model_dtype(x);
+    check(x, "x", x.scalar_type(), {M, K});
+    require(is_format(bits, group, offset, codebook, levels), "the format of a packed weight");
+    check(tiles, "the packed weight of a linear layer", ScalarType::Byte, {(N + ROWS - 1) / ROWS, shape_of(K, bits, group, offset, codebook, levels).tile});
     Tensor y = torch::stable::new_empty(x, {M, N});
     const auto* w = (const uint8_t*)tiles.const_data_ptr();
     if (x.scalar_type() == torch::headeronly::ScalarType::Float)

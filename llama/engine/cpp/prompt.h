@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "border.h"
 #include "matrix.h"
 #include "panels.h"
 
@@ -128,8 +129,27 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
 constexpr int64_t FEW_QUERIES = 16;
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
               std::optional<Tensor> v_scale) {
-    Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1), q.size(3)});
-    const bool is_float = q.scalar_type() == torch::headeronly::ScalarType::Float;
+    require(q.dim() == 4 && k.dim() == 4, "q (B, H, T, D) and k (B, KV, S, D)");
+    const int64_t B = q.size(0), H = q.size(1), T = q.size(2), D = q.size(3), KV = k.size(1), S = k.size(2);
+    const ScalarType dtype = q.scalar_type(), cached = k_scale ? ScalarType::Char : dtype;
+    check_model_dtype(q);
+    require(KV > 0 && H % KV == 0, "a number of heads that is a multiple of the key/value heads");
+    require(D % 16 == 0 && D <= WIDEST, "a head_dim that is a multiple of 16 up to 256");
+    require(T <= FEW_QUERIES || dtype == ScalarType::BFloat16, "bfloat16 for many queries");
+    check_rows(q, "q", dtype, {B, H, T, D});
+    check_rows(k, "k", cached, {B, KV, S, D});
+    check_rows(v, "v", cached, {B, KV, S, D});
+    require(k_scale.has_value() == v_scale.has_value(), "scales of both keys and values");
+    for (const auto* scale : {&k_scale, &v_scale})
+        if (*scale) {
+            check_rows(**scale, "the scales of keys and values", ScalarType::Float, {B, KV, S});
+            require(B == 1 || (*scale)->stride(0) == KV * (*scale)->stride(1), "scales whose heads are equally far apart");
+            require(same_strides(**scale, *k_scale), "scales of keys and values with the same strides");
+        }
+    if (mask && mask->dim() == 4) check(*mask, "mask", ScalarType::Bool, {mask->size(0) == B ? B : 1, 1, T, S});
+    else if (mask) check(*mask, "mask", ScalarType::Bool, {T, S});
+    Tensor y = torch::stable::new_empty(q, {B, T, H, D});
+    const bool is_float = dtype == ScalarType::Float;
     if (q.size(2) > FEW_QUERIES && k_scale) attend_prompt<int8_t>(q, k, v, mask, k_scale, v_scale, y);
     else if (q.size(2) > FEW_QUERIES) attend_prompt<bf16>(q, k, v, mask, k_scale, v_scale, y);
     else if (k_scale && is_float) attend_to<float, int8_t>(q, k, v, mask, k_scale, v_scale, y);

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+
 #include "blocks.h"
+#include "border.h"
 
 namespace {
 
@@ -173,7 +175,13 @@ void quantize_rows(const T* w, int64_t N, int64_t K, const Settings& s, uint8_t*
 
 // The tiles of a weight (N, K) in float32 or bfloat16. clips (float32): the factors to try for narrowing a group's range.
 Tensor quantize_to_tiles(const Tensor& weight, const Tensor& clips, int64_t bits, int64_t group, bool offset) {
+    require(weight.dim() == 2 && clips.dim() == 1, "weight (N, K) and a list of clips");
+    require((bits == 8 && group == 0 && !offset) || ((bits == 4 || bits == 8) && group > 0 && group <= 128 && group % 16 == 0),
+            "4 or 8 bits in groups of 16 to 128, or 8 bits in rows");
     const int64_t N = weight.size(0), K = weight.size(1), width = group ? group : 64;
+    check_model_dtype(weight);
+    check(weight, "weight", weight.scalar_type(), {N, K});
+    check(clips, "clips", ScalarType::Float, {clips.size(0)});
     const int64_t group_bytes = width * ROWS * bits / 8 + (group ? 32 : 0) + (offset ? 32 : 0);
     const int64_t tile_bytes = (K + width - 1) / width * group_bytes + (group ? 0 : 64);
     Tensor y = torch::stable::new_empty(weight, {(N + ROWS - 1) / ROWS, tile_bytes}, torch::headeronly::ScalarType::Byte);

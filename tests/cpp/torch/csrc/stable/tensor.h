@@ -36,6 +36,11 @@ public:
         for (int64_t size : sizes) count *= size;
         return count;
     }
+    bool is_contiguous() const {
+        for (int64_t i = dim() - 1, step = 1; i >= 0; step *= sizes[i--])
+            if (sizes[i] != 1 && strides[i] != step) return false;
+        return true;
+    }
     int64_t bytes() const { return numel() * bytes_of(type); }
     headeronly::ScalarType scalar_type() const { return type; }
     void* mutable_data_ptr() const { return (char*)memory.get() + first * bytes_of(type); }
