@@ -181,7 +181,7 @@ def test_a_weight_is_quantized_well_or_refused(name: str, exponent: int) -> None
 
 
 def test_an_unknown_scheme_is_an_error_that_lists_the_known_ones() -> None:
-    for name, says in (("int3", "'int3'; known: int8, int4"), ("int4-g128", "was removed; use int4"), (4, "got 4|4")):
+    for name, says in (("int3", "'int3'; known: int8, int4"), (4, "got 4|4")):
         with pytest.raises(UsageError, match=says):
             quantize_(tiny.model(), name)
 
