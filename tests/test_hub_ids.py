@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -172,23 +170,6 @@ def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeyp
     assert server.served == []
     monkeypatch.setenv("HF_TOKEN", "right")
     assert hub.pull("org/sharded").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left", "/x"), "can't write /x: No space left; make room, or set HF_HOME to another"),
-        (RuntimeError("odd\nthings"), "downloading org/gguf failed (RuntimeError: odd things); check the network"),
-    ],
-)
-def test_failures_during_a_download_are_one_line(
-    server: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
-    assert message in error_of(hub.pull, "org/gguf")
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
