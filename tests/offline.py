@@ -121,18 +121,11 @@ def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> 
 
 # ----------------------------------------------------------------------------------------------------------- compiling
 class Resources(NamedTuple):
-    """Resources of a compiled kernel: registers and bytes of local memory per thread, shared memory per program.
-
-    loads   maximum number of 16-byte loads in flight per thread: issued, but not used yet
-    copies  number of instructions that copy to shared memory in advance
-    Both are 0 unless the machine code is read, which takes 0.1 s.
-    """
+    """Resources of a compiled kernel: registers and bytes of local memory per thread, shared memory per program."""
 
     registers: int
     local: int
     shared: int
-    loads: int
-    copies: int
 
 
 class Driver:
@@ -173,33 +166,17 @@ def compile(launch: Launch, architecture: int, kernel: Any = None) -> Any:
     return kernel.warmup(*args, grid=(1,), **launch.constants)
 
 
-def resources(compiled: Any, with_code: bool = False) -> Resources:
+def resources(compiled: Any) -> Resources:
     """Return the resources that ptxas assigned, read from the binary."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", *["--dump-sass"] * with_code, file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return Resources(
-        found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, in_flight(text), text.count("LDGSTS")
-    )
-
-
-def in_flight(code: str) -> int:
-    """Return the maximum number of 16-byte loads in flight, reading the machine code from top to bottom."""
-    waiting: set[int] = set()  # the first of the four registers of each load
-    most = 0
-    for line in code.splitlines():
-        used = [int(number) for number in re.findall(r"\bR(\d+)\b", line)]
-        if re.search(r"\bLDG\.E(\.\w+)*\.128", line):
-            waiting.add(used[0])
-            most = max(most, len(waiting))
-        elif "LDG" not in line:
-            waiting = {first for first in waiting if not any(first <= number < first + 4 for number in used)}
-    return most
+    return Resources(found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared)
 
 
 class Job(NamedTuple):
@@ -236,42 +213,13 @@ def variants(jobs: Iterable[Job]) -> Iterator[Variant]:
                 compiled = compile(launch, job.architecture)
                 if compiled.hash not in found:
                     found.add(compiled.hash)
-                    yield Variant(
-                        launch.kernel,
-                        launch.constants,
-                        job,
-                        resources(compiled, launch.constants.get("BITS") in (4, 8)),
-                    )
-
-
-def planted(architecture: int = 90) -> dict[str, Resources]:
-    """Compile a kernel that spills registers, and one that uses too much shared memory."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def spills(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
-        i = tl.arange(0, N)
-        values = tl.load(x + i)
-        tl.store(out + i, values / tl.sum(values))  # no value can be stored before all are read
-
-    @triton.jit
-    def transposes(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
-        i, j = tl.arange(0, N // 2)[:, None], tl.arange(0, N)[None, :]
-        tl.store(out + j * N + i, tl.load(x + i * N + j))  # goes through shared memory
-
-    memory = torch.empty(1, dtype=torch.float32, device="meta")
-    launches = {
-        spills: Launch("spills", (memory, memory), {"N": 8192, "num_warps": 1}, frozenset(), 0),
-        transposes: Launch("transposes", (memory, memory), {"N": 512, "num_warps": 32}, frozenset(), 0),
-    }
-    return {launch.kernel: resources(compile(launch, architecture, kernel)) for kernel, launch in launches.items()}
+                    yield Variant(launch.kernel, launch.constants, job, resources(compiled))
 
 
 def main() -> None:
     file, jobs = sys.argv[1:]
     rows = [*variants(Job(*job) for job in json.loads(jobs))]
-    report = {"planted": planted(), "variants": rows, "seconds": sum(os.times()[:4])}
+    report = {"variants": rows, "seconds": sum(os.times()[:4])}
     Path(file).write_text(json.dumps(report))
 
 

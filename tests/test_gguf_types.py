@@ -164,6 +164,6 @@ def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=says):
             convert(source, tmp_path / "out", options.pop("to"), **options)
     narrow = tiny.write_gguf(tmp_path / "narrow.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
-    with pytest.raises(CheckpointError, match="w_down.weight has rows of 90 weights, no multiple of 32"):
+    with pytest.raises(CheckpointError, match="rows of 90 weights, no multiple of 32"):
         convert(narrow, tmp_path / "out", "gguf", quantize="q8_0")
     assert not (tmp_path / "out").exists()

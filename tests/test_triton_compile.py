@@ -68,23 +68,6 @@ def test_the_kernels_of_an_8b_model_compile_without_spills(report: dict[str, Any
     check(report["variants"])
 
 
-def test_the_rows_of_a_quantized_weight_are_loaded_at_once(report: dict[str, Any]) -> None:
-    """Otherwise ptxas moves each load to its first use, and a thread waits for every row in turn."""
-    products = [row for row in report["variants"] if row.constants.get("BITS") in (4, 8) and "STAGES" in row.constants]
-    ahead = [row for row in products if row.constants["STAGES"] > 1]
-    assert len(products) > 5
-    assert all(row.resources.loads >= 4 for row in products if row not in ahead)
-    assert [row.resources.copies for row in products if row not in ahead] == [0] * (len(products) - 1)
-    assert all(row.resources.copies >= 8 for row in ahead)  # four rows before the loop and four in it
-
-
-def test_a_kernel_that_spills_or_needs_too_much_shared_memory_is_found(report: dict[str, Any]) -> None:
-    spills, transposes = (Resources(*report["planted"][name]) for name in ("spills", "transposes"))
-    assert any("local" in fault for fault in faults(spills, 90))
-    assert transposes.shared >= 300 * 1024
-    assert any("shared" in fault for fault in faults(transposes, 90))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("architecture", offline.ARCHITECTURES)
