@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,20 +114,6 @@ def test_an_interrupted_request_leaves_no_reply_for_the_next(start: Callable[...
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert process.ask("'next'") == "next"
-
-
-def test_threads_get_their_own_replies(start: Callable[..., Child]) -> None:
-    process, results = start(seconds=5), {}
-
-    def work(number: int) -> None:
-        results[number] = [process.ask(f"{number} * {i}") for i in range(20)]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {n: [n * i for i in range(20)] for n in range(4)}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")

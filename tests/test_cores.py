@@ -103,12 +103,6 @@ def test_variables_of_the_user_come_before_the_quota(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("threads")
-def test_without_an_affinity_pytorch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert cores.default_threads() == torch.get_num_threads()
-
-
-@pytest.mark.usefixtures("threads")
 def test_the_command_sets_the_threads_and_the_library_does_not(
     monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

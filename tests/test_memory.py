@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,11 +22,9 @@ from llama.model import Transformer
 from llama.system import memory
 
 from . import tiny
-from .forked import Forked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TRAINED = 64
 PAIRS = tiny.CONFIG.head_dim // 2
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -65,48 +60,6 @@ def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(kind: str, len
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(cache.k, whole.k, rtol=0, atol=1e-4)
         torch.testing.assert_close(cache.v, whole.v, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_chunk_without_the_full_length_is_rotated_differently(kind: str) -> None:
-    """Without the length, the first chunk uses the frequencies of a short text."""
-    model, tokens = model_with(kind), tiny.random_tokens(300)
-    whole = model(tokens)[0, -1]
-    cache = model.new_cache(300)
-    for start in range(0, 300, 50):
-        h = model.hidden(tokens[:, start : start + 50], cache=cache)
-    assert (model.output(h)[0, -1] - whole).abs().max() > 1e-2
-
-
-class Largest(TorchDispatchMode):
-    """Record the number of entries of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_flatten(out)[0]:
-            if isinstance(value, torch.Tensor):
-                self.entries = max(self.entries, value.numel())
-        return out
-
-
-@scalings
-@pytest.mark.parametrize("cache_kind", ["model", "int8"])
-def test_no_tensor_of_a_prefill_grows_faster_than_the_prompt(kind: str, cache_kind: str) -> None:
-    model = model_with(kind)
-    model.runner.cache_kind = cache_kind
-    entries = {}
-    for length in (1024, 2048, 4096):
-        cache = model.new_cache(length)
-        with Largest() as largest:
-            prefill(model, tiny.random_tokens(length)[0].tolist(), cache, 64)
-        entries[length] = largest.entries
-    assert entries[2048] <= 2 * entries[1024]
-    assert entries[4096] <= 2 * entries[2048]
-    assert entries[4096] < 4096 * 4096 / 16
 
 
 # --------------------------------------------------------------------------------------------------- the KV cache
@@ -180,63 +133,6 @@ def test_inspect_predicts_the_exact_bytes_of_a_cache(tiny_gguf: Path) -> None:
         assert buffer_bytes(cache) == memory.cache_bytes(model.config, 3000, dtype.itemsize, kind, 3)
 
 
-def peaks_of(*codes: str) -> list[int]:
-    """VmHWM in bytes of processes that run some code, forked from a process that has imported torch."""
-    fork = """
-import os, sys
-import torch
-from llama import cache, generate
-torch.set_num_threads(1)
-for code in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        exec(code)
-        print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-"""
-    done = subprocess.run([sys.executable, "-c", fork, *codes], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [int(line) * 1024 for line in done.stdout.split()]
-
-
-FILL = """
-import torch
-from llama.cache import KVCache
-cache = KVCache(8, 8, 64, {length}, batch=2, dtype=torch.bfloat16, kind="{kind}")
-cache.reserve({length})
-"""
-
-
-@linux
-@pytest.mark.slow
-def test_a_process_grows_by_the_predicted_bytes_of_its_cache() -> None:
-    config = dataclasses.replace(tiny.CONFIG, n_layers=8, n_kv_heads=8, n_heads=8, head_dim=64)
-    runs = [(kind, length) for kind in ("model", "int8") for length in (4000, 20_000)]
-    plain, more_plain, int8, more_int8 = peaks_of(*(FILL.format(kind=kind, length=length) for kind, length in runs))
-    for kind, grown in (("model", more_plain - plain), ("int8", more_int8 - int8)):
-        assert grown == pytest.approx(memory.cache_bytes(config, 16_000, 2, kind, batch=2), rel=0.02)
-
-
-PREFILL = """
-import dataclasses, torch
-from llama.generate import prefill
-from tests import tiny
-config = dataclasses.replace(tiny.CONFIG, max_seq_len=64, rope_scaling={{"rope_type": "dynamic", "factor": 4.0}})
-model = tiny.model(config, max_seq_len=20000)
-prefill(model, tiny.random_tokens({length})[0].tolist(), model.new_cache({length}))
-"""
-
-
-@linux
-@pytest.mark.slow
-def test_the_peak_of_a_prefill_is_linear_in_its_length() -> None:
-    """Even if the RoPE depends on the length. A boolean mask of 16,384 x 16,384 alone would have 268 MB."""
-    four, eight, sixteen = peaks_of(*(PREFILL.format(length=length) for length in (4096, 8192, 16384)))
-    assert sixteen - eight < 2.5 * max(eight - four, 8 * 2**20)
-    assert sixteen - four < 100 * 2**20
-
-
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_activations_are_bounded_by_their_formula(kind: str, chunk: int) -> None:
@@ -292,108 +188,46 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-MEMINFO = {"proc/meminfo": "MemTotal:  8000 kB\nMemFree: 100 kB\nMemAvailable:    5000 kB\n"}
-V1 = "9:cpu:/a\n4:memory:/docker/abc\n0::/\n"
-V2 = "0::/user.slice/run\n"
-GROUP = "sys/fs/cgroup/user.slice"
+MEMINFO = "MemTotal:  8000 kB\nMemFree: 100 kB\nMemAvailable:    5000 kB\n"
+V1, V2 = "9:cpu:/a\n4:memory:/docker/abc\n0::/\n", "0::/user.slice/run\n"
+OLD = "memory/docker/abc/memory"
+STAT = "anon 1900000\ninactive_file 400000\nactive_file 200000\n"
+TOTALS = "cache 1\ntotal_inactive_file 40000\ntotal_active_file 2000\ninactive_file 7\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "free"),
+    ("meminfo", "group", "files", "free"),
     [
-        ({}, None),
-        ({"proc/meminfo": "MemTotal: 8000 kB\n"}, None),
-        (MEMINFO, 5_120_000),
-        # version 2: no limit, a limit, page cache, the parent's limit, a limit above the free memory
-        ({**MEMINFO, "proc/self/cgroup": V2, f"{GROUP}/run/memory.max": "max\n"}, 5_120_000),
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": V2,
-                f"{GROUP}/run/memory.max": "3000000\n",
-                f"{GROUP}/run/memory.current": "2500000\n",
-                f"{GROUP}/run/memory.stat": "anon 1900000\ninactive_file 400000\nactive_file 200000\n",
-            },
-            1_100_000,
-        ),
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": V2,
-                f"{GROUP}/run/memory.max": "3000000\n",
-                f"{GROUP}/run/memory.current": "1000\n",
-                f"{GROUP}/memory.max": "4000000\n",
-                f"{GROUP}/memory.current": "3900000\n",
-            },
-            100_000,
-        ),
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": V2,
-                f"{GROUP}/memory.max": "900000000\n",
-                f"{GROUP}/memory.current": "1\n",
-            },
-            5_120_000,
-        ),
-        ({"proc/self/cgroup": V2, f"{GROUP}/memory.max": "10\n", f"{GROUP}/memory.current": "30\n"}, 0),
+        ("", "", {}, None),
+        ("MemTotal: 8000 kB\n", "", {}, None),
+        (MEMINFO, "", {}, 5_120_000),
+        # version 2: no limit, page cache, the parent's limit, a limit above the free memory, more used than allowed
+        (MEMINFO, V2, {"user.slice/run/memory.max": "max"}, 5_120_000),
+        (MEMINFO, V2, {"user.slice/run/memory.max": "3000000", "user.slice/run/memory.current": "2500000",
+                       "user.slice/run/memory.stat": STAT}, 1_100_000),
+        (MEMINFO, V2, {"user.slice/run/memory.max": "3000000", "user.slice/run/memory.current": "1000",
+                       "user.slice/memory.max": "4000000", "user.slice/memory.current": "3900000"}, 100_000),
+        (MEMINFO, V2, {"user.slice/memory.max": "900000000", "user.slice/memory.current": "1"}, 5_120_000),
+        ("", V2, {"user.slice/memory.max": "10", "user.slice/memory.current": "30"}, 0),
         # a container with its own group at the mount and a path from outside
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": "0::/../../x\n",
-                "sys/fs/cgroup/memory.max": "50000\n",
-                "sys/fs/cgroup/memory.current": "20000\n",
-            },
-            30_000,
-        ),
-        # version 1
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": V1,
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4096\n",
-            },
-            5_120_000,
-        ),
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": V1,
-                "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": "2000000\n",
-                "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": "1700000\n",
-                "sys/fs/cgroup/memory/docker/abc/memory.stat": "cache 1\ntotal_inactive_file 40000\n"
-                "total_active_file 2000\ninactive_file 7\n",
-            },
-            342_000,
-        ),
+        (MEMINFO, "0::/../../x\n", {"memory.max": "50000", "memory.current": "20000"}, 30_000),
+        # version 1: no limit, a limit with page cache
+        (MEMINFO, V1, {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "4096"},
+         5_120_000),
+        (MEMINFO, V1, {f"{OLD}.limit_in_bytes": "2000000", f"{OLD}.usage_in_bytes": "1700000", f"{OLD}.stat": TOTALS},
+         342_000),
         # malformed files are not a limit
-        (
-            {
-                **MEMINFO,
-                "proc/self/cgroup": "nonsense\n\n0:\n",
-                "sys/fs/cgroup/memory.max": "x\n",
-                "sys/fs/cgroup/memory.current": "",
-            },
-            5_120_000,
-        ),
+        (MEMINFO, "nonsense\n\n0:\n", {"memory.max": "x", "memory.current": ""}, 5_120_000),
     ],
-)
-def test_the_lowest_of_all_limits_is_the_free_memory(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
-    found = [room.bytes for room in memory.rooms("cpu", tree(tmp_path, files))]
+)  # fmt: skip
+def test_the_lowest_of_all_limits_is_the_free_memory(
+    tmp_path: Path, meminfo: str, group: str, files: dict[str, str], free: int | None
+) -> None:
+    texts = {"proc/meminfo": meminfo, "proc/self/cgroup": group}
+    texts |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    found = [room.bytes for room in memory.rooms("cpu", tree(tmp_path, texts))]
     assert found == sorted(found)
     assert (found[0] if found else None) == free
-
-
-@linux
-def test_this_machine_reports_its_free_memory_quickly() -> None:
-    found = memory.rooms()
-    assert found
-    started = time.perf_counter()
-    for _ in range(20):
-        memory.rooms()
-    assert (time.perf_counter() - started) / 20 < 0.005
 
 
 # ------------------------------------------------------------------------------------------------------- the refusal
@@ -508,61 +342,3 @@ def test_the_command_refuses_unless_the_check_is_off(
     assert "needs" in err
     assert "1 MiB are free on this machine" in err
     assert cli.main([*command, "--no-memory-check"]) == 0
-
-
-# -------------------------------------------------------------------------------------- allocations that fail
-BROKEN = """
-import resource, sys
-from pathlib import Path
-import torch
-from llama import loader
-torch.set_num_threads(1)
-llm = loader.load(sys.argv[1], dtype="float32", max_seq_len=400_000, check_memory=False)
-before = llm.generate("hello the", max_new_tokens=4).tokens
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-limits = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 120_000_000, limits[1]))
-cache = llm.model.new_cache()
-try:
-    cache.reserve(390_000)  # 200 MB
-except RuntimeError as error:
-    print("caught", str(error).replace(chr(10), " ")[:200])
-del cache
-assert llm.generate("hello the", max_new_tokens=4).tokens == before
-"""
-
-
-@linux
-def test_the_process_still_works_after_a_failed_allocation(tiny_gguf: Path, forked: Forked) -> None:
-    done = forked.run((str(tiny_gguf),), None, code=BROKEN)
-    assert done.returncode == 0, done.stderr
-    assert b"allocate memory" in done.stdout
-
-
-@pytest.mark.slow
-@linux
-def test_a_failed_allocation_is_one_line_of_the_command(tmp_path: Path) -> None:
-    """Without the check, the allocator fails when the prompt reserves its slots."""
-    config = dataclasses.replace(tiny.CONFIG, n_heads=8, n_kv_heads=8, head_dim=32)
-    path = tiny.write_gguf(tmp_path / "m.gguf", config)  # 8 KB of keys and values a token
-    code = """
-import resource, sys
-from pathlib import Path
-from llama import cli, loader
-from llama.cli import loading
-load = loading.load
-def limited(*args):
-    llm = load(*args)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 60_000_000,) * 2)
-    return llm
-loading.load = limited
-sys.exit(cli.main(sys.argv[1:]))
-"""
-    command = ["generate", "--raw", "-", "-m", str(path), "--max-seq-len", "90000", "--quiet"]
-    argv = [sys.executable, "-c", code, *command, "--dtype", "float32", "--threads", "1"]
-    argv.append("--no-memory-check")
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, input="hello " * 12_000)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines()[-1].startswith("clearllama: error: out of memory"), done.stderr
-    assert "Traceback" not in done.stderr

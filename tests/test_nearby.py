@@ -15,9 +15,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import main, with_options
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
-from llama.hub import families
-from llama.hub.models import DEFAULT, from_meta, resolve
-from llama.hub.repository import hub_id
+from llama.hub.models import from_meta, resolve
 from llama.tools.convert import convert
 
 from .conftest import Run
@@ -226,36 +224,9 @@ def test_a_session_belongs_to_its_tokenizer(root: Path, tmp_path: Path) -> None:
     )
 
 
-def test_every_official_model_has_a_repository_in_each_spelling() -> None:
-    for name in families.official():
-        if name.startswith(("llama-1", "smollm2")):  # LLaMA 1 has no public repository, SmolLM2 is the default
-            assert families.repository_of(name) is None
-            continue
-        repository = families.repository_of(name)
-        assert repository is not None, name
-        assert hub_id(repository) is not None
-        for spelling in (name.upper(), f"models/{name}", f"Meta-{name}", name.replace("-", "").replace("b", ":b")):
-            assert families.repository_of(spelling) == repository, spelling
-    assert all(families.repository_of(repository) == repository for repository in families.REPOSITORIES)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Meta-Llama-3-8B", "give its path, or: clearllama pull meta-llama/Meta-Llama-3-8B"),
-        ("./Llama-2-7b-chat/", "give its path, or: clearllama pull meta-llama/Llama-2-7b-chat"),
-        ("llama3.1:8b", "give its path, or: clearllama pull meta-llama/Llama-3.1-8B"),
-        ("Llama-3.1-8B-Instrct", "did you mean meta-llama/Llama-3.1-8B-Instruct,"),
-        ("Meta-Llama-3-8", "give its path, or: clearllama pull meta-llama/Meta-Llama-3-8B"),
-        (DEFAULT.replace("-", "_")[:-1], f"did you mean {DEFAULT}?"),
-        ("Llama-4-8B", f"expected a path, ORG/NAME on the Hugging Face hub or {DEFAULT}"),
-    ],
-)
-def test_an_absent_model_is_named_with_the_command_that_downloads_it(name: str, expected: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        resolve(name)
-    assert str(caught.value).startswith(f"there is no file or folder {name!r}; {expected}")
-    assert expected.endswith(",") or str(caught.value).endswith(expected)
+def test_an_absent_model_is_an_error_with_what_a_name_may_be() -> None:
+    with pytest.raises(CheckpointError, match="no file or folder 'Meta-Llama-3-8B'; give a path, ORG/NAME on the Hugg"):
+        resolve("Meta-Llama-3-8B")
 
 
 def test_usage_errors_name_the_option_of_a_parameter() -> None:

@@ -305,7 +305,7 @@ def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, cap
     source, target = str(sources["gguf"]), str(tmp_path / "q")
     for args, code, message in (
         ([source, target, "--scheme", "int3"], 2, "unknown quantization scheme 'int3'; known: int8, int4"),
-        ([source, target, "--scheme", "int4-g128"], 2, "the quantization scheme int4-g128 was removed; use int4"),
+        ([source, target, "--scheme", "int4-g128"], 2, "unknown quantization scheme 'int4-g128'; known: int8, int4"),
         ([source], 2, "quantize needs SRC and DST"),
         ([source, target, "--shards", "-1"], 2, "shards must be an integer of at least 0, got -1"),
         ([source, target, "--shards", "100"], 1, "21 weights can't be split into 100 files"),

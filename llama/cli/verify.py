@@ -69,7 +69,7 @@ def locate(name: str) -> Path:
         found = root / wanted.path
     if found is None:
         raise CheckpointError(
-            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.suggestion(name)}"
+            f"there is no file or folder {name!r}, and no downloaded model of that name; {hub.EXPECTED}"
         )
     return found
 

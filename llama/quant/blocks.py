@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 
 BLOCK = 256  # columns that share the factors of two levels of scales
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the codebook of IQ4 types
 
 
 class BlockFormat(NamedTuple):
@@ -155,9 +156,13 @@ def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _quarters(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """(R, n, 64) bytes -> (R, n, 256) quants of 2 bits: for each 32 bytes, bits 0 and 1 of every byte, then 2 and 3."""
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    quants = packed.reshape(*packed.shape[:2], 2, 1, 32) >> shifts & np.uint8(3)
-    return quants.reshape(*packed.shape[:2], 256)
+    return _fields(packed.reshape(*packed.shape[:2], 2, 32), 2).reshape(*packed.shape[:2], 256)
+
+
+def _fields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """(.., n) bytes -> (.., 8 / bits, n): the lowest bits of every byte, then the next ones."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return packed[..., None, :] >> shifts & np.uint8(2**bits - 1)
 
 
 def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -182,17 +187,20 @@ def _blocks(
     return Blocks(by_rows(quants), by_rows(scale), shift, bits, group, values, both)
 
 
-def _legacy(raw: NDArray[np.uint8], bits: int, has_minimum: bool) -> Blocks:
+def _legacy(
+    raw: NDArray[np.uint8], bits: int, has_minimum: bool = False, values: tuple[int, ...] | None = None
+) -> Blocks:
     """Blocks of 32: scale d, minimum m in Q4_1 and Q5_1, the highest bits in 4 bytes in Q5_0 and Q5_1, 16 bytes.
 
-    weight = d q + m, or d (q - 8) in Q4_0 and d (q - 16) in Q5_0
+    weight = d q + m, d (q - 8) in Q4_0, d (q - 16) in Q5_0, d values[q] in IQ4_NL
     """
     at = 4 if has_minimum else 2
     blocks = raw.reshape(len(raw), -1, at + 4 * (bits - 4) + 16)
     quants = _halves(blocks[..., -16:])
     if bits == 5:
         quants = quants + (np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little") << 4)  # (R, N / 32, 32)
-    return _blocks(quants, _floats(blocks[..., :2]), _floats(blocks[..., 2:4]) if has_minimum else None, bits)
+    offset = _floats(blocks[..., 2:4]) if has_minimum else None
+    return _blocks(quants, _floats(blocks[..., :2]), offset, bits, values=values)
 
 
 def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
@@ -204,7 +212,7 @@ def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
     packed = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
     quants = _halves(packed).reshape(*blocks.shape[:2], 8, 32)
     if bits == 5:
-        quants = quants + ((blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4)
+        quants = quants + (_fields(blocks[..., 16:48], 1) << 4)
     d, dmin = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])  # (R, N / 256, 1)
     a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # 4 bytes each
     sc = np.concatenate((a & 63, (c & 15) | (a >> 6 << 4)), axis=-1)  # (R, N / 256, 8)
@@ -223,11 +231,10 @@ def q2_k(raw: NDArray[np.uint8]) -> Blocks:
 def q3_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: high bits in 32 bytes, low bits in 64, 16 6-bit scales sc, d; weight = d (sc - 32) (q - 4)."""
     blocks = raw.reshape(len(raw), -1, 110)
-    high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
+    high = _fields(blocks[..., :32], 1)  # (R, N / 256, 8, 32)
     low = _quarters(blocks[..., 32:96])  # (R, N / 256, 256)
     quants = low + (high.reshape(low.shape) << 2)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    top = (blocks[..., None, 104:108] >> shifts & 3).reshape(*blocks.shape[:2], 16)  # bits 4 and 5 of the scales
+    top = _fields(blocks[..., 104:108], 2).reshape(*blocks.shape[:2], 16)  # bits 4 and 5 of the scales
     sc = (_halves(blocks[..., 96:104]) | top << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 16)
     d = _floats(blocks[..., 108:])
     return _blocks(quants, d * sc, None, 3, 16, factors=(d,))
@@ -249,22 +256,11 @@ def q8_0(raw: NDArray[np.uint8]) -> Blocks:
     return _blocks(blocks[..., 2:] ^ np.uint8(128), _floats(blocks[..., :2]), None, 8)
 
 
-# ------------------------------------------------------------------------------------------------------- codebooks
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-def iq4_nl(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 32: scale d, 16 bytes; weight = d values[q]."""
-    blocks = raw.reshape(len(raw), -1, 18)
-    return _blocks(_halves(blocks[..., 2:]), _floats(blocks[..., :2]), None, 4, values=IQ4_VALUES)
-
-
 def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, 128 bytes; weight = d (sc - 32) values[q]."""
     blocks = raw.reshape(len(raw), -1, 136)
     low = np.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), axis=-1).reshape(*blocks.shape[:2], 8)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)
-    high = (blocks[..., 2:4, None] >> shifts & 3).reshape(low.shape)
+    high = _fields(blocks[..., 2:4], 2).swapaxes(-1, -2).reshape(low.shape)
     sc = (low | high << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 8)
     quants = _halves(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))
     d = _floats(blocks[..., :2])
@@ -275,15 +271,15 @@ def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
 READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
     "Q2_K": q2_k,
     "Q3_K": q3_k,
-    "Q4_0": lambda raw: _legacy(raw, 4, False),
+    "Q4_0": lambda raw: _legacy(raw, 4),
     "Q4_1": lambda raw: _legacy(raw, 4, True),
     "Q4_K": lambda raw: _k(raw, 4),
-    "Q5_0": lambda raw: _legacy(raw, 5, False),
+    "Q5_0": lambda raw: _legacy(raw, 5),
     "Q5_1": lambda raw: _legacy(raw, 5, True),
     "Q5_K": lambda raw: _k(raw, 5),
     "Q6_K": q6_k,
     "Q8_0": q8_0,
-    "IQ4_NL": iq4_nl,
+    "IQ4_NL": lambda raw: _legacy(raw, 4, values=IQ4_VALUES),
     "IQ4_XS": iq4_xs,
 }
 

@@ -29,16 +29,8 @@ ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # of a group of Q6_K: the multiple of the
 # ------------------------------------------------------------------------------------------------------------- types
 def q4_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
-    head, quants = _two_levels(w, 15)
+    head, quants = _two_levels(w)
     return torch.cat((head, _bytes(quants.unflatten(-2, (4, 2))).flatten(-2)), -1).flatten(1)
-
-
-def q5_k(w: Tensor) -> Tensor:
-    """Q4_K with 5 bits for q; the highest bits come first: bit g of byte i belongs to quant i of group g."""
-    head, quants = _two_levels(w, 31)
-    high = (quants >> 4 << torch.arange(8, dtype=torch.uint8)[:, None]).sum(-2, dtype=torch.uint8)  # (R, blocks, 32)
-    low = _bytes((quants & 15).unflatten(-2, (4, 2))).flatten(-2)
-    return torch.cat((head, high, low), -1).flatten(1)
 
 
 def q6_k(w: Tensor) -> Tensor:
@@ -67,8 +59,9 @@ def q6_k(w: Tensor) -> Tensor:
     return torch.cat(parts, -1).flatten(1)
 
 
-def _two_levels(w: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """d, dmin and the packed sc and mn (R, blocks, 16); quants from 0 to top (R, blocks, 8, 32)."""
+def _two_levels(w: Tensor) -> tuple[Tensor, Tensor]:
+    """d, dmin and the packed sc and mn (R, blocks, 16); quants from 0 to 15 (R, blocks, 8, 32)."""
+    top = 15
     groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
     low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
     width = groups.amax(-1, keepdim=True).clamp(min=0) - low
@@ -137,7 +130,6 @@ TYPES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "Q4_0": (32, _by_package("Q4_0")),
     "Q5_0": (32, _by_package("Q5_0")),
     "Q4_K": (32, q4_k),
-    "Q5_K": (32, q5_k),
     "Q6_K": (16, q6_k),
 }
 
@@ -186,11 +178,14 @@ MIXES = {
     "q4_k": Mix(15, "Q4_K", "Q6_K", "4 bits with two levels of scales, output and some layers in 6 bits (Q4_K_M)"),
 }
 # If rows are no multiple of 256
-SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}
+SMALLER = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: str) -> dict[str, str]:
-    """The type of each matrix, as llama.cpp chooses it. Raises CheckpointError if rows can't be divided into blocks."""
+    """The type of each matrix, as llama.cpp chooses it, but for Q5_K in Llama 70B, which is Q6_K here.
+
+    Raises CheckpointError if rows can't be divided into blocks.
+    """
     mix, types = MIXES[kind], {}
     output = "output.weight" if "output.weight" in shapes else "tok_embeddings.weight"
     for name, shape in shapes.items():
@@ -198,17 +193,13 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
             continue
         type = mix.output if name == output else mix.type
         if kind == "q4_k" and name.endswith(("attention.wv.weight", "feed_forward.w_down.weight")):
-            if _more_bits(int(name.split(".")[1]), config.n_layers):
+            seventy = "wv" in name and config.n_layers == 80 and config.n_heads != config.n_kv_heads
+            if seventy or _more_bits(int(name.split(".")[1]), config.n_layers):  # in a 70B, 8 heads share a value head
                 type = "Q6_K"
-            elif "wv" in name and config.n_layers == 80 and config.n_heads != config.n_kv_heads:  # Llama 70B
-                type = "Q5_K"  # 8 heads share each value head
         if shape[1] % block_of(type)[0]:
             type = SMALLER.get(type, type)
         if shape[1] % block_of(type)[0]:
-            raise CheckpointError(
-                f"{name} has rows of {shape[1]} weights, and GGUF's quantized types need multiples of 32; write it"
-                f" without --quantize"
-            )
+            raise CheckpointError(f"{name} has rows of {shape[1]} weights, no multiple of 32; leave out --quantize")
         types[name] = type
     return types
 

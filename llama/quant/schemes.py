@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import checks
-from ..errors import UsageError
 from .blocks import BlockFormat
 
 
@@ -48,9 +47,6 @@ SCHEMES = {
 
 def pick_scheme(name: str) -> Scheme:
     """The scheme with a name. Raises UsageError, which lists the known names."""
-    kept = str(name).partition("-")[0]  # int4-g128 and other variants existed before
-    if name not in SCHEMES and kept in SCHEMES:
-        raise UsageError(f"the quantization scheme {name} was removed; use {kept}")
     return SCHEMES[checks.choice("quantization scheme", name, SCHEMES)]
 
 

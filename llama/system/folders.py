@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,19 +10,15 @@ from typing import TypeVar
 from ..errors import UsageError
 from .temporary import own_temporary, replace
 
-LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def cache_folder() -> Path:
     """CLEARLLAMA_CACHE, or the user's cache folder on this operating system. Raises UsageError if there is none."""
-    chosen = os.environ.get("CLEARLLAMA_CACHE")
-    try:
-        if not chosen:
-            import platformdirs
+    import platformdirs
 
-            chosen = platformdirs.user_cache_dir("clearllama")
-        return Path(chosen).expanduser()
+    try:
+        return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
     except RuntimeError:  # HOME is not set and the system does not know this user
         raise UsageError("the home folder is not known; set HOME, or CLEARLLAMA_CACHE to a writable folder") from None
 
@@ -43,31 +37,22 @@ def is_private(folder: Path) -> bool:
 
 
 def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]) -> T:
-    """Load a file of code in the cache folder. If there is none, make it, load it and keep it.
+    """Load a file of code in the cache folder with `load`; if there is none or it does not load, `make` it first.
 
-    make  writes the file
-    load  loads the file; raises OSError or RuntimeError if that fails
-
-    A kept file that does not load is made again. In a folder that another user can write to, the file is made for this
-    process only. Raises what `make` and `load` raise, and OSError if the folder is not writable.
+    `load` raises OSError or RuntimeError if the file is damaged. Raises OSError also if the folder is not writable, or
+    if other users can write to it: their code would run.
     """
-    folder, name = path.parent, path.name
+    folder = path.parent
     folder.mkdir(0o700, parents=True, exist_ok=True)
     if not is_private(folder):
-        LOG.warning(
-            "clearllama: other users can write to %s, so code is compiled again for this process; run chmod 700 on it,"
-            " or set CLEARLLAMA_CACHE to a folder of your own", folder
-        )  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="clearllama-") as work:
-            make(Path(work, name))
-            return load(str(Path(work, name)))
+        raise OSError(f"other users can write to {folder}; run chmod 700 on it, or set CLEARLLAMA_CACHE to your own")
     if path.is_file():
         try:
             return load(str(path))
         except (OSError, RuntimeError):
             path.unlink(missing_ok=True)
     with own_temporary(folder, ".build") as work:
-        made = work / name
+        made = work / path.name
         make(made)
         loaded = load(str(made))
         replace(made, path)

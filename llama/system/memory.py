@@ -6,7 +6,6 @@ limit on the process leave. A limit that the system does not report is ignored.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,10 +37,8 @@ class Room(NamedTuple):
 
 def cache_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str = "model", batch: int = 1) -> int:
     """Bytes of a KV cache (cache.KVCache) with `tokens` slots: entries of `itemsize` bytes, or 8 bits and scales."""
-    if kind == "int8":
-        scales = 2 * config.n_layers * config.n_kv_heads * tokens * 4
-        return batch * (config.kv_cache_bytes(tokens, 1) + scales)
-    return batch * config.kv_cache_bytes(tokens, itemsize)
+    scales = 2 * config.n_layers * config.n_kv_heads * tokens * 4 if kind == "int8" else 0
+    return batch * (config.kv_cache_bytes(tokens, 1 if scales else itemsize) + scales)
 
 
 def activation_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str = "model", chunk: int = 256) -> int:
@@ -75,17 +72,9 @@ def rooms(device: torch.device | str = "cpu", root: Path = Path("/")) -> list[Ro
         free, _ = torch.cuda.mem_get_info(kind)
         unused = torch.cuda.memory_reserved(kind) - torch.cuda.memory_allocated(kind)
         return [Room(free + unused, f"are free on {kind}")]
-    return sorted([*_machine(root), *_containers(root)])
-
-
-def _machine(root: Path) -> Iterator[Room]:
-    for line in read_lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield Room(int(line.split()[1]) * 1024, "are free on this machine")
-            return
-    if root == Path("/") and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        # Other systems than Linux don't report free memory in a portable way; the total is an upper bound.
-        yield Room(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "are in this machine")
+    lines = [line.split() for line in read_lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    machine = [Room(int(number) * 1024, "are free on this machine") for _, number, *_ in lines]
+    return sorted([*machine, *_containers(root)])
 
 
 def _containers(root: Path) -> Iterator[Room]:
@@ -102,25 +91,24 @@ def _containers(root: Path) -> Iterator[Room]:
 
 def check(what: str, weights: int, cache: int, activations: int, device: torch.device, ranks: int = 1) -> None:
     """Raise MemoryLimitError if a run, with these bytes in each of `ranks` processes, does not fit on a device."""
-    needed = weights + cache + activations + RUNTIME
-    for room in rooms(device):
-        if needed * ranks > room.bytes:
-            each = "" if ranks == 1 else f" in each of {ranks} processes"
-            raise MemoryLimitError(
-                f"{what} needs {format_bytes(needed)} of memory{each} ({format_bytes(weights)} weights,"
-                f" {format_bytes(cache)} KV cache, {format_bytes(activations + RUNTIME)} working memory), but only"
-                f" {format_bytes(room.bytes)} {room.message}; {REMEDIES}"
-            )
+    needed, working = weights + cache + activations + RUNTIME, activations + RUNTIME
+    each = "" if ranks == 1 else f" in each of {ranks} processes"
+    parts = f"{format_bytes(weights)} weights, {format_bytes(cache)} KV cache, {format_bytes(working)} working memory"
+    _refuse(needed * ranks, f"{what} needs {format_bytes(needed)} of memory{each} ({parts})", device)
 
 
 def check_growth(size: int, tokens: int, device: torch.device) -> None:
     """Raise MemoryLimitError if `size` more bytes for a KV cache of `tokens` slots are not free (cache.MemoryCheck)."""
-    for room in rooms(device) if size > SMALL and device.type != "meta" else ():
+    if size > SMALL and device.type != "meta":
+        _refuse(size, f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory", device)
+
+
+def _refuse(size: int, need: str, device: torch.device) -> None:
+    """Raise MemoryLimitError if `size` bytes are not free."""
+    for room in rooms(device):
         if size > room.bytes:
-            raise MemoryLimitError(
-                f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory, but only"
-                f" {format_bytes(room.bytes)} {room.message}; {REMEDIES}"
-            )
+            free = f"{format_bytes(room.bytes)} {room.message}"
+            raise MemoryLimitError(f"{need}, but only {free}; {REMEDIES}")
 
 
 def format_bytes(size: int) -> str:

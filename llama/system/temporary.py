@@ -21,23 +21,21 @@ def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
     It is locked, since a killed process holds no lock: folders with the same prefix without a lock are removed first.
     """
     for left in folder.glob(f"{prefix}-*.tmp"):
-        with contextlib.suppress(OSError), _locked(left):
+        with contextlib.suppress(OSError, ImportError), _locked(left):
             if time.time() - left.stat().st_mtime > 60:  # seconds; another process may not have locked a new one yet
                 shutil.rmtree(left)
     with contextlib.ExitStack() as stack:
         work = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder))
-        with contextlib.suppress(OSError):  # not every system has locks
+        with contextlib.suppress(OSError, ImportError):  # not every system has locks
             stack.enter_context(_locked(Path(work)))
         yield Path(work)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError if another one holds it, or if there are no locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        raise OSError("this system has no locks") from None
+    """Hold the lock of a folder. Raises OSError if another process holds it, ImportError on Windows."""
+    import fcntl
+
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
