@@ -44,17 +44,15 @@ class Layer(dict[str, StoredTensor]):
 class Method(ABC):
     """How the weights of a folder are stored, by its quantization_config.
 
-    name      display name
-    tensors   suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
-    warnings  contradictions between the configuration and the tensors
+    name     display name
+    tensors  suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
     """
 
     name: str
     tensors: tuple[str, ...]
 
-    def __init__(self, fields: Fields):
+    def __init__(self, fields: Fields):  # noqa: B027
         """Read the configuration. Raises ConfigError."""
-        self.warnings: list[str] = []
 
     @abstractmethod
     def matrix(self, layer: Layer) -> Matrix:
@@ -66,8 +64,7 @@ def _choice(fields: Fields, key: str, allowed: Sequence[Any], remedy: str = INST
     value = fields.get(key, type(allowed[0]), allowed[0])
     value = value.lower() if isinstance(value, str) else value
     if value not in allowed:
-        choices = ", ".join(map(str, allowed))
-        raise ConfigError(f"{fields.where}: {key} is {describe(value)}; supported: {choices}; {remedy}")
+        raise ConfigError(f"{fields.where}: {key} is {describe(value)}, expected one of {allowed}; {remedy}")
     return value
 
 
@@ -112,7 +109,6 @@ class GPTQ(Method):
     tensors = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
         fields.get("bits", int)
         self.bits = _choice(fields, "bits", (4, 8), "run it with GPTQModel, or get a version in 4 bits")
         self.group = _group_size(fields, "group_size")
@@ -152,15 +148,8 @@ class GPTQ(Method):
         """What was subtracted from the zero points. In a symmetric model all are 2^(bits - 1), which decides."""
         stored = unpack_words(qzeros.read()[0].numpy(), self.bits, slice(rows))
         found = 2 ** (self.bits - 1) - int(stored.min())
-        if not self.symmetric or stored.min() != stored.max() or found not in (0, 1):
-            return self.subtracted
-        if found != self.subtracted and not self.warnings:
-            kinds = "gptq_v2", "gptq"
-            self.warnings.append(
-                f"the configuration says {kinds[self.subtracted]}, but the zero points are those of {kinds[found]},"
-                " which is used"
-            )
-        return found
+        decided = self.symmetric and stored.min() == stored.max() and found in (0, 1)
+        return found if decided else self.subtracted
 
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
@@ -174,7 +163,6 @@ class AWQ(Method):
     tensors = ("qweight", "qzeros", "scales")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
         old = "w_bit" in fields.values
         _choice(fields, "w_bit" if old else "bits", (4,))
         self.group = _group_size(fields, "q_group_size" if old else "group_size")
@@ -225,7 +213,6 @@ class FP8(Method):
     tensors = ("weight", "weight_scale_inv", "weight_scale")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
         self.blocks = _block_sizes(fields, "weight_block_size")
 
     def matrix(self, layer: Layer) -> Matrix:
@@ -246,7 +233,6 @@ class CompressedTensors(Method):
     FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
         _choice(fields, "format", self.FORMATS)
         for key in ("sparsity_config", "transform_config"):
             if (value := fields.get(key, dict, {})) and value.get("format") != "dense":
@@ -387,8 +373,5 @@ def method_of(fields: Fields) -> Method:
     # transformers before 4.35 wrote no quant_method
     kind = fields.get("quant_method", str, "bitsandbytes") if old else fields.get("quant_method", str)
     if kind not in METHODS:
-        raise ConfigError(
-            f"{fields.where}: weights quantized by {kind!r:.40} can't be read; run the model with transformers or vLLM,"
-            f" or get it in BF16, as GGUF, or quantized by one of {', '.join(METHODS)}"
-        )
+        raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}")
     return METHODS[kind](fields)
