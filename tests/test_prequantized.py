@@ -275,7 +275,7 @@ CASES: dict[str, Case] = {
         c("int-quantized", True, num_bits=8, strategy="group", symmetric=False), BlockFormat(8, 32, True),
         "compressed-tensors int8"),
     "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, BlockFormat(8, 0, False), "bitsandbytes int8"),
-    "nf4": (nf4, {"load_in_4bit": True}, None, "NF4"),
+    "nf4": (nf4, BNB, None, "NF4"),
     "nf4 nested": (lambda w: nf4(w, nested=True, storage=torch.bfloat16), BNB, None, "NF4"),
     "fp4 in blocks longer than rows": (lambda w: nf4(w, kind="fp4", block=512), BNB, None, "FP4"),
 }  # fmt: skip

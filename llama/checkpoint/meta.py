@@ -326,7 +326,9 @@ def family_context(scaled: bool, theta: float, half: bool = False) -> int:
     """The context of Meta's models with these values in params.json. half: weights in float16."""
     if scaled:
         return 131072  # Llama 3.1 and later
-    return {500000: 8192, 1000000: 16384}.get(theta, 2048 if half else 4096)  # Llama 3, Code Llama, LLaMA 1, Llama 2
+    return {500000.0: 8192, 1000000.0: 16384}.get(
+        theta, 2048 if half else 4096
+    )  # Llama 3, Code Llama, LLaMA 1, Llama 2
 
 
 def read_params(file: Path) -> ModelConfig:

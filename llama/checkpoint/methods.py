@@ -369,9 +369,7 @@ METHODS: dict[str, type[Method]] = {
 
 def method_of(fields: Fields) -> Method:
     """The method of a quantization_config. Raises ConfigError if it is not supported."""
-    old = fields.get("load_in_4bit", object, None) or fields.get("load_in_8bit", object, None)
-    # transformers before 4.35 wrote no quant_method
-    kind = fields.get("quant_method", str, "bitsandbytes") if old else fields.get("quant_method", str)
+    kind = fields.get("quant_method", str)
     if kind not in METHODS:
         raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}")
     return METHODS[kind](fields)
