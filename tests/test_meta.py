@@ -316,7 +316,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "git-lfs": (lambda d: (d / "consolidated.00.pth").write_text("version https://git-lfs"), "git lfs pull"),
     "noise": (lambda d: (d / "consolidated.00.pth").write_bytes(b"nothing here"), "not a torch file"),
     "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
-    "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), "has shape"),
+    "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), "1 shards have 128 of 256 rows of wq; download"),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "the same weights"),
     "other shape": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), f"01.pth: {WQ} is not as in .*not shards of one"),
     "other dtype": (lambda d: save(d, lambda s: s.update({WQ: s[WQ].float()}), 1), f"01.pth: {WQ} is not as in"),

@@ -260,6 +260,8 @@ class MetaCheckpoint(Checkpoint):
         n_heads = params.get("n_heads", int)
         integer(f"{PARAMS}: dim", dim, 1, LARGEST_SIZE, ConfigError)
         head_dim = dim // integer(f"{PARAMS}: n_heads", n_heads, 1, dim, ConfigError)
+        if (rows := n * self._stored("layers.0.attention.wq.weight").shape[0]) < n_heads * head_dim:
+            raise ConfigError(f"{n} shards have {rows:,} of {dim:,} rows of wq; download the other shards")
         n_kv_heads, vocab_size = params.get("n_kv_heads", int, n_heads), params.get("vocab_size", int, -1)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, n_kv_heads, head_dim)
