@@ -291,7 +291,7 @@ def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, s
     if stored == "both":
         for other in (model.lm_head.weight.detach() + 1, model.lm_head.weight.detach().half(), torch.ones(3, 64)):
             change_state(tmp_path, lambda state, other=other: state.update({HEAD: other}))
-            with pytest.raises(LlamaError, match=r"tie_word_embeddings, but lm_head\.weight differs"):
+            with pytest.raises(LlamaError, match=r"tie_word_embeddings is set, but lm_head\.weight differs"):
                 open_checkpoint(tmp_path)
 
 
@@ -446,13 +446,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "layer types": (config(layer_types=["sliding_attention"] * 2), "layer_types of llama must be full_attention"),
     "window": (config(sliding_window=4096), "sliding_window of llama must be null"),
     "typo": (config(num_key_value_head=2), "'num_key_value_head'; did you mean 'num_key_value_heads'"),
-    "quantized": (config(quantization_config={"quant_method": "aqlm"}), "'aqlm' can't be read; run .* or get it in BF16"),
+    "quantized": (config(quantization_config={"quant_method": "aqlm"}), "'aqlm' can't be read; run .*BF16"),
     "dim fraction": (config(hidden_size=64.0), "hidden_size must be an integer, got 64.0"),
     "dim gone": (config(remove=("hidden_size",)), "the key hidden_size is missing"),
     "dim huge": (config(hidden_size=2**40), "dim must be an integer from 1"),
     "head huge": (config(head_dim=2_000_000_000), "head_dim must be at most 65536"),
     "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
-    "heads": (config(num_attention_heads=7, remove=("head_dim",)), "not a multiple of num_attention_heads 7"),
+    "heads": (config(num_attention_heads=7, remove=("head_dim",)), "multiple of n_kv_heads, got 7"),
     "no heads": (config(num_attention_heads=0, remove=("head_dim",)), "num_attention_heads must be .* at least 1, got 0"),
     "kv heads": (config(num_key_value_heads=3), "multiple of n_kv_heads"),
     "vocab": (config(vocab_size=300), r"model\.embed_tokens\.weight has shape \(320, 64\).*\(300, 64\)"),
@@ -474,7 +474,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "path windows": (mapped_to("C:\\x"), "is not a plain file name"),
     "path number": (mapped_to(5), "5 is not a plain file name"),
     "map": (lambda d: edit(d, file=INDEX, weight_map=[]), "weight_map must be an object"),
-    "file gone": (lambda d: first(d).unlink(), "1 of .* are missing: model-00001-of-.*resume"),
+    "file gone": (lambda d: first(d).unlink(), "model-00001-of-.* is missing"),
     "wrong file": (lambda d: mapped_to(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
     "not in index": (lambda d: edit(d, file=INDEX, weight_map={"lm_head.weight": first(d).name}), "should be in|layers"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
@@ -489,11 +489,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown tensor": (
         lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
-        "'extra' is not part of a LLaMA decoder; try transformers",
+        "'extra' is not part of a LLaMA decoder",
     ),
     "tensor twice": (
         lambda d: (shutil.copy(first(d), d / "other.safetensors"), (d / INDEX).unlink()),
-        "is in .* and in other.safetensors; remove",
+        "is in .* and other.safetensors; remove",
     ),
     "no weights": (lambda d: [f.unlink() for f in d.glob("*.safetensors*")], "no weights, expected .*complete the download"),
     "link": (
@@ -504,8 +504,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "template list": (lambda d: edit(d, file="tokenizer_config.json", chat_template=["A"]), "chat_template must be an"),
     "template entry": (
         lambda d: edit(d, file="tokenizer_config.json", chat_template=[{"name": "default"}]), "key template is missing"),
-    "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), r"not UTF-8 \(byte 0\)"),
-    "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "expected at most 4,194,304"),
+    "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),
+    "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "at most 4,194,304"),
 }  # fmt: skip
 
 

@@ -129,9 +129,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         tensors, mapped = torchfile.read_torch(path), torchfile.is_archive(path)
         read = tensors.__getitem__
         return {
-            name: StoredTensor(
-                path, name, DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), partial(read, name), mapped
-            )
+            name: StoredTensor(path, name, DTYPES.get(t.dtype, "?"), tuple(t.shape), partial(read, name), mapped)
             for name, t in tensors.items()
         }
     from safetensors import SafetensorError, safe_open
@@ -176,11 +174,7 @@ def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
         # A path could lead outside the folder. Links inside the folder are allowed: caches consist of them.
         if not isinstance(file, str) or not re.fullmatch(r"[\w\-+ ][\w.\-+ ]*", file):
             raise CheckpointError(f"{where}: {describe(file)} is not a plain file name")
-    files = sorted(set(weight_map.values()))
-    if missing := [file for file in files if not (folder / file).is_file()]:
-        count = f"{len(missing)} of {len(files)} weight files are missing"
-        raise CheckpointError(f"{folder}: {count}: {', '.join(missing[:4])}; resume the download")
-    opened = {file: open_file(folder / file) for file in files}
+    opened = {file: open_file(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in opened[file]:
             raise CheckpointError(f"{where}: {name!r:.80} should be in {file} but is not")
@@ -200,17 +194,11 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     family = FAMILIES[kind]
     for key, allowed in MUST_BE.items():
         if (value := fields.get(key, object, None)) not in (None, *allowed):
-            raise ConfigError(
-                f"{where}: {key} is {describe(value)}, but a LLaMA has {describe(allowed[0])}; run the model with"
-                " transformers or vLLM"
-            )
+            found = f"{key} is {describe(value)}, but a LLaMA has {describe(allowed[0])}"
+            raise ConfigError(f"{where}: {found}; run the model with transformers or vLLM")
     n_layers = fields.get("num_hidden_layers", int)
     dim, n_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
-    head_dim = fields.get("head_dim", int, None)
-    if head_dim is None:
-        head_dim, rest = divmod(dim, integer(f"{where}: num_attention_heads", n_heads, error=ConfigError))
-        if rest:
-            raise ConfigError(f"{where}: hidden_size {dim} is not a multiple of num_attention_heads {n_heads}")
+    integer(f"{where}: num_attention_heads", n_heads, error=ConfigError)
     theta, scaling = _read_rope(fields, family.theta, warnings)
     # as in transformers, null stands for n_heads, and a missing key for the family's default
     kv_heads = n_heads if "num_key_value_heads" in fields.values else family.n_kv_heads or n_heads
@@ -219,7 +207,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=fields.get("num_key_value_heads", int, kv_heads),
-        head_dim=head_dim,
+        head_dim=fields.get("head_dim", int, dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
         norm_eps=fields.get("rms_norm_eps", float, 1e-6),
@@ -336,7 +324,6 @@ class HuggingFaceCheckpoint(Checkpoint):
 
         path, settings = find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model")), self.tokenizer_settings
         if path.parent != self.path:
-            self.warnings.append(f"{self.path} has no tokenizer; using {path}")
             settings = settings or _read_optional(path.with_name("tokenizer_config.json"))
         template = self.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
@@ -362,15 +349,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
             name = to_model_name(full, NAMES, LAYERS)
             if name is None:
-                raise CheckpointError(
-                    f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder; try transformers or vLLM"
-                )
+                raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
             other = self._tensors.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
             if other is not tensor:
-                raise CheckpointError(
-                    f"{self.path}: {tensor.name} is in {other.path.name} and in {tensor.path.name}; remove"
-                    " the file of the other model"
-                )
+                raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
         use_tied_output(self._tensors, self.config.tie_embeddings)
         for name, stored in self._tensors.items():
             if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
@@ -379,8 +361,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             output, embedding = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
             if output.dtype != embedding.dtype or not torch.equal(output, embedding):
                 raise CheckpointError(
-                    f"{self.path}: {CONFIG} sets tie_word_embeddings, but lm_head.weight differs from the embedding;"
-                    " set it to false if the model has an output matrix of its own"
+                    f"{self.path}: tie_word_embeddings is set, but lm_head.weight differs from the embedding"
                 )
             del self._tensors["output.weight"]
 
@@ -428,9 +409,9 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _read_template(path: Path) -> str:
-    if size_of(path) > LARGEST:
-        raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST:,}")
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DamagedError(f"{path} is not UTF-8 (byte {error.start})") from None
+        if size_of(path) <= LARGEST:
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        pass
+    raise DamagedError(f"{path} is not UTF-8 of at most {LARGEST:,} bytes")

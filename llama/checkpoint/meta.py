@@ -56,7 +56,6 @@ VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attent
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
 MIXED = "the files are not shards of one model"
-MOST_SHARDS = 128  # official models have at most 16; a larger count means that dim is wrong
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 ALL = slice(None)
 # The weights whose shapes tell sizes that params.json may leave out
@@ -114,11 +113,7 @@ class MetaCheckpoint(Checkpoint):
             for rank, shard in enumerate(self.shards)
             for name, tensor in shard.items()
         }
-        scheme = {"quantization": "float8 feed-forward"} if self._scales else {}
-        if self.quantization:
-            spin = " SpinQuant" * bool(self.quantization.get("spinquant"))
-            scheme = {"quantization": f"{self.quantization.get('scheme')}{spin}"}
-        return {**scheme, "weights": base.stored_bytes(stored)}
+        return {"weights": base.stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
         source, axis = self._names[name]
@@ -166,10 +161,7 @@ class MetaCheckpoint(Checkpoint):
         rows = self.config.vocab_size
         # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
         if tokenizer.n_vocab != rows and tokenizer.kind.startswith("tiktoken"):
-            raise CheckpointError(
-                f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows; use the tokenizer that was"
-                " published with the weights"
-            )
+            raise DamagedError(f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows")
         return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
@@ -212,8 +204,7 @@ class MetaCheckpoint(Checkpoint):
             if tensor.dim() != (1 if axis is None else 2):
                 raise DamagedError(f"{where}: {name} has the shape {tuple(tensor.shape)}")
             if tensor.dtype not in (*FLOATS, *QUANTIZED):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise CheckpointError(f"{where}: {name} is stored as {dtype}; get the weights in bfloat16")
+                raise CheckpointError(f"{where}: {name} is {tensor.dtype}; get the weights in bfloat16")
             names[f"{layer}{ours}.weight"] = (f"{layer}{stem}", axis)
         base.use_tied_output(names, self._size() in SMALL_32)
         if missing := [name for name in NEEDED if name not in names]:
@@ -247,9 +238,7 @@ class MetaCheckpoint(Checkpoint):
             return dequantize(self.shards[rank], source, self.params)
         scale = self._scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
         if scale is None or scale.numel() not in (1, len(weight)):
-            raise DamagedError(
-                f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}"
-            )
+            raise DamagedError(f"{self.path}: fp8_scales_{rank}.pt has no scales for the rows of {source}")
         return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
 
     def _has_copies(self, name: str) -> bool:
@@ -270,21 +259,17 @@ class MetaCheckpoint(Checkpoint):
         dim, n_layers = self._size()
         n_heads = params.get("n_heads", int)
         integer(f"{PARAMS}: dim", dim, 1, LARGEST_SIZE, ConfigError)
-        if n_heads < 1 or dim % n_heads:
-            raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {str(n_heads)[:40]}")
-        head_dim = dim // n_heads
-        rows = self._stored("layers.0.attention.wq.weight").shape[0]
-        if rows and n < dim // rows <= MOST_SHARDS:
-            missing = ", ".join(f"consolidated.{i:02d}.pth" for i in range(n, dim // rows))
-            raise ConfigError(f"the model has {dim // rows} shards, but {n} are here; download {missing}")
+        head_dim = dim // integer(f"{PARAMS}: n_heads", n_heads, 1, dim, ConfigError)
+        if (rows := n * self._stored("layers.0.attention.wq.weight").shape[0]) < n_heads * head_dim:
+            raise ConfigError(f"{n} shards have {rows:,} of {dim:,} rows of wq; download the other shards")
         n_kv_heads, vocab_size = params.get("n_kv_heads", int, n_heads), params.get("vocab_size", int, -1)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, n_kv_heads, head_dim)
         scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0)
         tied = self._tied()
-        context, family = family_context(scaled, theta, self._stored("tok_embeddings.weight").dtype == torch.float16)
+        context = family_context(scaled, theta, self._stored("tok_embeddings.weight").dtype == torch.float16)
         if params.get("max_seq_len", int, None) is None:
-            self.notes.append(f"{PARAMS} does not state the context; {context} tokens are assumed ({family})")
+            self.notes.append(f"{PARAMS} does not state the context; {context} tokens are assumed")
         return ModelConfig(
             dim=dim,
             n_layers=n_layers,
@@ -319,12 +304,8 @@ class MetaCheckpoint(Checkpoint):
         The first rows are compared first: in most models they differ, and then the other rows are not read.
         """
         embedding, output = "tok_embeddings.weight", "output.weight"
-        if output not in self._names:
-            if self._size() not in SMALL_32:
-                raise ConfigError(
-                    "output.weight is missing, which only Llama 3.2 1B and 3B do without; get the weights again"
-                )
-            return True
+        if output not in self._names:  # in another model it is missing, as the check of the names will say
+            return self._size() in SMALL_32
         if self._shape(embedding) != self._shape(output):
             return False
         step = -(-self._shape(output)[0] // len(self.shards))
@@ -338,20 +319,18 @@ class MetaCheckpoint(Checkpoint):
         small = tied or self._size() in SMALL_32
         factor = self.params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
         if self.params.get("rope_scaling_factor", float, None) is None:
-            family = "Llama 3.2 1B and 3B, by the tied output matrix or the size" if small else "Llama 3.1 and 3.3"
+            family = "Llama 3.2 1B and 3B" if small else "Llama 3.1 and 3.3"
             self.notes.append(f"{PARAMS} sets use_scaled_rope without a factor; {factor:g} is used, as in {family}")
         return {**SCALED_ROPE, "factor": factor}
 
 
-def family_context(scaled: bool, theta: float, half: bool = False) -> tuple[int, str]:
-    """The context of Meta's models with these values in params.json, and the reason. half: weights in float16."""
+def family_context(scaled: bool, theta: float, half: bool = False) -> int:
+    """The context of Meta's models with these values in params.json. half: weights in float16."""
     if scaled:
-        return 131072, "scaled RoPE, as Llama 3.1 and later"
-    if theta == 500000:
-        return 8192, "theta 500,000, as Llama 3"
-    if theta == 1000000:
-        return 16384, "theta 1,000,000, as Code Llama"
-    return (2048, "float16, as LLaMA 1") if half else (4096, "as Llama 2")
+        return 131072  # Llama 3.1 and later
+    return {500000.0: 8192, 1000000.0: 16384}.get(
+        theta, 2048 if half else 4096
+    )  # Llama 3, Code Llama, LLaMA 1, Llama 2
 
 
 def read_params(file: Path) -> ModelConfig:
@@ -361,7 +340,7 @@ def read_params(file: Path) -> ModelConfig:
     hidden_dim = _hidden_dim(params, dim)
     if vocab_size < 1 or hidden_dim is None or n_heads < 1:
         raise ConfigError(f"{file} does not state all sizes; name the folder with the weights, or a file of configs/")
-    context, _ = family_context(params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0))
+    context = family_context(params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0))
     return ModelConfig(
         dim=dim,
         n_layers=params.get("n_layers", int),
@@ -399,8 +378,6 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
     if params.get("multiple_of", int, None) is None:
         return None
     multiple = integer(f"{PARAMS}: multiple_of", params.get("multiple_of", int), error=ConfigError)
-    factor = positive(
-        f"{PARAMS}: ffn_dim_multiplier", params.get("ffn_dim_multiplier", float, 1), LARGEST_SIZE, ConfigError
-    )
-    hidden = int(factor * int(8 * dim / 3))
+    factor = params.get("ffn_dim_multiplier", float, 1)
+    hidden = int(positive(f"{PARAMS}: ffn_dim_multiplier", factor, LARGEST_SIZE, ConfigError) * int(8 * dim / 3))
     return multiple * -(-hidden // multiple)

@@ -54,9 +54,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         scheme = Fields(read_json(folder / CONFIG)["quantization_config"], f"{folder}: {CONFIG}: quantization_config")
         self.scheme = scheme.get("scheme", str)
         if (scheme.get("format_version", int), scheme.get("layout", str)) != (VERSION, LAYOUT):
-            raise ConfigError(
-                f"{scheme.where} is not of version {VERSION}; use the version of clearllama that wrote it"
-            )
+            raise ConfigError(f"{scheme.where} is not of version {VERSION}; quantize the source again")
         super().__init__(folder)
 
     @property
@@ -76,9 +74,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         format, shape = BlockFormat(bits, group, offset), tuple(fields.get("shape", list))
         supported = (bits in (4, 8) and group in GROUPS) or format == BlockFormat(8, 0, False)
         if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
-            raise CheckpointError(
-                f"{where} is {tiles.metadata:.120}, which is not supported; quantize the source again"
-            )
+            raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
         tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
         return Tiles(str(format), (shape[0], shape[1]), format, tiles.read)
 

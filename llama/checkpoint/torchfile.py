@@ -29,14 +29,6 @@ FUNCTIONS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torc
              "torch._utils _rebuild_parameter"}  # fmt: skip
 TYPES = re.compile(r"torch(\.storage)? \w+Storage|torch (bool|[a-z]+\d+\w*)")  # storages and dtypes
 
-# The first bytes of a failed download -> what the file is
-MISTAKES = {
-    b"version https://git-lfs": "a git-lfs pointer, not the file itself; run 'git lfs pull' where it came from",
-    b"<!doctype": "a web page in place of the file; open its address in a browser to see why",
-    b"<html": "a web page in place of the file; open its address in a browser to see why",
-    b"<?xml": "an XML page in place of the file; open its address in a browser to see why",
-}
-
 
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, mapped if it is an archive.
@@ -97,9 +89,7 @@ def read_records(name: str | Path, path: Path) -> dict[str, zipfile.ZipInfo]:
         raise DamagedError(f"{path} has two records of one name")
     for record, info in records.items():
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise CheckpointError(
-                f"{path}: the record {record:.80} is compressed or encrypted; save it with torch.save"
-            )
+            raise CheckpointError(f"{path}: {record:.80} is compressed or encrypted; save it with torch.save")
     if "data.pkl" not in records or records["data.pkl"].file_size > LARGEST_PICKLE:
         raise CheckpointError(f"{path}: expected a data.pkl of at most {LARGEST_PICKLE:,} bytes; use torch.save")
     return records
@@ -127,9 +117,7 @@ def _check_pickle(file: io.BytesIO, path: Path) -> None:
         elif name == "GLOBAL":
             stack.append(argument)
             if argument not in FUNCTIONS and not TYPES.fullmatch(argument):
-                raise CheckpointError(
-                    f"{path} holds more than tensors ({argument:.80}), which could run code; get only the weights"
-                )
+                raise CheckpointError(f"{path} holds more than tensors ({argument:.80}); get only the weights")
         elif name == "PROTO" and argument != 2:
             raise CheckpointError(f"{path} has pickle protocol {argument}; save it with torch.save's default, 2")
         elif not needs:
@@ -159,9 +147,7 @@ def _dense_tensors(state: object, path: Path) -> dict[str, Tensor]:
         # Strides of 0 describe terabytes by a few bytes, and C++ kernels would read a negated view as it is stored
         entries = tensor.untyped_storage().nbytes() // tensor.itemsize
         if math.prod(tensor.shape) > entries or tensor.is_neg() or tensor.data_ptr() % tensor.itemsize:
-            raise CheckpointError(
-                f"{path}: {name:.80} of shape {tuple(tensor.shape)} has only {entries:,} stored entries"
-            )
+            raise CheckpointError(f"{path}: {name:.80} is not a tensor of {entries:,} stored entries")
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -169,9 +155,10 @@ def refuse_mistakes(path: Path, start: bytes) -> None:
     """Raise CheckpointError if the first bytes of a file are those of a failed download."""
     if not start:
         raise DamagedError(f"{path} is empty")
-    for sign, meaning in MISTAKES.items():
-        if start.lstrip().lower().startswith(sign):
-            raise CheckpointError(f"{path} is {meaning}")
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise CheckpointError(f"{path} is a web page in place of the file; open its address in a browser to see why")
 
 
 def is_archive(path: Path) -> bool:

@@ -100,7 +100,7 @@ def call(function: str, argument: bytes) -> bytes:
     return text("a") + b"c" + function.replace(" ", "\n").encode() + b"\n" + argument + b"Rs."
 
 
-CODE = "could run code"
+CODE = "more than tensors"
 # A pickle -> what the error says
 PICKLES: dict[str, tuple[bytes, str]] = {
     "a tuple nested a million deep": (b")" + b"\x85" * 1_000_000 + b"K\x01s.", "deep"),
