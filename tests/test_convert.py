@@ -431,3 +431,14 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
     size = (source / "consolidated.00.pth").stat().st_size
     assert size > 75e6
     assert (peaks[1] - peaks[0]) * 1024 < 0.35 * size
+
+
+def test_tokens_without_a_row_stay_in_hf_and_are_an_error_in_gguf(tmp_path: Path) -> None:
+    n_vocab = open_checkpoint(tiny.write_gguf(tmp_path / "a.gguf")).tokenizer().n_vocab
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=n_vocab - 20)
+    source = tiny.write_gguf(tmp_path / "fewer.gguf", config)
+    convert(source, tmp_path / "hf", "hf")
+    assert open_checkpoint(tmp_path / "hf").tokenizer().n_vocab == n_vocab
+    for path in (source, tmp_path / "hf"):
+        with pytest.raises(ConfigError, match=rf"has {n_vocab} tokens and the embedding {n_vocab - 20} rows"):
+            convert(path, tmp_path / "b.gguf", "gguf")

@@ -379,13 +379,13 @@ def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="is also in another file"):
         open_checkpoint(parts[0])
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match=rf"is one of 5 files, and 1 are missing: {parts[1].name}"):
+    with pytest.raises(CheckpointError, match=rf"is one of 5 files, and {parts[1].name} is missing"):
         open_checkpoint(parts[2])
     stray = tmp_path / "stray.gguf"
     stray.write_bytes(kept)
-    with pytest.raises(CheckpointError, match="is one of 5 files; rename it to its original name"):
+    with pytest.raises(CheckpointError, match=r"stray\.gguf"):
         open_checkpoint(stray)
-    with pytest.raises(CheckpointError, match=r"contains 2 GGUF models .*; name one of them"):
+    with pytest.raises(CheckpointError, match="contains 2 GGUF models; name one of them"):
         open_checkpoint(tmp_path)
 
 
@@ -393,7 +393,7 @@ def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
 def test_a_name_like_that_of_a_part_is_only_a_name(tmp_path: Path, name: str) -> None:
     path = tiny.write_gguf(tmp_path / name)
     if "00005" in name:
-        with pytest.raises(CheckpointError, match="3 are missing"):
+        with pytest.raises(CheckpointError, match="is missing"):
             open_checkpoint(path)
     else:
         assert open_checkpoint(path).config == tiny.CONFIG

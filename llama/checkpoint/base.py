@@ -164,11 +164,6 @@ def to_model_name(file_name: str, names: Mapping[str, str], layers: str) -> str 
     return (f"layers.{match[1]}." if match[1] else "") + f"{names[match[2]]}.{match[3]}"
 
 
-def dequantized(rows: int, columns: int, blocks: Callable[[slice], Blocks]) -> Tensor:
-    """A weight whose `blocks` are read and dequantized piece by piece: (rows, columns) float32."""
-    return dequantized_floats(rows, columns, lambda part: blocks(part).weight)
-
-
 def dequantized_floats(rows: int, columns: int, floats: Callable[[slice], Tensor]) -> Tensor:
     """A weight whose rows are read piece by piece: (rows, columns) float32."""
     weight = torch.empty(rows, columns, dtype=torch.float32)

@@ -119,9 +119,3 @@ def utf8_name(path: Path) -> Iterator[str]:
             yield f"/proc/self/fd/{file.fileno()}"
     else:
         yield str(path)
-
-
-def with_remedy(error: ConfigError, remedy: str) -> str:
-    """The message of a bad configuration, with `remedy` if it names none. In messages, a remedy follows a semicolon."""
-    text = str(error)
-    return text if ";" in text else f"{text}; {remedy}"

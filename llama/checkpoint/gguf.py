@@ -34,7 +34,7 @@ from .base import (
     to_file_name,
     to_model_name,
 )  # fmt: skip
-from .documents import Fields, with_remedy
+from .documents import Fields
 from .gguf_header import MAGIC, TensorInfo, read_header
 
 PLAIN = {name: dtype for dtype, name in FLOATS.items()}
@@ -181,8 +181,7 @@ class GGUFCheckpoint(Checkpoint):
             self.config = checked(_config(self.metadata, self.shapes, tables))
             self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         except ConfigError as error:
-            remedy = "get another conversion of the model, or run it in llama.cpp"
-            raise CheckpointError(f"{files[0].path}: {with_remedy(error, remedy)}") from error
+            raise CheckpointError(f"{files[0].path}: {error}") from error
         self.layout = LAYOUTS[self.metadata["general.architecture"]]
         self.warnings = window_warnings(self.config)
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
@@ -255,24 +254,14 @@ def _open_files(path: Path) -> list[GGUFFile]:
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
         models = {match[1] if (match := SPLIT.fullmatch(file.name)) else file.name for file in found}
         if len(models) > 1:
-            listed = ", ".join(file.name for file in found[:4])
-            raise CheckpointError(f"{path} contains {len(models)} GGUF models ({listed}); name one of them")
+            raise CheckpointError(f"{path} contains {len(models)} GGUF models; name one of them")
         path = found[0]
     names = [path.name]
     if match := SPLIT.fullmatch(path.name):
         names = [f"{match[1]}-{i + 1:05d}-of-{match[3]}.gguf" for i in range(int(match[3]))] or names
     if missing := [name for name in names if not path.with_name(name).is_file()]:
-        raise CheckpointError(
-            f"{path} is one of {len(names)} files, and {len(missing)} are missing: {', '.join(missing[:4])}; download"
-            " them"
-        )
-    files = [GGUFFile(path.with_name(name)) for name in names]
-    count = files[0].metadata.get("split.count", 1)
-    if isinstance(count, int) and count > len(files):
-        raise CheckpointError(
-            f"{path} is one of {count} files; rename it to its original name, like NAME-00001-of-{count:05d}.gguf"
-        )
-    return files
+        raise CheckpointError(f"{path} is one of {len(names)} files, and {missing[0]} is missing; download all of them")
+    return [GGUFFile(path.with_name(name)) for name in names]
 
 
 def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:

@@ -156,6 +156,9 @@ def _tokenizer(model: Model) -> dict[str, Any]:
         return {}
     from ..tokenizer.write import gguf_metadata
 
+    n_vocab, rows = model.tokenizer.n_vocab, model.config.vocab_size
+    if n_vocab > rows:
+        raise ConfigError(f"the tokenizer has {n_vocab} tokens and the embedding {rows} rows; convert the model to hf")
     entries = gguf_metadata(model.tokenizer, model.config.vocab_size)
     kept = {key: value for key, value in entries.items() if not key.startswith(TEMPLATE)}  # a GGUF source has its own
     template = model.chat_template

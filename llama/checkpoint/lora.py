@@ -38,6 +38,7 @@ NO_EFFECT = {
     "auto_mapping", "peft_version", "revision", "inference_mode", "task_type", "lora_dropout", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
     "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "base_model_name_or_path",
 }  # fmt: skip
 # Initializations that leave the base's weights unchanged. Others, such as pissa, belong to a changed base.
 UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -64,17 +65,15 @@ class LowRank:
 class Adapter:
     """An adapter, with the model's tensor names.
 
-    layout      the order of the rows of wq and wk
-    low_rank    changes of matrices
-    replaced    complete tensors that replace those of the base
-    trained_on  the name of the base it was trained on, if the files have it
+    layout    the order of the rows of wq and wk
+    low_rank  changes of matrices
+    replaced  complete tensors that replace those of the base
     """
 
     path: Path
     layout: Layout
     low_rank: Mapping[str, LowRank]
     replaced: Mapping[str, Tensor]
-    trained_on: str | None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -84,12 +83,8 @@ class Adapter:
 
     @property
     def about(self) -> str:
-        """'LoRA of rank 8 on 224 matrices, trained on ORG/NAME'."""
-        ranks = sorted({len(low.down) for low in self.low_rank.values()}) or [0]
-        span = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
-        trained = f", trained on {self.trained_on:.200}" if self.trained_on else ""
         complete = f", {len(self.replaced)} complete tensors" if self.replaced else ""
-        return f"LoRA of rank {span} on {len(self.low_rank)} matrices{trained}{complete}"
+        return f"LoRA on {len(self.low_rank)} matrices{complete}"
 
 
 def read(path: Path, base: Checkpoint) -> Adapter:
@@ -127,7 +122,7 @@ def _read_gguf(path: Path) -> Adapter:
         if name == EMBEDDING:
             down, up = up.transpose(0, -1), down
         low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha
-    return Adapter(path, "interleaved", low_rank, {}, fields.get("general.base_model.0.name", str, None))
+    return Adapter(path, "interleaved", low_rank, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------- PEFT
@@ -145,7 +140,6 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
     )
     root = fields.get("use_rslora", bool, False)
     saved, bias = fields.get("modules_to_save", list, []), fields.get("bias", str, "none")
-    trained_on = fields.get("base_model_name_or_path", str, None)
     for key in fields.unknown():
         if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, ""):
             raise CheckpointError(f"adapter {folder}: {CONFIG} sets {key:.60}, which is not supported; {MERGE}")
@@ -185,7 +179,7 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
         )
     if base.config.tie_embeddings and EMBEDDING in besides and EMBEDDING in replaced:
         replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # the tied weight itself was saved, not a copy
-    return Adapter(folder, "half", low_rank, replaced, trained_on)
+    return Adapter(folder, "half", low_rank, replaced)
 
 
 def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError
 from ..tokenizer import Tokenizer
 from . import base
 from .base import FLOATS, Checkpoint, check_vocabulary, drop_pages, find_tokenizer, to_file_name
-from .documents import Fields, read_json, with_remedy
+from .documents import Fields, read_json
 from .meta_quant import SUFFIXES, dequantize, hadamard
 from .torchfile import is_archive, read_torch
 
@@ -97,7 +97,7 @@ class MetaCheckpoint(Checkpoint):
             self._check_shards()
             self.config = base.checked(self._config())
         except ConfigError as error:
-            raise CheckpointError(f"{folder}: {with_remedy(error, f'correct {PARAMS}')}") from error
+            raise CheckpointError(f"{folder}: {error}") from error
         tied = self.config.tie_embeddings
         self.shapes = {name: self._shape(name) for name in self._names if not (tied and name == "output.weight")}
         self.params.get("max_batch_size", object, None)  # without effect
