@@ -230,8 +230,8 @@ def test_a_window_applies_as_in_transformers(
 ) -> None:
     required = {key: value for key, value in BASE.items() if "position" not in key and not key.endswith("_id")}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **required, **changes}))
-    from llama.checkpoint.documents import read_json
     from llama.checkpoint.huggingface import read_config
+    from llama.system.documents import read_json
 
     config = read_config(read_json(tmp_path / "config.json"), "config.json")[0]
     assert config.sliding_window == window

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama.checkpoint.documents import Fields, read_json
 from llama.errors import CheckpointError, ConfigError
+from llama.system.documents import Fields, read_json
 
 VALUES = {
     "a string": "0.5", "true": True, "false": False, "a list": [0.5], "an object": {"a": 0.5}, "an integer": 2,

@@ -20,7 +20,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.documents import Fields
 from llama.checkpoint.methods import METHODS
 from llama.checkpoint.prequantized import PrequantizedCheckpoint
 from llama.engine.linears import TileLinear
@@ -28,6 +27,7 @@ from llama.errors import CheckpointError, LlamaError
 from llama.quant.blocks import BlockFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
+from llama.system.documents import Fields
 from llama.tools import quantize
 from llama.weights import check_tensors, read_quantized
 

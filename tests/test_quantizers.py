@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama.checkpoint.documents import Fields
 from llama.checkpoint.huggingface import DTYPES, StoredTensor
 from llama.checkpoint.methods import METHODS, Layer
+from llama.system.documents import Fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -107,6 +107,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceModelTokeni
 
 
 MARKS = [*INFILL, "<step>"]
+CHATML = ["<|im_start|>", "<|im_end|>"]
 MADE: dict[str, Callable[[Path], Tokenizer]] = {
     "infill": lambda folder: SentencePieceModelTokenizer(make_tiny.sentencepiece_model(528), "tiny"),
     "marks are control": lambda folder: trained(folder, control_symbols=MARKS, vocab_size=640),
@@ -129,6 +130,23 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("second", FORMS)
 def test_two_conversions_preserve_the_tokenizer(source: Tokenizer, first: str, second: str) -> None:
     same(source, FORMS[second](FORMS[first](source)), texts(100, seed=len(first + second)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_beside_a_sentencepiece_model_are_written(pieces: SentencePieceModelTokenizer, form: str) -> None:
+    """ChatML models have their control tokens in such files."""
+    listed = {str(pieces.n_vocab + i): {"content": token, "special": True} for i, token in enumerate(CHATML)}
+    settings = {"added_tokens_decoder": listed, "eos_token": CHATML[1], "legacy": True}
+    source = SentencePieceModelTokenizer(pieces.data, "pieces", settings=settings)
+    assert source.control.keys() >= set(CHATML)
+    found = FORMS[form](source)
+    check_equal(source, found)
+    assert (found.control, found.eos_id) == (source.control, source.eos_id)
+    text = "".join(f"{token}user\nthe dog" for token in CHATML)
+    assert found.encode(text, parse_special=True) == source.encode(text, parse_special=True)
+    no_space = SentencePieceModelTokenizer(pieces.data, "pieces", settings={**settings, "legacy": False})
+    with pytest.raises(TokenizerError, match="after '<|im_start|>' would change|after '<s>' would change"):
+        check_equal(no_space, FORMS[form](no_space))
 
 
 def auto(tokenizer: Tokenizer, folder: Path, **config: Any) -> Any:

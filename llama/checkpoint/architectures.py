@@ -16,7 +16,7 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
 from ..rope_scaling import reach
-from .documents import Fields, describe
+from ..system.documents import Fields, describe
 
 
 class Family(NamedTuple):

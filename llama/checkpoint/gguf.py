@@ -21,6 +21,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError, TokenizerError
 from ..quant.blocks import READERS, Blocks, dequantize
 from ..rope_scaling import inverse_frequencies
+from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
 from .base import (
@@ -34,7 +35,6 @@ from .base import (
     to_file_name,
     to_model_name,
 )  # fmt: skip
-from .documents import Fields
 from .gguf_header import MAGIC, TensorInfo, read_header
 
 PLAIN = {name: dtype for dtype, name in FLOATS.items()}

@@ -45,6 +45,8 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
+    """The metadata of a file and its tensors by name."""
+
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import integer, is_integer
+from ..checks import integer
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
 from ..quant.blocks import Blocks
@@ -27,6 +27,7 @@ from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
+from ..system.documents import LARGEST, Fields, describe, read_json, size_of, utf8_name
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, window_warnings
@@ -43,7 +44,6 @@ from .base import (
     to_model_name,
     use_tied_output,
 )  # fmt: skip
-from .documents import LARGEST, Fields, describe, read_json, size_of, utf8_name
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -372,9 +372,12 @@ class HuggingFaceCheckpoint(Checkpoint):
     # -------------------------------------------------------------------------------------- tokens and sampling
     def _ids(self, key: str) -> list[int]:
         """The ids that generation_config.json names, then those of config.json: an id or a list of ids."""
-        values = [source.get(key) for source in (self.generation, self.settings)]
-        ids = [id for value in values for id in (value if isinstance(value, list) else [value])]
-        return [id for id in ids if is_integer(id) and id >= 0]
+        found: list[int] = []
+        for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
+            value = Fields(source, str(self.path / name)).get(key, object, None)
+            for id in value if isinstance(value, list) else [] if value is None else [value]:
+                found.append(integer(f"{self.path / name}: {key}", id, 0, error=ConfigError))
+        return found
 
     def _sampling(self) -> dict[str, Any]:
         """The options of generation_config.json: temperature and filters only if it sets do_sample."""

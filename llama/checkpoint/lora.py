@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..rope import Layout
+from ..system.documents import Fields, read_json
 from . import gguf, huggingface
 from .base import Checkpoint, to_file_name, to_model_name
-from .documents import Fields, read_json
 from .huggingface import LAYERS, NAMES
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"

@@ -19,10 +19,10 @@ from torch import Tensor
 from ..checks import integer, positive
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
+from ..system.documents import Fields, read_json
 from ..tokenizer import Tokenizer
 from . import base
 from .base import FLOATS, Checkpoint, check_vocabulary, drop_pages, find_tokenizer, to_file_name
-from .documents import Fields, read_json
 from .meta_quant import SUFFIXES, dequantize, hadamard
 from .torchfile import is_archive, read_torch
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError
-from .documents import Fields
+from ..system.documents import Fields
 
 SCHEME = "int4_weight_int8_dynamic_activation"
 SUFFIXES = (".weight", ".scales", ".zeros", ".adaptor.A.weight", ".adaptor.B.weight")

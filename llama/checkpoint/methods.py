@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checks import is_integer
 from ..errors import CheckpointError, ConfigError
 from ..quant.matrices import Codebook, Integers, Matrix, ScaledFloats, unpack_rows_of_words, unpack_words
-from .documents import Fields, describe, parse_json
+from ..system.documents import Fields, describe, parse_json
 from .huggingface import StoredTensor
 
 FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, LlamaError, TokenizerError
+from ..system.documents import read_json, size_of
 from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized, torchfile
 from .base import Checkpoint, check_vocabulary
-from .documents import read_json, size_of
 
 # (whether a path has this format, its reader); a new format adds one line. The first that fits is used.
 HUGGING_FACE: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [

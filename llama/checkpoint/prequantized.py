@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..quant.matrices import Matrix
+from ..system.documents import Fields, read_json
 from . import huggingface, quantized
-from .documents import Fields, read_json
 from .huggingface import CONFIG, HuggingFaceCheckpoint, StoredTensor
 from .methods import ACT_ORDER, Layer, method_of
 

@@ -23,9 +23,9 @@ from ..quant.blocks import BlockFormat
 from ..quant.matrices import Matrix, Tiles
 from ..quant.tiles import tiles_shape
 from ..rope import Layout
+from ..system.documents import Fields, parse_json, read_json
 from . import huggingface, huggingface_write
 from .base import to_file_name
-from .documents import Fields, parse_json, read_json
 from .huggingface import CONFIG, LAYERS, NAMES, HuggingFaceCheckpoint, StoredTensor
 from .huggingface_write import Entry
 from .write import Model

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, LlamaError
-from .documents import size_of, utf8_name
+from ..system.documents import size_of, utf8_name
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of an archive, and of a file from before torch 1.6
 LARGEST_PICKLE = 2**22  # bytes; the names and shapes of a model of 405B parameters take 0.2 million

@@ -349,8 +349,8 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def parse_json(data: bytes, source: str) -> dict[str, Any]:
     """Parse a JSON object that a user wrote. Raises UsageError; `source` names the object in the message."""
-    from ..checkpoint.documents import parse_json as parse
     from ..errors import CheckpointError
+    from ..system.documents import parse_json as parse
 
     try:
         return parse(data, source)

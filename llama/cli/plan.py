@@ -136,12 +136,12 @@ def _default_dtype(gpu: GPU) -> str:
 def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
     """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
     from ..checkpoint import open_checkpoint
-    from ..checkpoint.documents import read_json
     from ..checkpoint.huggingface import read_config
     from ..checkpoint.meta import read_params
     from ..config import ModelConfig
     from ..hub import resolve
     from ..hub.families import official
+    from ..system.documents import read_json
 
     path = Path(path_or_name)
     if path_or_name in official() and not path.exists():

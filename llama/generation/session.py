@@ -24,12 +24,12 @@ from torch import Tensor
 
 from ..cache import KVCache, LayerCache
 from ..chat import check_messages
-from ..checkpoint.documents import parse_json, utf8_name
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..model import Transformer
+from ..system.documents import parse_json, utf8_name
 from ..system.temporary import check_writable, own_temporary, replace
 from ..tokenizer import Tokenizer
 from .prefix import shared_prefix

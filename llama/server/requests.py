@@ -14,10 +14,10 @@ from typing import Any
 from .. import checks
 from ..chat import check_messages
 from ..chat.messages import check_tools, deeper
-from ..checkpoint.documents import parse_json
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
+from ..system.documents import parse_json
 from ..text import LONGEST_TOKEN, Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API

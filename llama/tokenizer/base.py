@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -144,9 +145,13 @@ class Tokenizer(ABC):
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
 
     def digest(self) -> str:
-        """A hash of all tokens and of the control strings."""
-        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
-        return hashlib.sha256(repr((tokens, sorted(self.control.items()))).encode()).hexdigest()
+        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
+        metadata = getattr(self, "metadata", {})
+        content = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+        content |= {name: getattr(self, name, None) for name in ("data", "settings")}
+        content["control"] = sorted(self.control.items())
+        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
+        return hashlib.sha256(data).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.

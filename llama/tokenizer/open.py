@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
+from ..system.documents import LARGEST_TOKENIZER, read_json, size_of
 from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
 from .common import NOTHING, Named
@@ -25,8 +26,6 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
     settings  the parsed tokenizer_config.json of the folder, if there is one
     named     what the other files of the checkpoint say about its tokens
     """
-    from ..checkpoint.documents import LARGEST_TOKENIZER, read_json, size_of  # the checkpoint readers import this file
-
     if size_of(path) > LARGEST_TOKENIZER:
         raise TokenizerError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST_TOKENIZER:,}")
     try:

@@ -153,12 +153,15 @@ def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any
         )
     hidden = {id for token, id in tokenizer.control.items() if token not in tokenizer.visible}
     types = [CONTROL if id in hidden else piece.get(sentencepiece.TYPE, NORMAL) for id, piece in enumerate(pieces)]
+    added = range(len(pieces), tokenizer.n_vocab)  # tokens of the files beside the model, or ids without one
+    beside = [tokenizer.token_of.get(id, padding(id)) for id in added]
+    kinds = [CONTROL if id in hidden else USER_DEFINED if id in tokenizer.token_of else UNUSED for id in added]
     return {
         "model": "llama",
         "pre": "default",
-        "tokens": [piece[TEXT].decode() for piece in pieces],
-        "scores": [struct.unpack("<f", piece.get(SCORE, bytes(4)))[0] for piece in pieces],
-        "token_type": types,
+        "tokens": [*(piece[TEXT].decode() for piece in pieces), *beside],
+        "scores": [struct.unpack("<f", piece.get(SCORE, bytes(4)))[0] for piece in pieces] + [0.0] * len(added),
+        "token_type": types + kinds,
         "add_space_prefix": tokenizer.strips_leading_space,
     }
 
@@ -312,12 +315,18 @@ def check_equal(source: Tokenizer, written: Tokenizer) -> None:
     for text in (*SAMPLE, *(f"a {token} b{token}c" for token in added)):
         if _ids(source, text) != _ids(written, text):
             raise TokenizerError(f"the ids of {text!r:.60} would change; {REMEDY}")
+    for token in list(source.control)[:MOST_ADDED]:
+        pieces = [(token, True), ("the dog", False)]
+        if source.encode_pieces(pieces) != written.encode_pieces(pieces):
+            raise TokenizerError(f"the ids of a text after {token!r:.60} would change; {REMEDY}")
 
 
 def _user_defined(tokenizer: Tokenizer) -> list[str]:
     """Plain tokens that are matched in a text before it is split."""
     if isinstance(tokenizer, GGUFTokenizer):
         return [token for token, type in zip(tokenizer.tokens, tokenizer.types, strict=True) if type == USER_DEFINED]
+    if isinstance(tokenizer, SentencePieceModelTokenizer):
+        return sorted(tokenizer.added.keys() - tokenizer.control.keys())
     added = json.loads(tokenizer.data)["added_tokens"] if isinstance(tokenizer, HuggingFaceTokenizer) else []
     return [token["content"] for token in added if token["content"] not in tokenizer.control]
 

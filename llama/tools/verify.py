@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 
 from ..checkpoint import Checkpoint, base, gguf, huggingface, meta, open_checkpoint, torchfile
-from ..checkpoint.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_of
 from ..errors import CheckpointError, DamagedError, LlamaError, TokenizerError, UsageError, one_line
 from ..hub import models as hub
+from ..system.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_of
 from ..tokenizer import open_tokenizer
 from ..weights import mismatches
 

@@ -1,4 +1,4 @@
-"""A checkpoint's JSON files: read by Python's json, then each entry checked for its type where it is used."""
+"""JSON from somebody else: read by Python's json, then each entry checked for its type where it is used."""
 
 from __future__ import annotations
 
