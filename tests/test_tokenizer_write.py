@@ -145,7 +145,7 @@ def test_tokens_beside_a_sentencepiece_model_are_written(pieces: SentencePieceMo
     text = "".join(f"{token}user\nthe dog" for token in CHATML)
     assert found.encode(text, parse_special=True) == source.encode(text, parse_special=True)
     no_space = SentencePieceModelTokenizer(pieces.data, "pieces", settings={**settings, "legacy": False})
-    with pytest.raises(TokenizerError, match="after '<|im_start|>' would change|after '<s>' would change"):
+    with pytest.raises(TokenizerError, match=r"the ids of a text after .* would change"):
         check_equal(no_space, FORMS[form](no_space))
 
 
