@@ -531,7 +531,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "much"], "--gpu-memory must be a number"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpus-per-host", "0"], "per_host must be above 0"),
         (["-m", "llama-9.json", "--gpus", "H100"], "no such file; known models: .*llama-3.1-405b"),
-        (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; expected .*; known without files: .*, llama-3-8b,"),
+        (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; give a path, .*; known without files: .*, llama-3-8b,"),
         (["-m", "Llama-3.1-9B-Instruct", "--gpus", "H100"], r"did you mean .*llama-3\.1-8b\b .*Known without files: "),
         (["-m", "/models/Meta-Llama-3-8B", "--gpus", "H100"], r"did you mean llama-3-8b\b"),
         (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'.* did you mean RTX4090 or RTX3090\? Known: .*--gpus 1xcustom --gpu-memory 16GB"),

@@ -99,6 +99,7 @@ def to_json(
 
 @functools.lru_cache(maxsize=1)
 def compiled(source: str) -> jinja2.Template:
+    """A template, compiled once for all its renderings."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )

@@ -375,8 +375,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         found: list[int] = []
         for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
             value = Fields(source, str(self.path / name)).get(key, object, None)
-            for id in value if isinstance(value, list) else [] if value is None else [value]:
-                found.append(integer(f"{self.path / name}: {key}", id, 0, error=ConfigError))
+            for id in value if isinstance(value, list) else [value]:
+                if id is not None and type(id) is not int:
+                    raise ConfigError(f"{self.path / name}: {key} must be an id or a list of ids, got {describe(id)}")
+                found += [] if id is None or id < 0 else [id]  # -1 in some files: no such token
         return found
 
     def _sampling(self) -> dict[str, Any]:

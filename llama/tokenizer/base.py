@@ -148,7 +148,8 @@ class Tokenizer(ABC):
         """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
         metadata = getattr(self, "metadata", {})
         content = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-        content |= {name: getattr(self, name, None) for name in ("data", "settings")}
+        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
+        content |= {"data": getattr(self, "data", tokens), "settings": getattr(self, "settings", None)}
         content["control"] = sorted(self.control.items())
         data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
         return hashlib.sha256(data).hexdigest()

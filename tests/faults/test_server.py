@@ -312,7 +312,7 @@ def test_values_inside_of_fields(llm: Llama, record_property: Callable[[str, obj
 MALFORMED = {
     b"": "JSON",
     b"{": "Expecting",
-    b"[]": "a list",
+    b"[]": "an object",
     b"1": "an integer",
     b"null": "null",
     b'"x"': "a string",
