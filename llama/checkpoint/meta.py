@@ -310,7 +310,8 @@ class MetaCheckpoint(Checkpoint):
             return False
         step = -(-self._shape(output)[0] // len(self.shards))
         parts = [slice(0, 1), *(slice(rank * step, (rank + 1) * step) for rank in range(len(self.shards)))]
-        tied = all(torch.equal(self.piece(embedding, rows, ALL), self.piece(output, rows, ALL)) for rows in parts)
+        pairs = ((self.piece(embedding, rows, ALL), self.piece(output, rows, ALL)) for rows in parts)
+        tied = all(one.data_ptr() == other.data_ptr() or torch.equal(one, other) for one, other in pairs)
         self.release(embedding)
         self.release(output)
         return tied

@@ -277,7 +277,6 @@ INNER: list[tuple[dict[str, Any], str]] = [
     (call(arguments="{"), "arguments"),
     (call(arguments=5), "arguments"),
     (call(arguments='{"a":' * 99 + "1" + "}" * 99), "levels"),
-    (call(name=""), "name"),
     (call(x=1), "unknown key"),
     (tool(description=5), "description"),
     (tool(strict="yes"), "strict"),
