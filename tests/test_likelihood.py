@@ -150,7 +150,9 @@ def test_errors(model: Transformer) -> None:
 def test_weights_that_are_not_finite_are_located(value: float) -> None:
     model = tiny.model()
     model.layers[1].attention.wo.weight[0, 0] = value
-    with pytest.raises(NumericalError, match=r"not finite; non-finite numbers begin at the output of layers.1.attention.wo"):
+    with pytest.raises(
+        NumericalError, match=r"not finite; non-finite numbers begin at the output of layers.1.attention.wo"
+    ):
         log_likelihoods(model, [([1, 2], [3])], batch_size=1)
 
 

@@ -315,10 +315,10 @@ def check_equal(source: Tokenizer, written: Tokenizer) -> None:
     for text in (*SAMPLE, *(f"a {token} b{token}c" for token in added)):
         if _ids(source, text) != _ids(written, text):
             raise TokenizerError(f"the ids of {text!r:.60} would change; {REMEDY}")
-    for token in list(source.control)[:MOST_ADDED]:
-        pieces = [(token, True), ("the dog", False)]
+    for control in list(source.control)[:MOST_ADDED]:
+        pieces = [(control, True), ("the dog", False)]
         if source.encode_pieces(pieces) != written.encode_pieces(pieces):
-            raise TokenizerError(f"the ids of a text after {token!r:.60} would change; {REMEDY}")
+            raise TokenizerError(f"the ids of a text after {control!r:.60} would change; {REMEDY}")
 
 
 def _user_defined(tokenizer: Tokenizer) -> list[str]:
