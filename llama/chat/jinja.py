@@ -23,7 +23,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     values    the variables of the template
     now       the time for strftime_now, in ISO format
     hidden    regular expressions, one for each text: what they find in the strings of messages and tools is replaced by
-              as many stand-ins; None to replace nothing
+              one stand-in a character; None: no change
     stand_in  a character
     """
     values, stand_in = request["values"], request["stand_in"]

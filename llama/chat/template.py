@@ -106,7 +106,7 @@ def _controls(pieces: Pieces) -> list[str]:
 
 
 def _divided(text: str, pieces: Pieces, cut: str = "") -> Pieces | None:
-    """A text divided where other pieces are, and at their cuts; None unless it has the same control strings there."""
+    """A text split at the borders and cuts of other pieces; None if its control strings there differ."""
     divided, at = [], 0
     for piece, is_control in pieces:
         for part in re.split(f"({cut})", piece) if cut else [piece]:

@@ -108,7 +108,7 @@ class Checkpoint(ABC):
 def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
     """The first file with one of these names in the folder, its parent, or its subfolder original/.
 
-    The parent is the place in Meta's downloads of LLaMA 1 and 2. Raises TokenizerError if there is none.
+    Meta's downloads of LLaMA 1 and 2 have it in the parent. Raises TokenizerError if there is none.
     """
     places = (folder, folder.absolute().parent, folder / "original")
     found = next((path for place in places for name in names if (path := place / name).exists()), None)
@@ -118,7 +118,7 @@ def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
-    """Raise CheckpointError if the tokenizer has four times as many tokens as the embedding has rows, or a quarter.
+    """Raise CheckpointError if the numbers of tokens and embedding rows differ by more than a factor of four.
 
     Some models pad the embedding; others have a few tokens without a row, which are an error only in a prompt. Llama
     2's 32,000 tokens are just below a quarter of Llama 3's 128,256.

@@ -105,8 +105,8 @@ def metadata(model: Model) -> dict[str, Any]:
 def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
     """The RoPE scaling as GGUF metadata, and as tensors that divide the frequencies.
 
-    llama.cpp computes linear and yarn from the metadata. Every other scaling is written as its divisors, also a yarn
-    with parameters that llama.cpp 0.3.36 does not read or computes otherwise. Raises ConfigError for what depends on
+    llama.cpp computes linear and yarn from the metadata. All other scalings are written as divisors, including yarn
+    with parameters that llama.cpp 0.3.36 ignores or computes differently. Raises ConfigError for what depends on
     the length of a text.
     """
     kind, scaling, prefix = kind_of(config.rope_scaling), config.rope_scaling or {}, "rope.scaling."
@@ -139,7 +139,7 @@ def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndar
     context = {"context_length": stretched(config.max_seq_len, scaling)}
     if kind in ("llama3", "ntk", "divisors"):
         return context, {ROPE_FREQS: np.array(divisors, np.float32)}
-    # Without the factor: llama.cpp would divide by it besides the divisors.
+    # No scaling factor: llama.cpp would apply it on top of the divisors.
     long, short = (scaling["long_factor"], scaling["short_factor"]) if kind == "longrope" else (divisors, divisors)
     rope = {f"{prefix}type": "longrope", f"{prefix}attn_factor": attention_factor, **original, **context}
     return rope, {ROPE_LONG: np.array(long, np.float32), ROPE_SHORT: np.array(short, np.float32)}

@@ -157,7 +157,7 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
     def is_saved(name: str, modules: list[str]) -> bool:
         return any(f"{module}." in to_file_name(name, NAMES, LAYERS) for module in modules)
 
-    # peft saves the embedding and the output besides modules_to_save, mostly unchanged, if one of them has a LoRA
+    # if the embedding or the output has a LoRA, peft also saves both, mostly unchanged, besides modules_to_save
     besides = [name for name in (EMBEDDING, OUTPUT) if name in replaced and not is_saved(name, saved)]
     for name in besides:
         if _is_equal(replaced[name], base, name):

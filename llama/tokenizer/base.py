@@ -27,7 +27,7 @@ LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
 
 def _valid(text: str) -> str:
-    """The text itself. Raises TokenizerError if it has a lone surrogate, for which each library has another answer."""
+    """The text itself. Raises TokenizerError if it has a lone surrogate, which each library handles differently."""
     if not isinstance(text, str):
         raise TokenizerError(f"text must be a string, got {type(text).__name__}")
     try:

@@ -215,8 +215,8 @@ def _steps(step: Any) -> list[dict[str, Any]]:
 def _scores_of_merges(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Pair]) -> list[float]:
     """Scores that make SentencePiece merge as a list of merges does. Raises TokenizerError if none exist.
 
-    SentencePiece merges any two neighbours whose union is a piece, the best union first. So the list must have every
-    pair of a union, and these must follow each other.
+    SentencePiece merges any two neighbours whose union is a piece, the best union first. So all pairs with the same
+    union must be in the list, next to each other.
     """
     unions = list(dict.fromkeys(map("".join, merges)))
     score = {union: -float(i + 1) for i, union in enumerate(unions)}

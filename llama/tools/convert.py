@@ -190,7 +190,7 @@ def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
 def pick_template(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: str
 ) -> tuple[str | Mapping[str, str] | None, list[str]]:
-    """The chat template to write, as `convert` describes it, and a note if it was not the user who chose.
+    """The chat template to write, as `convert` describes it, and a note unless the user chose it.
 
     Raises TemplateError if it does not fit the vocabulary.
     """
