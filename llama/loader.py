@@ -423,7 +423,7 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
     elif options.compile:
         model.runner = CompiledRunner(model, **settings)
     elif options.fast and cpu_runner.supports(model):
-        mapped = plan.checkpoint.tiles("layers.0.attention.wq.weight") is not None  # a copy would not be
+        mapped = plan.checkpoint.tiles("layers.0.attention.wq.weight") is not None  # joining would copy
         model.runner = KernelRunner(model, **settings, join=not mapped)
     else:
         model.runner = Runner(**settings)

@@ -37,7 +37,7 @@ def added(id: int, content: str, special: bool = False, **more: Any) -> dict[str
 
 
 def source(**changes: Any) -> dict[str, Any]:
-    """A byte-level tokenizer.json with two control tokens, of which the first begins every text."""
+    """A byte-level tokenizer.json with two control tokens; the first one begins every text."""
     backend = Backend(models.BPE({c: id for id, c in enumerate([*BYTE_OF, "th", "the"])}, [("t", "h"), ("th", "e")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

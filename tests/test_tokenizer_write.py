@@ -11,7 +11,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import sentencepiece
 
 import llama
 from llama.config import ModelConfig
@@ -25,7 +24,7 @@ from llama.tokenizer.write import check_equal, gguf_metadata, merges_of_ranks, s
 
 from . import tiny
 from .scripts import make_tiny
-from .test_tokenizer import CORPUS, TEXTS
+from .test_tokenizer import TEXTS, train
 from .wheels import wheel_member
 
 LLAMA3_FILE = ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model")
@@ -85,15 +84,7 @@ def same(ours: Tokenizer, other: Tokenizer, strings: Sequence[str]) -> None:
 # --------------------------------------------------------------------------------------------------------- vocabularies
 def trained(folder: Path, **options: Any) -> SentencePieceModelTokenizer:
     """A model trained like Llama 2's."""
-    defaults = {
-        "model_type": "bpe", "vocab_size": 620, "byte_fallback": True, "split_digits": True, "minloglevel": 2,
-        "normalization_rule_name": "identity", "remove_extra_whitespaces": False, "character_coverage": 0.99,
-    }  # fmt: skip
-    lines = [line for text in CORPUS for line in text.split("\n")]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(folder / "m"), **{**defaults, **options}
-    )
-    return SentencePieceModelTokenizer((folder / "m.model").read_bytes(), "m.model")
+    return SentencePieceModelTokenizer(train(folder, character_coverage=0.99, **options).read_bytes(), "m.model")
 
 
 @pytest.fixture(scope="module")

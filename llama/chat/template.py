@@ -23,7 +23,7 @@ from ..errors import ContextLengthError, TemplateError
 from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer
 
-SECONDS, SPACE = 2.0, 256 * 2**20  # CPU time, of which a conversation of 1000 turns takes about 0.05, and bytes
+SECONDS, SPACE = 2.0, 256 * 2**20  # CPU time (1,000 turns take about 0.05 s), and bytes
 CHILD = Child(Path(__file__).with_name("jinja.py"), ("jinja2", "markupsafe"), SECONDS, SPACE)
 CUT = "\x1f"  # the value of the variable `cut`
 
@@ -72,8 +72,8 @@ def encode_template(
             return tokenizer.encode_pieces([(plain, False)])
         words = "|".join(word for control in found for word in re.findall(r"\w+", control))
         ends = re.escape("".join(control[0] + control[-1] for control in found))
-        # With stand-ins for the ends of control strings and the words in them, which a search for "/no_think" finds
-        # nevertheless; and for complete control strings, since a template may search for "</think>"
+        # Two patterns. The end characters and words of control strings, so that a search for "/no_think" still finds
+        # it; and complete control strings, since a template may search for "</think>"
         patterns = [rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))]
         by_parts, complete = map(split, rendered(patterns))
         pieces = _divided(plain, by_parts)

@@ -27,7 +27,7 @@ class Family(NamedTuple):
     bias_keys             whether attention_bias and mlp_bias have an effect
     qkv_bias              whether q_proj, k_proj and v_proj always add a bias
     window                the default of sliding_window
-    n_kv_heads            the value without a key num_key_value_heads; None: that of num_attention_heads
+    n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
     """
 
     architecture: str

@@ -1,7 +1,7 @@
 """Reader of the header of GGUF, llama.cpp's file format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
 A file is its metadata, an entry for each tensor, and the tensors' bytes. The gguf package's reader hangs on a crafted
-header, so this is an own one: a number of the header sizes nothing before it was compared with the file's size.
+header, so this is our own: no number in the header sets a size before it is checked against the file's size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry. A row is stored in blocks of `block` weights and `size` bytes; both are 1 weight for F32.
+    """A tensor's entry. A row is stored in blocks of `block` weights in `size` bytes: 1 and 4 for F32.
 
     type    the name of a type: F32, Q4_K, ...
     shape   in torch's order; GGUF stores it reversed

@@ -205,7 +205,7 @@ def _read_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str,
         tensor = stored.read()
         if match[2]:
             pairs.setdefault(name, {})["down" if match[2] == "A" else "up"] = tensor
-        elif match[3]:  # the embedding maps ids to rows, so A (r, V) is its up matrix, and B (C, r) the other
+        elif match[3]:  # an embedding is (V, C): A (r, V) transposed is up, B (C, r) transposed is down
             pairs.setdefault(name, {})["up" if match[3] == "A" else "down"] = tensor.transpose(0, -1)
         else:
             replaced[name] = tensor

@@ -172,7 +172,7 @@ class MetaCheckpoint(Checkpoint):
 
     # ------------------------------------------------------------------------------------------------- reading
     def _check_shards(self) -> None:
-        """Raise CheckpointError unless all shards have the same tensors, with other values in each."""
+        """Raise CheckpointError unless the shards agree in names, shapes and norm, and differ in wq."""
         kinds = [{name: (t.shape, t.dtype) for name, t in shard.items()} for shard in self.shards]
         norm, rows = self.shards[0].get("norm.weight"), set()
         for file, shard, kind in zip(self.files, self.shards, kinds, strict=True):

@@ -137,7 +137,7 @@ class GPTQ(Method):
         subtracted = self._subtracted(qzeros, rows)
 
         def zero(part: slice) -> Any:
-            # A carry into the next integer is intended: saving subtracted the same number from the complete word.
+            # Carries into the next integer are intended: the writer subtracted this number from the whole word.
             ones = np.uint32(subtracted * sum(1 << i for i in range(0, 32, bits)))
             words = (qzeros.read().numpy().view(np.uint32) + ones).view(np.int32)
             return unpack_words(words, bits, slice(*part.indices(rows))).T  # (n, G)

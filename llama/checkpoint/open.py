@@ -17,7 +17,7 @@ from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized, torchfile
 from .base import Checkpoint, check_vocabulary
 
-# (whether a path has this format, its reader); a new format adds one line. The first that fits is used.
+# (whether a path has this format, its reader). The first that fits is used; `_open_file` opens single files.
 HUGGING_FACE: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
     (quantized.recognizes, quantized.QuantizedCheckpoint),
     (prequantized.recognizes, prequantized.PrequantizedCheckpoint),
@@ -95,7 +95,7 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _readers(folder: Path) -> list[Callable[[Path], Checkpoint]]:
-    """The readers of the formats that a folder has, without Hugging Face's for a config.json without weights."""
+    """The readers that fit a folder; Hugging Face's only if it has .safetensors or .bin files."""
     lacks_weights = not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
     formats = OTHERS if lacks_weights else [*HUGGING_FACE, *OTHERS]
     return [read for recognizes, read in formats if recognizes(folder)]

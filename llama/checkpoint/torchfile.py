@@ -1,8 +1,8 @@
 """Reader of torch's files (.pth, .pt, pytorch_model.bin): torch.load in its safe mode, and what that does not check.
 
-`weights_only` runs no code of the file, but it calls bytearray(n), and hashing a tuple nested a million deep ends the
-process; so the pickle's operations are checked first. `mmap` leaves the values in the file, but trusts the sizes in the
-pickle; so they are compared with the records of the zip archive.
+`weights_only` runs no code of the file, but a bytearray(n) can fill memory, and a tuple nested a million deep can crash
+the process; so the pickle's operations are checked first. `mmap` leaves the values in the file, but trusts the sizes in
+the pickle; so they are compared with the records of the zip archive.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _read_archive(name: str, path: Path) -> dict[str, Tensor]:
     reader: Any = torch._C.PyTorchFileReader(name)  # that of torch.load, so that both see the same pickle and offsets
     content = reader.get_record("data.pkl")
     crc = records["data.pkl"].CRC
-    if crc and zlib.crc32(content) != crc:  # 0: torch was told to compute none
+    if crc and zlib.crc32(content) != crc:  # 0: written without checksums
         raise DamagedError(f"{path}: the CRC-32 of data.pkl does not match")
     if "byteorder" in records and reader.get_record("byteorder") != b"little":  # torch would swap bytes in the mapping
         raise CheckpointError(f"{path} is from a big-endian machine; save it again on a little-endian one")
@@ -98,7 +98,7 @@ def read_records(name: str | Path, path: Path) -> dict[str, zipfile.ZipInfo]:
 def _check_pickle(file: io.BytesIO, path: Path) -> None:
     """Raise CheckpointError if the next pickle in `file` needs other globals than a state dict, or nests deeply.
 
-    Containers must not come from the memo, or they could grow after their depth is counted.
+    Refuses a container from the memo: it could grow after its depth is counted.
     """
     stack: list[Any] = []  # the depth of a value, 0 for a number, a string or a tensor; the name of a global
     marks: list[int] = []

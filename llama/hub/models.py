@@ -104,7 +104,7 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
 
 
 def check_links(folder: Path) -> None:
-    """Raise DamagedError if a link in a folder dangles, as in a snapshot of which a part was removed.
+    """Raise DamagedError if a link in a folder dangles, as in a snapshot that was partly removed.
 
     The readers would take an optional file, such as the chat template, for one that the model does not have.
     """

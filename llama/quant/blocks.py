@@ -2,7 +2,7 @@
 
     weight = scale * quant + offset
 
-Every quantized GGUF type has this form, so the kernels can use the weights of a file without quantizing them again.
+Every type in READERS has this form, so the kernels can use a file's weights without quantizing them again.
 In some types the integer is an index into 16 values (a codebook), and takes their place in the formula.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
     scale    (R, groups) float32; the last group may be shorter than the others
     offset   (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle integer means 0
     values   16 integers from -127 to 127; then quants are indices into them, and there is no offset
-    factors  (R, ceil(N / 256), 1 or 2) float32, of which scale and offset are multiples by integers of 8 bits
+    factors  (R, ceil(N / 256), 1 or 2) float32; scale and offset are these times 8-bit integers
     """
 
     quants: Tensor

@@ -22,8 +22,8 @@ from .rounding import check_scales
 
 PIECE = 2**18  # entries that are quantized at once; with their copies, they fit into the cache
 SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
-STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # of a group of Q4_K: added to the number of its steps
-ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # of a group of Q6_K: the multiple of the scale that its largest weight becomes
+STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # offsets to try on a Q4_K group's number of steps
+ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of a Q6_K group, with the sign reversed
 
 
 # ------------------------------------------------------------------------------------------------------------- types

@@ -21,9 +21,9 @@ PER_ROW = 64  # inputs per group in a tile if a row has one scale
 
 
 class Layout(NamedTuple):
-    """The inputs of a group, the groups of a block, the lowest bits of a weight, and sizes of a block's parts in bytes.
+    """Inputs per group, groups per block, low bits per weight, units per block, and bytes of each part of a block.
 
-    low, high  the lowest bits and the others of the weights of a unit, of which a block has `units`
+    low, high  bytes of a unit's low bits and of its other bits; a block has `units` units
     integers   of two levels of scales
     numbers    scales and offsets, or factors
     """

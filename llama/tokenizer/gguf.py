@@ -81,7 +81,7 @@ class GGUFTokenizer(Tokenizer):
         return settings, Named((), stops, template if isinstance(template, str) else "")
 
     def _correct(self) -> None:
-        """Correct the types and ids after the vocabulary was read: ids may share a token, the last may have none."""
+        """Correct types and ids after reading: two ids may share a token, and the last ids may have no token."""
         self.n_vocab = len(self.tokens)
         self.token_of = {id: token for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
         for token, id in self.control.items():

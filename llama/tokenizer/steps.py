@@ -31,9 +31,9 @@ def parts(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def check_growth(backend: Backend, where: str) -> None:
     """Raise TokenizerError if the steps before the model may lengthen a text more than LARGEST_GROWTH times.
 
-    The library has no bound: a short list of replacements, each of which doubles a text, fills the memory, and then
-    the library ends the process. A step that writes once per text counts for each character, because added tokens
-    divide a text into texts. The steps are read from the library, which completes and sorts what a file writes.
+    The library has no bound: a few replacements that each double a text fill the memory, and then the library ends
+    the process. A step that writes once per text is counted per character, as added tokens may split a text anywhere.
+    The steps are read from the library, which completes and sorts what a file writes.
     """
     factor = 1.0
     for step in filter(None, (backend.normalizer, backend.pre_tokenizer)):
