@@ -60,6 +60,11 @@ def read_torch(path: Path) -> Weights:
     with zipfile.ZipFile(path) as archive:
         folder = archive.namelist()[0].split("/")[0]
 
+        def stored(item: zipfile.ZipInfo) -> bytes:
+            """A record; archive.read would also compare its CRC-32, and its name before the data with the directory's."""
+            start = item.header_offset + 30 + sum(struct.unpack_from("<2H", content, item.header_offset + 26))
+            return content[start : start + item.file_size]
+
         def rebuild(storage: tuple[str, bytes], offset: int, shape: Any, strides: Any, *rest: Any) -> Weight:
             dtype, data = storage
             width = {"FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2}[dtype]
@@ -81,12 +86,11 @@ def read_torch(path: Path) -> Weights:
             def persistent_load(self, reference: Any) -> tuple[str, bytes]:
                 _, dtype, key, _, numel = reference
                 item = archive.getinfo(f"{folder}/data/{key}")
-                start = item.header_offset + 30 + sum(struct.unpack_from("<2H", content, item.header_offset + 26))
-                data = content[start : start + item.file_size]  # not archive.read, which compares the CRC-32
+                data = stored(item)
                 assert len(data) == numel * (4 if dtype == "FloatStorage" else 2)
                 return dtype, data
 
-        return dict(Reader(io.BytesIO(archive.read(f"{folder}/data.pkl"))).load())
+        return dict(Reader(io.BytesIO(stored(archive.getinfo(f"{folder}/data.pkl")))).load())
 
 
 def read_safetensors(path: Path) -> Weights:

@@ -191,7 +191,7 @@ def test_values_beyond_float16_are_an_error_not_infinity(tmp_path: Path) -> None
 
 # ----------------------------------------------------------------------------------------------------------- surplus
 def assemble(path: Path, tensors: list[tuple[str, Tensor]], alignment: int, gap: int, after: int) -> Path:
-    """A file that llama.cpp's writer would not make: any order of the data, gaps in it, bytes after it."""
+    """A file that llama.cpp's writer would not make: `gap` bytes after each tensor, `after` bytes at the end."""
     writer = gguf.GGUFWriter(str(path), "llama")
     tiny.add_metadata(writer, {**tiny.architecture(), **tiny.byte_vocabulary(), "general.alignment": alignment})
     writer.write_header_to_file()
@@ -201,7 +201,7 @@ def assemble(path: Path, tensors: list[tuple[str, Tensor]], alignment: int, gap:
     for name, tensor in tensors:
         data += bytes(-len(data) % alignment)
         shape = struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *reversed(tensor.shape))
-        entries = struct.pack("<Q", len(name)) + name.encode() + shape + struct.pack("<IQ", 0, len(data)) + entries
+        entries += struct.pack("<Q", len(name)) + name.encode() + shape + struct.pack("<IQ", 0, len(data))
         data += tensor.numpy().tobytes() + bytes(gap)
     header = bytearray(path.read_bytes() + entries)
     header[8:16] = struct.pack("<Q", len(tensors))
@@ -209,12 +209,25 @@ def assemble(path: Path, tensors: list[tuple[str, Tensor]], alignment: int, gap:
     return path
 
 
-@pytest.mark.parametrize(("alignment", "gap", "after"), [(1, 0, 0), (2, 3, 7), (32, 0, 0), (64, 100, 1)])
-def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path, alignment, gap, after) -> None:
+@pytest.mark.parametrize(("alignment", "after"), [(1, 0), (2, 7), (32, 0), (64, 1)])
+def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path, alignment: int, after: int) -> None:
     tensors = [(name, tensor.read()) for name, tensor in GGUFFile(tiny_gguf).tensors.items()]
     for more in ([], [("empty", torch.zeros(0))], [("blk.9.empty.weight", torch.zeros(3, 0))]):
-        path = assemble(tmp_path / "x.gguf", [*more, *tensors], alignment, gap, after)
+        path = assemble(tmp_path / "x.gguf", [*more, *tensors], alignment, 0, after)
         assert torch.equal(load(path)(TOKENS), load(tiny_gguf)(TOKENS))
+
+
+def test_a_changed_type_is_not_read_as_other_numbers(tiny_gguf: Path, tmp_path: Path) -> None:
+    """Its tensor would end before the next one begins. A gap between tensors is refused for the same reason."""
+    tensors = [(name, tensor.read()) for name, tensor in GGUFFile(tiny_gguf).tensors.items()]
+    with pytest.raises(DamagedError, match="should begin at"):
+        open_checkpoint(assemble(tmp_path / "gap.gguf", tensors, 32, 100, 0))
+    data, name = tiny_gguf.read_bytes(), b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # of the type, after the rank and two sizes
+    for type in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
+        (tmp_path / "x.gguf").write_bytes(data[:at] + struct.pack("<I", type) + data[at + 4 :])
+        with pytest.raises(LlamaError):
+            open_checkpoint(tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize("key", ["attention.head_count_kv", "attention.head_count", "feed_forward_length"])

@@ -149,13 +149,16 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
             raise DamagedError(f"{where}: tensor {name:.80} occurs twice")
         tensors[name] = header.tensor(name)
 
-    end = -(-header.at // alignment) * alignment  # data begins at the next multiple of the alignment
-    tensors = {name: info._replace(offset=end + info.offset) for name, info in tensors.items()}
-    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if not end <= info.offset <= len(data) - info.nbytes:
+    # Each tensor begins at the first multiple of the alignment after the one before it. Without this check, as in
+    # llama.cpp, a changed type or shape would be read as other numbers.
+    start = end = -(-header.at // alignment) * alignment
+    for name, info in tensors.items():
+        begin = start + info.offset
+        if begin != end or end + info.nbytes > len(data):
             raise DamagedError(
-                f"{where}: tensor {name:.80} begins at byte {info.offset} and has {info.nbytes}, but the file has"
-                f" {len(data)}, and the tensor before it ends at {end}"
+                f"{where}: tensor {name:.80} has {info.nbytes} bytes from {begin}, but should begin at {end},"
+                f" and the file has {len(data)}"
             )
-        end = info.offset + info.nbytes
+        tensors[name] = info._replace(offset=end)
+        end = -(-(end + info.nbytes) // alignment) * alignment
     return Header(metadata, tensors)

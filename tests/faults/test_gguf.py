@@ -83,7 +83,7 @@ CRAFTED: dict[str, list[bytes]] = {
     "dimensions, expected 1 to 4": [file([], [tensor(dims=dims)], 128) for dims in ((), (1, 1, 1, 1, 32))],
     "has the unknown type 999": [file([], [tensor(type=999)], 128)],
     "in blocks of": [file([], [tensor(dims=(n,), type=type)], 128) for n, type in ((33, 2), (32, 16))],
-    "but the file has": [
+    "the file has": [
         file([], [tensor(dims=(2**32 + 1, 2**32 - 1, 2**32, 2**32 + 4))], 128),  # the product wraps to 4
         file([], [tensor(dims=(2**32, 2**32, 4))], 128),
         file([], [tensor(dims=(256, 2**50), type=16)], 128),
