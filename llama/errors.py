@@ -51,10 +51,6 @@ class ContextLengthError(LlamaError, ValueError):
     """The tokens do not fit into the context."""
 
 
-class ParallelError(LlamaError, RuntimeError):
-    """One of several processes ended or fell out of step, so none of them can continue."""
-
-
 class MemoryLimitError(LlamaError, MemoryError):
     """A run needs more memory than is free."""
 

@@ -118,9 +118,8 @@ def generate(  # many parameters, since an answer has no other state
     def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,) -> id (1,), extreme (1,), log-probability (1,) if requested
         nonlocal history
         logits = logits[:n_vocab]
-        choice = choose(
-            logits, params, history, generator, logprobs, None if constraint is None else constraint.allowed()
-        )
+        allowed = None if constraint is None else constraint.allowed()
+        choice = model.runner.agree(choose(logits, params, history, generator, logprobs, allowed))
         if history is not None:
             history = History(torch.cat((history.ids, choice[0])), history.start)
         if top_logprobs:

@@ -29,11 +29,10 @@ from .engine.compiled import CompiledRunner
 from .engine.cpu_attention import pick_attention
 from .engine.cpu_runner import KernelRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
-from .engine.parallel import World, share
+from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import no_cudnn_attention, pick_dtype
-from .engine.sharding import ShardedCheckpoint
 from .errors import CheckpointError, UsageError
 from .hub import resolve
 from .model import Runner, Transformer
@@ -52,7 +51,6 @@ from .weights import (
     read_float,
     read_weight,
     requantization_warning,
-    sample_hash,
 )
 
 if TYPE_CHECKING:
@@ -108,9 +106,6 @@ class LoadOptions:
             checks.integer("max_seq_len", self.max_seq_len)
         if self.quantize is not None:
             pick_scheme(self.quantize)
-        if self.world is not None and (self.compile or self.gpu_layers is not None):
-            name = "compile (--compile)" if self.compile else "gpu_layers (--gpu-layers)"
-            raise UsageError(f"{name} works in one process only; leave it out, or run the model in one process")
 
 
 def load_options(options: Mapping[str, Any], *others: str) -> LoadOptions:
@@ -254,14 +249,11 @@ def build_plan(plan: Plan) -> Transformer:
 class Plan:
     """The options of a run, resolved against a checkpoint and this machine.
 
-    config      the complete model's
-    sizes       the config of the part that this process loads; equal to `config` unless processes share the model
-    checkpoint  the tensors of that part
+    config and checkpoint are those of this process's part, if several processes share the model.
     """
 
     options: LoadOptions
     config: ModelConfig
-    sizes: ModelConfig
     checkpoint: Checkpoint
     placement: Placement
     storage: Storage
@@ -277,13 +269,12 @@ class Plan:
 
 def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     """Check the tensors and the options, and choose devices, dtype and storage. Almost only headers are read."""
-    config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
     check_merge(checkpoint, options)
     check_tensors(checkpoint)  # first, so that nothing below allocates memory by the sizes in a damaged file
-    world, device, sizes = options.world, options.device, config
-    if world is not None:
-        device, sizes = world.device, world.rank.config(config)
-    placement = pick_placement(sizes, device, options.gpu_layers)
+    if options.world is not None:
+        checkpoint = options.world.slice(checkpoint)
+    config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
+    placement = pick_placement(config, options.device, options.gpu_layers)
     if options.compile and not placement.single:
         raise UsageError(
             "compiled code runs on one device; leave out compile (--compile), or leave out gpu_layers (--gpu-layers)"
@@ -300,20 +291,14 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     storage = Storage(dtype, scheme, keep, FORMS[rope].layout)
-    if world is not None:
-        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")
-        sharded = ShardedCheckpoint(checkpoint, world.rank)
-        if scheme is not None or (keep and placement.output.type in ("cpu", "cuda")):
-            sharded.check_groups(None if scheme is None else scheme.group)
-        checkpoint = sharded
-    context = reach(sizes) if options.max_seq_len is None else options.max_seq_len
-    if sizes.sliding_window is not None and context > sizes.sliding_window:
+    context = reach(config) if options.max_seq_len is None else options.max_seq_len
+    if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
-            f"a context of {context} tokens exceeds the model's sliding window of {sizes.sliding_window}; windows are"
-            f" not implemented, so use at most {sizes.sliding_window} (--max-seq-len), or run it in vLLM"
+            f"a context of {context} tokens exceeds the model's sliding window of {config.sliding_window}; windows are"
+            f" not implemented, so use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
         )
     dequantized = dequantization_warning(checkpoint, placement.device_of, storage) if keep else []
-    return Plan(options, config, sizes, checkpoint, placement, storage, rope, context, dequantized)
+    return Plan(options, config, checkpoint, placement, storage, rope, context, dequantized)
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -338,7 +323,7 @@ def check_memory(plan: Plan) -> None:
     for device in dict.fromkeys((*placement.layers, placement.output)):
         names = [name for name in plan.checkpoint.shapes if placement.device_of(name) == device]
         weights = memory_footprint(plan.checkpoint, names, device, plan.storage)
-        part = dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
+        part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
         tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
         cache = memory.cache_bytes(part, tokens, dtype.itemsize, options.kv_cache)
         activations = memory.activation_bytes(part, tokens, dtype.itemsize, options.kv_cache)
@@ -350,13 +335,10 @@ def check_memory(plan: Plan) -> None:
 def fill(plan: Plan) -> Transformer:
     """Build the model on the meta device and replace its layers one by one with filled ones."""
     with torch.device("meta"), SkipInit():
-        model = Transformer(plan.sizes, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
+        model = Transformer(plan.config, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
     if plan.checkpoint.adapters:  # part of the model's identity, for saved sessions
         identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
         model.register_buffer("adapters", identity, persistent=False)
-    if plan.options.world is not None and plan.options.world.rank.stage:  # only the first stage has these two
-        model.set_submodule("tok_embeddings", nn.Identity())
-        model.set_submodule("output", nn.Identity())
     for i, device in enumerate(plan.placement.layers):
         attend = Attend(pick_attention(device, plain=not plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
@@ -414,11 +396,12 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         no_cudnn_attention()
     settings: dict[str, Any] = {
         "cache_kind": options.kv_cache,
-        "check_memory": memory.check_growth if options.check_memory else None,
+        # Processes that share the model must not decide differently.
+        "check_memory": memory.check_growth if options.check_memory and options.world is None else None,
     }
     if options.world is not None:
-        model.runner = share(model, plan.config, options.world, **settings)
-    elif not plan.placement.single:
+        options.world.wrap(model)
+    if not plan.placement.single:
         model.runner = PlacedRunner(plan.placement, **settings)
     elif options.compile:
         model.runner = CompiledRunner(model, **settings)
@@ -427,4 +410,5 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         model.runner = KernelRunner(model, **settings, join=not mapped)
     else:
         model.runner = Runner(**settings)
+    model.runner.world = options.world
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -203,21 +202,6 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
     ]
-
-
-def sample_hash(checkpoint: Checkpoint) -> str:
-    """A hash that distinguishes two checkpoints of one architecture without reading all of them.
-
-    It covers, in float32, the tensors outside the layers and in the first, middle and last layer: the first row of each
-    matrix, and all of each vector. Training or merging an adapter changes these. To find damage, use `verify`.
-    """
-    last, sample = checkpoint.config.n_layers - 1, hashlib.sha256()
-    layers = tuple(f"layers.{i}." for i in sorted({0, last // 2, last}))
-    for name in sorted(checkpoint.shapes):
-        if not name.startswith("layers.") or name.startswith(layers):
-            rows = slice(0, 1) if len(checkpoint.shapes[name]) == 2 else slice(None)
-            sample.update(checkpoint.piece(name, rows, slice(None)).float().contiguous().numpy().tobytes())
-    return sample.hexdigest()[:16]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

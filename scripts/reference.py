@@ -93,7 +93,6 @@ error.
 | `CLEARLLAMA_CACHE` | The folder for downloaded models and compiled code. Default: the user's cache folder. |
 | `CLEARLLAMA_API_KEY` | The key that clients of `clearllama serve` must send. |
 | `CLEARLLAMA_KERNELS` | The form of the C++ kernels: `auto` (default), `off`, or one of {kernels}. |
-| `CLEARLLAMA_JOIN_SECONDS` | How long the processes of a model wait for each other at the start. Default: {seconds}. |
 | `HF_HOME`, `HF_HUB_CACHE` | Where the Hugging Face hub's cache is. |
 | `HF_TOKEN` | The access token for the Hugging Face hub. |
 | `HF_HUB_OFFLINE` | `1`: use only what is in the Hugging Face hub's cache. |
@@ -241,7 +240,6 @@ def option(action: argparse.Action, page: Path) -> str:
 def commands() -> Iterator[tuple[Path, str]]:
     """The pages of all commands, and their index."""
     from llama.engine.kernels import FORMS
-    from llama.engine.parallel import JOIN_SECONDS
 
     with mock.patch.dict(os.environ):
         os.environ.pop("CLEARLLAMA_MODEL", None)  # a default in the help texts
@@ -257,7 +255,6 @@ def commands() -> Iterator[tuple[Path, str]]:
             table="\n".join(f"| [{name}]({name}.md) | {prose(words, page)} |" for name, words in summaries.items()),
             options="\n".join(option(action, page) for action in parser._actions if action.option_strings),
             kernels=", ".join(f"`{form}`" for form in FORMS),
-            seconds=f"{JOIN_SECONDS:g}",
         ).replace("\n\n", f"\n\n{NOTE.format('parser')}\n", 1),
     )
 

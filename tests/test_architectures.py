@@ -18,7 +18,6 @@ from llama.checkpoint.architectures import FAMILIES, LAYOUTS
 from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.sharding import Rank
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
 from llama.tools.convert import convert
@@ -151,16 +150,6 @@ def test_logits_and_cached_keys_are_the_same_in_every_form_of_rope(form: str) ->
     caches = [net.new_cache(20) for net in (expected, found)]
     assert torch.equal(expected(ids, cache=caches[0]), found(ids, cache=caches[1]))
     assert torch.equal(caches[0].k, caches[1].k)
-
-
-def test_stages_keep_their_layers_without_rope() -> None:
-    config = dataclasses.replace(tiny.CONFIG, n_layers=8, no_rope_layers=(0, 3, 7))
-    for stages in (1, 2, 3, 5):
-        found: list[int] = []
-        for stage in range(stages):
-            rank = Rank(stage, pipeline=stages)
-            found += [rank.layers(config).start + layer for layer in rank.config(config).no_rope_layers]
-        assert tuple(found) == config.no_rope_layers
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "SmolLM3"])

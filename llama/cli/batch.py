@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checks import integer, is_number
 from ..errors import LlamaError, UsageError
-from . import answers, arguments, loading, record, streams
+from . import answers, arguments, loading, ranks, record, streams
 
 if TYPE_CHECKING:
     from ..generation.answer import Prompt
@@ -406,7 +407,7 @@ def run(args: argparse.Namespace) -> int:
             if os.path.samefile(args.prompts, args.output):
                 raise UsageError("--output and --prompts name the same file; choose another --output")
     options = arguments.sampling_options(args)
-    lines = read_lines(args.prompts)
+    lines = ranks.first(args, lambda: read_lines(args.prompts))
     check_lines(args, lines, source)
     check_chats(args, lines, source)
     if args.output == "-":
@@ -417,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.fresh:
             output.check_answers()
-        kept = Kept() if args.fresh else output.answers(lines, source)
+        kept = ranks.first(args, lambda: Kept() if args.fresh else output.answers(lines, source))
         llm = loading.load(args)
         raw = pick_form(args, llm)
         llm.prepare([0], options)  # an invalid grammar ends the run before it begins
@@ -489,7 +490,8 @@ def answer_all(
             item = parse(lines[at], at + 1, source)
             own = {**line_options(options, item, at + 1, args.logprobs), "continues": raw and "prompt" in item.input}
             try:
-                (prompt,) = llm.prepare(encode_item(llm, item, args.system, raw), own)
+                ids = ranks.first(args, partial(encode_item, llm, item, args.system, raw))
+                (prompt,) = llm.prepare(ids, own)
             except LlamaError as error:
                 ready[at] = failed(item, error)
                 continue

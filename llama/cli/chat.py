@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import spelling
-from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
+from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
 from . import answers, arguments, drafts, history, loading, ranks, sessions, streams, terminal, turns
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             " conversation with /system TEXT"
         )
     source = keyboard(args) if sys.stdin.isatty() else terminal.Pipe()
+    source.typed = ranks.first(args, lambda: source.typed)
     chat = Chat(args, llm, options, source, session)
     streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
     if begun:
@@ -110,7 +111,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
     failed = False
     while True:
         try:
-            turn = turns.read_turn(chat.source.read)
+            turn = ranks.first(args, lambda: turns.read_turn(chat.source.read))
         except EOFError:
             if chat.source.typed:
                 streams.write_stderr("")
@@ -135,10 +136,8 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
                 chat.ask(turn.text)
         except KeyboardInterrupt:  # before the answer began
             streams.info(args, f"{'' if turn.command else chat.label}stopped; the conversation is unchanged")
-        except ParallelError:  # a process is gone, so no turn can follow
-            raise
         except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed; the conversation continues
-            if args.debug:
+            if args.debug or (args.world is not None and not isinstance(error, LlamaError)):
                 raise
             failed = not chat.source.typed
             message = streams.describe(error)
@@ -212,7 +211,7 @@ class Chat:
     def complete(self, messages: list[Message], options: dict[str, Any]) -> None:
         """Write the answer to messages that end with a question. They and the answer become the conversation."""
         self.questions += 1
-        messages, prompt = self.fit(messages)
+        messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
         answer, completion = "", None
         separator = "\n" if self.answers and not self.source.typed else ""
         bar = answers.PromptBar(self.args)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         return batch.run(args)
     batch.check_absent(args)
-    prompt = read_prompt(args)
+    prompt = ranks.first(args, lambda: read_prompt(args))
     if args.logprobs and not args.json:
         raise UsageError("--logprobs needs --json or --prompts")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--system needs a chat, but {reason}; {remedy}")
     if args.suffix is not None:
         streams.info(args, "filling in the text between prompt and suffix")
-        ids = llm.tokenizer.encode_infill(prompt, args.suffix)
+        ids = ranks.first(args, lambda: llm.tokenizer.encode_infill(prompt, args.suffix))
         pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
     elif raw:
         reason = "--raw" if args.raw else "the model has no chat template"
@@ -103,13 +103,15 @@ def run(args: argparse.Namespace) -> int:
         streams.info(args, f"the prompt is continued as {form} ({reason})")
         if not special and (found := control_strings(llm.tokenizer, prompt)):
             streams.info(args, f"the prompt contains {found} as plain text; --parse-special enables control tokens")
-        pieces = llm.stream(prompt, parse_special=special, logprobs=args.logprobs, **options)
+        ids = ranks.first(args, lambda: llm.tokenizer.encode_prompt(prompt, special))
+        pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
     else:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
         streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
         messages = [{"role": "system", "content": args.system}] if args.system is not None else []
         messages.append({"role": "user", "content": prompt})
-        pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
+        ids = ranks.first(args, lambda: llm.encode_chat(messages))
+        pieces = llm.stream_ids(ids, continues=False, logprobs=args.logprobs, **options)
 
     with sessions.saving(args, lambda: session, llm.model), shown:
         answer(args, prompt, pieces)

@@ -25,7 +25,6 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     tokens  returns how long prompt and answer will be, for the memory check
     """
     from .. import loader
-    from ..engine import parallel
 
     vector = None
     if hasattr(args, "steer"):
@@ -35,15 +34,16 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
             vector = steering.ControlVector.read(args.steer)
     started = time.perf_counter()
-    with parallel.all_succeed(getattr(args, "world", None)):
-        llm = loader.load(
-            args.model,
-            adapters=args.adapter,
-            tokenizer=args.tokenizer,
-            tokens=tokens,
-            quiet=args.quiet,
-            **arguments.model_options(args),
-        )
+    llm = loader.load(
+        args.model,
+        adapters=args.adapter,
+        tokenizer=args.tokenizer,
+        tokens=tokens,
+        quiet=args.quiet,
+        **arguments.model_options(args),
+    )
+    if (world := getattr(args, "world", None)) is not None:
+        world.check_same("tokenizer", llm.tokenizer.digest())
     _show_loaded(args, llm.model, llm.adapters, (), time.perf_counter() - started)
     if args.tokenizer is not None:
         kind, count = llm.tokenizer.kind, llm.tokenizer.n_vocab
@@ -71,12 +71,10 @@ def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) 
 def load_model(args: argparse.Namespace) -> Transformer:
     """Load the model as `load` does, but without its tokenizer; a tokenizer that --tokenizer names is only checked."""
     from .. import loader
-    from ..engine import parallel
 
     started = time.perf_counter()
-    with parallel.all_succeed(getattr(args, "world", None)):
-        checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
-        model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
+    checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
+    model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
     _show_loaded(args, model, checkpoint.adapters, checkpoint.warnings, time.perf_counter() - started)
     return model
 
@@ -94,7 +92,7 @@ def _show_loaded(
         f"{args.model}: {_millions(config.n_params)} parameters",
         f"{quantized} weights, {dtype} compute" if quantized else dtype,
         describe_devices(model).replace("cpu", "CPU"),
-        *([str(world)] if world else []),
+        *([f"{world.size} processes"] if world else []),
         f"loaded in {seconds:.1f} s",
     ]
     streams.info(args, ", ".join(facts))

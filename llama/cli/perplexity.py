@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..checks import integer
 from ..errors import UsageError
-from . import arguments, loading, ranks, streams
+from . import arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..model import Transformer
@@ -31,7 +31,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser)
     arguments.add_rope_options(parser)
-    ranks.add_options(parser)
     parser.set_defaults(run=run)
 
 

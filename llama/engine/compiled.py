@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..attention import Attend, causal_mask
 from ..cache import KINDS, KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
-from ..model import RMSNorm, Transformer, TransformerBlock
+from ..model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
@@ -57,6 +57,9 @@ class CompiledRunner(KernelRunner):
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(model, cache_kind, check_memory)
         self.watch = ModelWatch(model, "the compiled step")
+        for name, module in model.layers[0].named_modules():
+            if list(module.children()) and not isinstance(module, TransformerBlock | Attention | FeedForward):
+                raise UsageError(f"{name} is wrapped in a {type(module).__name__}, which compiled code would not call")
         if model.rope.form == "complex":
             raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
         if model.norm.weight.device.type == "cuda":

@@ -36,7 +36,7 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
     It raises no Exception, since it is part of another error's message: a failure becomes text as well.
     """
     dtype = str(model.norm.weight.dtype).removeprefix("torch.")
-    if model.runner.distributed:  # the other ranks take no part in a second pass
+    if model.runner.world is not None:  # the other processes would not leave a second pass at the same layer
         return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:
         found = begins(model, tokens)

@@ -3,8 +3,8 @@
 This serves a model that is larger than the only GPU (its last layers run there, the others on the CPU), and several
 GPUs in one process. One device works at a time, so this saves memory but not time; tensor parallelism saves both.
 
-Tokens come in and logits come out on the last device, which also has the norm, the output layer and sampling; it is
-`model.norm.weight.device` and `cache.device`. The keys and values of a layer are on the layer's device.
+Logits come out on the last device, `model.norm.weight.device`, which also has the norm, the output layer and sampling.
+The keys and values of a layer are on its device.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
-from ..attention import Attend, causal_mask, reference
-from ..cache import KVCache, MemoryCheck
+from ..attention import causal_mask
+from ..cache import MemoryCheck
 from ..config import ModelConfig
 from ..errors import UsageError
-from ..model import Runner, Transformer
-from .cpu_attention import pick_attention
+from ..model import Cache, Runner, Transformer
 from .runtime import pick_device
 
 Devices = str | torch.device | Sequence[str | torch.device] | None  # "cuda", "cuda:0,cuda:1", [device, ...], None: best
@@ -54,45 +53,29 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
     """Choose the devices of a model's parts.
 
     devices     one device, or several separated by commas: each gets consecutive layers, about equally many bytes
-    gpu_layers  number of layers on the GPU; the others are on the CPU. 0: all on the CPU; n_layers or more: all on the
-                GPU. The last layers go to the GPU, since the output layer and sampling follow them: the hidden state
-                is copied to the GPU once and never back. The embedding, of which a token reads one row, stays with the
-                first layers.
-
-    Raises UsageError if a device does not exist or is named twice, or if there is no GPU for gpu_layers.
+    gpu_layers  number of layers on the GPU, the last ones, since the output layer and sampling follow them: the hidden
+                state is copied to the GPU once and never back. The embedding stays with the first layers
     """
     named = devices.split(",") if isinstance(devices, str) else devices
-    several = list(named) if isinstance(named, Sequence) else [named]
+    several = named if isinstance(named, Sequence) else [named]
     picked = [pick_device(name.strip() if isinstance(name, str) else name) for name in several]
     if gpu_layers is None:
         return spread(config, picked)
-    count = min(checks.integer("gpu_layers", gpu_layers, 0), config.n_layers)
+    count, cpu = min(checks.integer("gpu_layers", gpu_layers, 0), config.n_layers), torch.device("cpu")
     if len(picked) > 1:
-        raise UsageError(
-            f"gpu_layers works with one device, but {len(picked)} were named; name one, or leave gpu_layers out"
-        )
-    cpu = torch.device("cpu")
+        raise UsageError(f"gpu_layers needs one device, but {len(picked)} were named; leave gpu_layers out")
     if count == 0:
         return spread(config, [cpu])
-    if picked[0].type == "cpu":
-        best = pick_device(None)
-        cause = "the chosen device is the CPU" if best.type != "cpu" else "this machine has none"
-        raise UsageError(
-            f"gpu_layers {gpu_layers} requires a GPU, but {cause} (available: {_available(best)}); leave it out"
-        )
+    if picked[0] == cpu:
+        raise UsageError(f"gpu_layers {gpu_layers} requires a GPU, but the device is the CPU; leave gpu_layers out")
     below = cpu if count < config.n_layers else picked[0]
     return Placement(below, (cpu,) * (config.n_layers - count) + (picked[0],) * count, picked[0])
 
 
-def _available(best: torch.device) -> str:
-    return "cpu" if best.type == "cpu" else f"{best}, cpu"
-
-
 def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     """Divide the layers among devices, in order and by bytes; the embedding and the output layer count too."""
-    numbered = [(device.type, device.index or 0) for device in devices]
-    if twice := next((device for device in devices if numbered.count((device.type, device.index or 0)) > 1), None):
-        raise UsageError(f"the device {str(twice)!r} is named twice; name each once")
+    if len({(device.type, device.index or 0) for device in devices}) < len(devices):
+        raise UsageError(f"a device is named twice in {','.join(map(str, devices))}; name each once")
     if len(devices) > config.n_layers:
         raise UsageError(f"{len(devices)} devices for {config.n_layers} layers; name at most one device for each layer")
     vocabulary = config.vocab_size * config.dim
@@ -108,27 +91,6 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     return Placement(devices[0], layers, devices[-1])
 
 
-def place(model: Transformer, placement: Placement) -> Runner:
-    """Move the parts of a model to their devices, in place; return the runner to set.
-
-    Tied embeddings on two devices become two tensors. Raises UsageError for layers that are packed for the CPU.
-    """
-    tied = getattr(model.tok_embeddings, "weight", None) is getattr(model.output, "weight", None)
-    if tied and placement.embedding != placement.output:
-        model.tok_embeddings.weight = nn.Parameter(model.output.weight.detach().clone(), requires_grad=False)
-    for name, module in model.named_children():
-        if name != "layers":
-            module.to(placement.device_of(name))
-    blocks: list[Any] = list(model.layers)
-    for i, (block, device) in enumerate(zip(blocks, placement.layers, strict=True)):
-        block.to(device)
-        if device.type != "cpu" and block.attention.attend.function is not reference:
-            model.set_submodule(f"layers.{i}.attention.attend", Attend(pick_attention(device)))
-    if placement.single:
-        return model.runner
-    return PlacedRunner(placement, model.runner.cache_kind, model.runner.check_memory)
-
-
 class PlacedRunner(Runner):
     """Runs consecutive layers on each of several devices."""
 
@@ -137,13 +99,7 @@ class PlacedRunner(Runner):
         self.placement = placement
 
     def run(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        positions: Tensor,
-        keys: Tensor | None,
-        seq_len: int,
-        cache: KVCache | None,
+        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: Cache
     ) -> Tensor:
         """The result is on the last device; the arguments may be on any one device."""
         placement = self.placement
@@ -161,14 +117,9 @@ class PlacedRunner(Runner):
 
 
 def describe_devices(model: Transformer) -> str:
-    """The devices of a model: 'cpu', or 'cpu (layers 0 to 15) and cuda:0 (16 to 31)'."""
+    """The devices of a model's layers: 'cpu', or 'cpu (16 layers) and cuda:0 (16 layers)'."""
     blocks: list[Any] = list(model.layers)
-    devices: list[torch.device] = [block.attention_norm.weight.device for block in blocks]
-    groups = [(device, len(list(layers))) for device, layers in groupby(devices)]
+    groups = [(device, len(list(g))) for device, g in groupby(block.attention_norm.weight.device for block in blocks)]
     if len(groups) == 1:
         return str(model.norm.weight.device)
-    parts, first = [], 0
-    for device, count in groups:
-        parts.append(f"{device} ({'layers ' if not first else ''}{first} to {first + count - 1})")
-        first += count
-    return " and ".join(parts)
+    return " and ".join(f"{device} ({count} layer{'s' * (count != 1)})" for device, count in groups)

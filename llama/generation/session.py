@@ -240,7 +240,7 @@ def _same_tokenizer(known: Tokenizer | str | None, other: Tokenizer) -> bool:
 
 def check_model(model: Transformer) -> None:
     """Raise UsageError if sessions are not supported: RoPE depends on the length, or processes share the model."""
-    if model.runner.distributed:
+    if model.runner.world is not None:
         raise UsageError(
             "sessions are not supported if several processes share the model, since each has only a part of the KV"
             " cache; use one process, or no session"

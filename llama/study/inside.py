@@ -159,7 +159,7 @@ def transformer(model: Transformer | Llama) -> Transformer:
     model = model.model if isinstance(model, Llama) else model
     if not isinstance(model, Transformer):
         raise UsageError(f"expected a model from llama.load or llama.load_model, got {checks.shown(model)}")
-    if model.runner.distributed:
+    if model.runner.world is not None:
         raise UsageError("the tensors of a model in several processes can't be read or changed; run it in one process")
     return model
 

@@ -55,11 +55,6 @@ def test_a_missing_device_is_refused(name: str, gguf: Path, attempt: Try) -> Non
     )
 
 
-def test_several_devices_need_a_single_process(gguf: Path, attempt: Try) -> None:
-    several = ("--tensor-parallel", "2", "--device", "cpu,cpu")
-    attempt("generate", "--raw", "a", "-m", gguf, *several).refused("cpu,cpu", "several processes", code=2)
-
-
 @pytest.mark.parametrize("name", ["fp8", "float8_e4m3fn", "float64", "int8", "bf17", ""])
 def test_an_unsupported_dtype_is_refused(name: str, gguf: Path, attempt: Try) -> None:
     attempt("generate", "--raw", "a", "-n", "1", "-m", gguf, f"--dtype={name}").refused(repr(name), "float32", code=2)

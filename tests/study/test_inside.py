@@ -311,7 +311,7 @@ def test_a_wrong_argument_or_name_is_one_line() -> None:
 
 def test_a_model_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
-    monkeypatch.setattr(model.runner, "distributed", True, raising=False)
+    monkeypatch.setattr(model.runner, "world", object())
     with pytest.raises(UsageError, match="several processes"), study.activations(model, "embed"):
         pass
 

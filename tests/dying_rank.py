@@ -1,0 +1,34 @@
+"""The command, as torchrun starts it; CLEARLLAMA_TEST_FAULT="RANK PHASE HOW" ends a rank."""
+
+import os
+import sys
+from itertools import count
+from typing import Any
+
+from llama.__main__ import main
+from llama.engine import parallel
+
+RANK, PHASE, HOW = os.environ["CLEARLLAMA_TEST_FAULT"].split()
+SUMS = count(1)  # 4 in each pass of a model with 2 layers
+
+
+def end() -> None:
+    if HOW == "kill":
+        os.kill(os.getpid(), 9)
+    raise MemoryError("simulated")
+
+
+def load(checkpoint: parallel.ShardedCheckpoint, name: str, plain: Any = parallel.ShardedCheckpoint.tensor) -> Any:
+    return end() if name == "norm.weight" else plain(checkpoint, name)
+
+
+def forward(layer: parallel.RowParallel, x: Any, plain: Any = parallel.RowParallel.forward) -> Any:
+    return end() if next(SUMS) == {"prefill": 3, "decode": 40}[PHASE] else plain(layer, x)
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == RANK and PHASE == "load":
+        parallel.ShardedCheckpoint.tensor = load  # type: ignore[method-assign]
+    elif os.environ["RANK"] == RANK:
+        parallel.RowParallel.forward = forward  # type: ignore[method-assign]
+    sys.exit(main())
