@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,17 +14,14 @@ from torch import Tensor
 from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.base import Checkpoint
-from llama.checkpoint.gguf import NAMES
 from llama.config import ModelConfig
 from llama.engine import cpu_runner, parallel
 from llama.engine.compiled import CompiledRunner
 from llama.engine.parallel import RowParallel, ShardedCheckpoint, divides
 from llama.errors import UsageError
 from llama.hub.families import official
-from llama.quant.blocks import READERS
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
-from llama.weights import expected_shapes
 
 from . import ranks, tiny
 
@@ -162,8 +158,12 @@ def joined(name: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
     return parts[0]
 
 
-@pytest.mark.parametrize("form", ["hf", "meta1", "meta8", "Q8_0", "int4", "gguf"])
-@pytest.mark.parametrize(("size", "kind"), [(4, {}), (4, {"n_kv_heads": 2, "tie_embeddings": True}), (2, {})])
+COPIED = {"n_kv_heads": 2, "tie_embeddings": True}
+SLICED = [(form, 4, kind) for form in ("hf", "meta1", "meta8", "Q8_0", "int4", "gguf") for kind in ({}, COPIED)]
+SLICED += [("meta8", 2, {}), ("gguf", 4, {"attention_bias": True, "mlp_bias": True, "n_kv_heads": 1})]
+
+
+@pytest.mark.parametrize(("form", "size", "kind"), SLICED)
 def test_the_slices_of_all_ranks_are_the_whole(form: str, size: int, kind: dict[str, Any], tmp_path: Path) -> None:
     config = dataclasses.replace(WIDE, **kind)
     whole = open_checkpoint(write(tmp_path, config, form))
@@ -182,15 +182,6 @@ def test_the_slices_of_all_ranks_are_the_whole(form: str, size: int, kind: dict[
     assert most < 0.3 * sum(np.prod(shape) for shape in whole.shapes.values()) * 4 / size + 3000
 
 
-def test_biases_of_summed_layers_are_added_once(tmp_path: Path) -> None:
-    config = CONFIGS["biases"]
-    whole = open_checkpoint(write(tmp_path, config))
-    for name in (name for name in whole.shapes if name.endswith("bias")):
-        parts = [ShardedCheckpoint(whole, rank, 4).tensor(name) for rank in range(4)]
-        assert torch.equal(joined(name, parts, config), whole.tensor(name))
-        assert bool(whole.tensor(name).any())
-
-
 def test_a_model_or_a_quantization_group_that_can_not_be_divided_is_refused(tmp_path: Path) -> None:
     config = dataclasses.replace(WIDE, hidden_dim=4 * 48)
     whole = open_checkpoint(write(tmp_path, config, "Q8_0"))
@@ -203,32 +194,3 @@ def test_a_model_or_a_quantization_group_that_can_not_be_divided_is_refused(tmp_
     assert sizes["llama-3.1-405b"] == [1, 2, 4, 8, 16, 32]  # on 16, two ranks have the same head
     assert sizes["llama-2-7b"] == [1, 2, 4, 8, 16, 32]
     assert sizes["smollm2-135m-instruct"] == [1, 3]
-
-
-@pytest.mark.parametrize("type", ["F32", "F16", "BF16", *READERS])
-def test_a_piece_of_a_weight_equals_the_slice_of_the_weight(type: str, tmp_path: Path) -> None:
-    kind = gguf.GGMLQuantizationType[type]
-    width, size = gguf.GGML_QUANT_SIZES[kind]
-    config = dataclasses.replace(WIDE, dim=512, hidden_dim=1024, head_dim=64, vocab_size=48, n_layers=1)
-    generator, writer = np.random.default_rng(3), gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
-    for key, value in tiny.architecture(config).items():
-        (writer.add_float32 if key in tiny.FLOATS else writer.add_uint32)(key, value)
-    file_names = {ours: name for name, ours in NAMES.items()}
-    for name, shape in expected_shapes(config).items():
-        inner = name.removesuffix(".weight").removeprefix("layers.0.")
-        file_name = ("blk.0." if name.startswith("layers") else "") + file_names[inner] + ".weight"
-        if len(shape) == 1:
-            writer.add_tensor(file_name, np.ones(shape, dtype=np.float32))
-            continue
-        raw = generator.integers(0, 60, (shape[0], shape[1] // width * size), dtype=np.uint8)  # scales are finite
-        writer.add_tensor(file_name, raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    checkpoint, name = open_checkpoint(tmp_path / "x.gguf"), "layers.0.feed_forward.w_down.weight"
-    weight = checkpoint.tensor(name).float()
-    for cut in ((slice(16, 32), slice(None)), (slice(None), slice(128, 320)), (slice(3, 9), slice(32, 64))):
-        assert torch.equal(checkpoint.piece(name, *cut).float(), weight[cut])
-        if type in READERS:
-            torch.testing.assert_close(checkpoint.blocks(name, *cut).weight, weight[cut])

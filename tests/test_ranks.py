@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ OPTIONS = ("--dtype", "float32", "--device", "cpu")
 
 
 def launch(size: int, *args: Any, module: str = "llama", **more: Any) -> subprocess.Popen[str]:
-    """Start a command with torchrun. It and its ranks are one process group more, which ends with the test."""
+    """Start a command with torchrun."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     run += ["--no-python", module] if "/" in module else ["-m", module]
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | more.pop("env", {})
@@ -145,7 +145,6 @@ def test_a_signal_to_torchrun_ends_all_ranks(number: int, line: str, tiny_gguf: 
     ("other", "message"),
     [
         ("-n 8", "rank 1 has other options than rank 0"),
-        ("--rope half", "rank 1 has other options than rank 0"),
         ("cd other", "rank 1 has other model files than rank 0"),
         ("cd missing", "rank 1: "),
     ],
@@ -200,29 +199,17 @@ def test_what_fits_is_accepted() -> None:
     assert ranks.first(parsed("chat"), lambda: 5) == 5
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What a rank, one of two on a host of six cores, sets."""
-    set_to: list[Any] = []
-
-    class World:
-        on_this_host, device = 2, "cpu"
-
-        def check_same(self, what: str, fact: str) -> None:
-            set_to.append((what, "threads" in fact))
-
-    monkeypatch.setattr(parallel, "join", lambda *args: World())
+def test_ranks_share_the_cores_and_only_rank_0_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: list[str] = []
+    world = SimpleNamespace(on_this_host=2, device="cpu", check_same=lambda what, fact: facts.append(fact))
+    monkeypatch.setattr(parallel, "join", lambda *args: world)
     monkeypatch.setattr(ranks, "available_cores", lambda allowed: 6)
-    monkeypatch.setattr(runtime, "set_threads", set_to.append)
-    return set_to
-
-
-def test_ranks_share_the_cores_and_only_rank_0_writes(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, threads in (("1", [3]), ("5", [])):
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-        ranks.join(parsed("chat"), None, 0, 2)
-        assert joined == [("options", False), *threads]
-        joined.clear()
-    args = parsed("generate --prompts x --output y --threads 1")
-    ranks.join(args, None, 1, 2)
-    assert (args.quiet, args.output, args.world.device, len(joined)) == (True, None, "cpu", 1)
+    threads: list[int] = []
+    monkeypatch.setattr(runtime, "set_threads", threads.append)
+    for number, (chosen, variable) in enumerate((("", "1"), ("", "5"), ("--threads 1", "1"))):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        args = parsed(f"generate --prompts x --output y {chosen}")
+        ranks.join(args, None, number, 2)
+        assert (args.output, args.quiet) == (None if number else "y", bool(number))
+    assert threads == [3]  # half of the cores, unless the user has chosen
+    assert facts[0] == facts[2]  # the number of threads may differ

@@ -28,8 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --tensor-parallel."""
     group = parser.add_argument_group(
         "several processes",
-        "torchrun --nproc-per-node N -m llama ... divides the model among N processes, each with one GPU or a share of"
-        " the cores. See docs/guides/several-devices.md",
+        "started by torchrun --nproc-per-node N -m llama ..., N processes divide the model. Each uses one GPU or, on"
+        " the CPU, a share of the cores. See docs/guides/several-devices.md",
     )
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="the number of processes (default: torchrun's)")
     group.add_argument("--pipeline-parallel", help=argparse.SUPPRESS)
@@ -116,8 +116,8 @@ def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> None:
 
 def report(store: Any, message: str, errors: TextIO) -> None:
     """Write an error, unless another rank has written one."""
-    number = 1
+    reports = 1
     with contextlib.suppress(RuntimeError):  # the store is gone
-        number = store.add("clearllama/failed", 1)
-    if number == 1:
+        reports = store.add("clearllama/failed", 1)
+    if reports == 1:
         print(f"clearllama: error: {message}", file=errors, flush=True)
