@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
     store, rank, size = next(rendezvous("env://"))
     errors = sys.stderr if rank == 0 or args.debug else silence()
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))  # Ctrl-C ends the run, not only an answer
     try:
         check(args, argv, size)
         join(args, store, rank, size)
@@ -62,14 +64,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             raise
         message = streams.describe(error)
         if isinstance(error, SystemExit):  # a signal
-            message = "another rank ended, or torchrun was stopped"
+            message = "interrupted" if error.code == 130 else "another rank ended, or torchrun was stopped"
         elif re.search("gloo|NCCL|Connection", message):
             with contextlib.suppress(SystemExit):
                 time.sleep(1)  # Ctrl-C ends the ranks one after the other: this one may be next
-            message = f"another rank ended or can't be reached; start all ranks again ({message})"
+            message = "another rank ended or can't be reached; --debug shows where"
         elif not isinstance(error, UsageError):
             message = f"rank {rank}: {message}"
-        report(store, message, errors)
+        if store.add("clearllama/failed", 1) == 1:  # no other rank has written a line
+            print(f"clearllama: error: {message}", file=errors, flush=True)
         os._exit(getattr(error, "exit_code", 1))  # closing lost connections could abort the process
 
 
@@ -112,12 +115,3 @@ def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> None:
     if args.threads is None and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets it to 1
         cores = available_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         runtime.set_threads(max(1, (cores or 1) // args.world.on_this_host))
-
-
-def report(store: Any, message: str, errors: TextIO) -> None:
-    """Write an error, unless another rank has written one."""
-    reports = 1
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        reports = store.add("clearllama/failed", 1)
-    if reports == 1:
-        print(f"clearllama: error: {message}", file=errors, flush=True)
