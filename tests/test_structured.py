@@ -530,7 +530,7 @@ ERRORS = [
     ("regex", r"[^\s\S]", "it allows no text"),
     ("regex", "a\ud800", "is not valid Unicode"),
     ("regex", b"a", "must be a string"),
-    ("regex", "a" * (2**20 + 1), "has 1,048,577 characters"),
+    ("regex", "a" * (2**20 + 1), "has more than 1,048,576 characters"),
     ("grammar", "", "no start rule"),
     ("grammar", '{"grammars": []}', "can't be used"),
     ("grammar", 'root ::= "a"', "can't be used"),
@@ -646,8 +646,8 @@ def test_the_child_process_gives_the_same_answers() -> None:
 HOSTILE = [
     pytest.param("grammar", chain(5000), "nested too deeply", id="chain of rules"),  # ends the process
     pytest.param("json_schema", refs(5000), "nested too deeply", id="chain of references", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"type": "integer", "multipleOf": 299_999_967}, "took more than 2 seconds", id="multipleOf", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "took more than 2 seconds", id="multiples", marks=pytest.mark.slow),
+    pytest.param("json_schema", {"type": "integer", "multipleOf": 299_999_967}, "ran for more than 2 seconds", id="multipleOf", marks=pytest.mark.slow),
+    pytest.param("json_schema", {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "ran for more than 2 seconds", id="multiples", marks=pytest.mark.slow),
     pytest.param("json_schema", {"enum": [str(i) for i in range(100_000)]}, "", id="values", marks=pytest.mark.slow),
     pytest.param("json_schema", {"enum": [str(i) for i in range(1_000_000)]}, "has more than 1,048,576 characters", id="more values", marks=pytest.mark.slow),
     pytest.param("json_schema", {"properties": {str(i): {} for i in range(20_000)}}, "", id="properties", marks=pytest.mark.slow),

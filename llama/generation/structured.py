@@ -212,16 +212,14 @@ def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mappin
         raise UsageError(
             f"a {what} for the answer needs a package that is not installed: pip install 'clearllama[structured]'"
         )
-    if isinstance(source, str) and len(source) > LONGEST:
-        raise UsageError(f"the {what} has {len(source):,} characters, expected at most {LONGEST:,}")
     grammar, names_control = convert(source)
-    return _vocabulary(tokenizer).compile(what, json.dumps(grammar), names_control)
+    if len(text := json.dumps(grammar, ensure_ascii=False)) > LONGEST:
+        raise UsageError(f"the {what} has more than {LONGEST:,} characters")
+    return _vocabulary(tokenizer).compile(what, text, names_control)
 
 
 def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: bool) -> Grammar:
     """Compile a grammar in llguidance's JSON form."""
-    if len(grammar) > 2 * LONGEST:  # escaped
-        raise UsageError(f"the {what} has more than {LONGEST:,} characters")
     try:
         error = CHILD.ask({"grammar": grammar, "control": vocabulary.control if names_control else {}})
     except ChildError as stopped:
