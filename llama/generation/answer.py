@@ -175,7 +175,7 @@ class Prompt:
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    A stop string that names a control token, which has no text, stops at its id. Time is measured from the construction,
+    A stop string that names a control token, which has no text, stops at its id. Time is measured from construction,
     when the prefill starts, and at each token.
 
     continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
