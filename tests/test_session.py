@@ -302,6 +302,13 @@ def test_a_file_with_a_valid_checksum_is_checked_too(saved: Path, change: Any, m
         Session.load(saved, tiny.model(LONG))
 
 
+def test_a_large_header_is_rejected_before_it_is_read(tmp_path: Path) -> None:
+    size = 2**24 + 1
+    (tmp_path / "s").write_bytes(size.to_bytes(8, "little") + b"{" + b" " * (size - 2) + b"}")
+    with pytest.raises(CheckpointError, match="its header has 16,777,217 bytes"):
+        Session.load(tmp_path / "s", tiny.model(LONG))
+
+
 def test_other_files_are_rejected(tmp_path: Path, tiny_gguf: Path) -> None:
     model = tiny.model(LONG)
     (tmp_path / "text").write_text("hello")
@@ -421,7 +428,7 @@ def test_a_session_named_by_both_options_is_created_and_then_continued(
     for options in (("--load-session", "s"), ("--load-session", "s", "--save-session", "t")):
         missing = clearllama(*model, WORDS, *options, cwd=tmp_path / "x")
         assert (missing.returncode, missing.stdout) == (1, b"")
-        assert missing.stderr.decode() == "clearllama: error: s is not a session file (No such file or directory: s)\n"
+        assert missing.stderr.decode() == "clearllama: error: s is not a session file (No such file or directory)\n"
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     dangling = clearllama(
         *model, WORDS, "--load-session", str(tmp_path / "link"), "--save-session", str(tmp_path / "link")

@@ -36,6 +36,7 @@ from .prefix import shared_prefix
 MARK, FORMAT = "clearllama_session", "1"  # the metadata entry with the version of the file format
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
+LARGEST_HEADER = 2**24  # bytes; the text of 128,000 tokens has about 2**19
 ENDS = 1024  # bytes at the beginning and at the end of a weight that its hash covers
 
 ACQUIRING = Lock()  # makes the check and the reservation of a session one step, since threads may call at once
@@ -121,6 +122,8 @@ class Session:
         if self._tokenizer is not None:
             settings["tokenizer"] = _digest(self._tokenizer)
         about = json.dumps({"settings": settings, "messages": self.messages})
+        if len(about) > LARGEST_HEADER // 4:  # it is escaped once more in the header
+            raise UsageError(f"{target}: the messages are too long to be saved ({len(about):,} characters)")
         metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
         entries = {name: _entry(tensor) for name, tensor in tensors.items()}
         resolved = target.resolve()  # so that a symbolic link stays one
@@ -319,11 +322,15 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a session file")  # a pipe would block
     try:
+        with open(path, "rb") as raw:
+            header = int.from_bytes(raw.read(8), "little")  # bytes of JSON, which take 30 times the memory when parsed
+        if header > LARGEST_HEADER:
+            raise CheckpointError(f"{path} is not a session file: its header has {header:,} bytes")
         with utf8_name(path) as name:
             file = safe_open(name, framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:160]
         raise CheckpointError(f"{path} is not a session file ({reason})") from None
     if metadata.get(MARK) != FORMAT:
         raise CheckpointError(f"{path} is not a session file of this version; pass a file that Session.save wrote")
