@@ -345,8 +345,8 @@ class Batch:
         tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
         if B == 1:
             positions = positions[0]  # (T,), as code that was compiled for a single text expects
-        if self.rows is None or (self.rows.batch, self.rows.slots) != (B, self.cache.slots):
-            self.rows = self.cache.rows(0, B)  # kept while its shape fits
+        if self.rows is None or self.rows.batch != B:
+            self.rows = self.cache.rows(0, B)
         return self.model.runner.next_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
 
     @property
