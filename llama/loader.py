@@ -68,7 +68,7 @@ class LoadOptions:
     dtype         "float32", "bfloat16", "float16"; None: the fastest that the device computes in
     quantize      quantize the linear layers: "int8", "int4" or another scheme of `clearllama quantize --list`
     compile       compile the decoding step (engine/compiled.py); takes some seconds the first time
-    rope          form of the rotation: "complex", "real", "half", "elementwise" or "matrix" (rope.py)
+    rope          form of the rotation: "complex", "real" or "half" (rope.py)
     max_seq_len   context in tokens; None: the checkpoint's
     rope_scaling  a scaling that replaces the checkpoint's, to extend its context: {"rope_type": "yarn", "factor": 4.0};
                   {"rope_type": "default"} removes the checkpoint's
