@@ -21,11 +21,11 @@ from llama.cli import main
 from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
 from llama.engine.linears import BlockLinear
-from llama.errors import ConfigError, LlamaError, UsageError
+from llama.errors import LlamaError, UsageError
 from llama.hub.families import official
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES, scheme_for
-from llama.tools.plan import GPUS, Run, Split, choose, parse_gpus, plan, scheme_bits, splits
+from llama.tools.plan import GPUS, Run, parse_gpus, plan, scheme_bits
 from llama.weights import expected_shapes
 
 from . import tiny
@@ -34,10 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 B405, B70, B8 = (official()[name] for name in ("llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"))
 H100 = GPUS["h100"]
 
-# 8 heads and 2 key/value heads, so that 1, 2, 4 and 8 GPUs can share it, the last two with copies
 SMALL = ModelConfig(64, 6, 8, 2, 8, 96, 320, max_seq_len=256)
 KINDS = {
-    "many kv": replace(SMALL, n_kv_heads=8),
+    "plain": SMALL,
     "tied": replace(SMALL, tie_embeddings=True),
     "biases": replace(SMALL, attention_bias=True, mlp_bias=True),
     "some without RoPE": replace(SMALL, qkv_bias=True, no_rope_layers=(3,)),
@@ -49,47 +48,16 @@ def run_of(config: ModelConfig, batch: int = 1, context: int = 64, scheme: str |
     return Run(config, bits, batch, context, **options)
 
 
-def shard(name: str, shape: tuple[int, ...], config: ModelConfig, tensor: int) -> tuple[int, ...]:
-    """The shape of one GPU's part of a tensor, derived from what each layer computes."""
-    stem, kind = name.split(".")[-2:]
-    if stem in ("wk", "wv"):
-        return (max(config.n_kv_heads // tensor, 1) * config.head_dim, *shape[1:])
-    if stem in ("wq", "w_gate", "w_up", "tok_embeddings", "output"):
-        return (shape[0] // tensor, *shape[1:])
-    if stem in ("wo", "w_down") and kind == "weight":
-        return (shape[0], shape[1] // tensor)
-    return shape  # norms, and biases that are added once
-
-
-def expected_bytes(config: ModelConfig, split: Split, index: int, size: int) -> int:
-    """Bytes of the tensors on a GPU of a stage."""
-    begin = sum(split.layers[:index])
-    mine, total = range(begin, begin + split.layers[index]), 0
-    first, last = index == 0, index == len(split.layers) - 1
-    for name, shape in expected_shapes(config).items():
-        if name.startswith("layers."):
-            here = int(name.split(".")[1]) in mine
-        elif name.startswith("tok_embeddings"):
-            here = first or (config.tie_embeddings and last)
-        else:
-            here = last or name.startswith("norm")  # the final norm is counted on each stage
-        total += here * size * math.prod(shard(name, shape, config, split.tensor))
-    return total
-
-
 # -------------------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", [(6,), (1, 2, 3)])
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-def test_the_weights_of_a_gpu_are_the_bytes_of_its_tensors(kind: str, layers: tuple[int, ...], tensor: int) -> None:
-    config, split = KINDS[kind], Split(tensor, layers)
-    for size in (2, 4):
-        found = run_of(config, size=size).stages(split)
-        assert [stage.weights for stage in found] == [
-            expected_bytes(config, split, i, size) for i in range(len(layers))
-        ]
-        embedding = 0 if config.tie_embeddings and len(layers) == 1 else size * config.vocab_size * config.dim / tensor
-        assert [stage.weights - stage.weights_read for stage in found] == [embedding, *[0] * (len(layers) - 1)]
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_weights_are_the_bytes_of_the_tensors(kind: str, size: int) -> None:
+    config = KINDS[kind]
+    expected = {name: size * math.prod(shape) for name, shape in expected_shapes(config).items()}
+    run = run_of(config, size=size)
+    assert run.weights == sum(expected.values())
+    assert run.weights - run.weights_read == (0 if config.tie_embeddings else expected["tok_embeddings.weight"])
+    assert replace(run, gpus=4).memory["weights"] == round(run.weights / 4)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -103,32 +71,27 @@ def test_quantized_weights_are_the_bytes_of_a_gpus_layers(scheme: str, tied: boo
             continue
         kind = scheme_for(wanted, SCHEMES[scheme])
         total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind.format)).buffers())
-    (stage,) = run_of(config, scheme=scheme).stages(Split(1, (config.n_layers,)))
-    assert stage.weights == total
+    assert run_of(config, scheme=scheme).weights == total
 
 
-@pytest.mark.parametrize(("shards", "published"), [(8, 101_470_976_045), (16, 51_268_302_389)])
-def test_the_shards_of_405b_have_the_sizes_of_the_published_files(shards: int, published: int) -> None:
-    """Each of 16 shards has one of the 8 key/value heads, so every head is stored twice."""
-    (stage,) = run_of(B405).stages(Split(shards, (126,)))
-    assert 0 < published - stage.weights < 10**6  # the archive's own bytes
+def test_the_shards_of_405b_have_the_sizes_of_the_published_files() -> None:
+    assert run_of(B405, gpus=8).memory["weights"] == pytest.approx(101_470_976_045, rel=1e-4)
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["model", "int8"])
-def test_keys_and_values_are_the_bytes_of_a_cache(tensor: int, kind: str) -> None:
-    for stage in run_of(SMALL, 3, 40, kv_cache=kind).stages(Split(tensor, (2, 4))):
-        heads = max(1, 2 // tensor)
-        cache = KVCache(stage.layers, heads, 8, 40, batch=3, dtype=torch.bfloat16, kind=kind)
-        assert stage.kv_cache == sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers)
+def test_keys_and_values_are_the_bytes_of_a_cache(gpus: int, kind: str) -> None:
+    cache = KVCache(6, max(1, 2 // gpus), 8, 40, batch=3, dtype=torch.bfloat16, kind=kind)
+    expected = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers)
+    assert run_of(SMALL, 3, 40, gpus=gpus, kv_cache=kind).memory["kv_cache"] == expected
 
 
 def test_known_models_fit_as_computed_by_hand() -> None:
     """405,853,388,800 parameters of 2 bytes are 812 GB: 101.5 on each of 8 GPUs, 50.7 on each of 16."""
 
-    def fits(config: ModelConfig, gpus: str, scheme: str | None = None) -> bool:
-        count, gpu = parse_gpus(gpus)
-        return run_of(config, 8, 8192, scheme).fits(choose(config, count), gpu)
+    def fits(config: ModelConfig, text: str, scheme: str | None = None) -> bool:
+        gpus, gpu = parse_gpus(text)
+        return run_of(config, 8, 8192, scheme, gpus=gpus).fits(gpu)
 
     assert not fits(B405, "8xH100")
     assert fits(B405, "16xH100")
@@ -142,63 +105,31 @@ def test_known_models_fit_as_computed_by_hand() -> None:
     assert fits(replace(B8, n_layers=20), "1xRTX4090")
 
 
-@given(batch=st.integers(1, 40), context=st.integers(1, 20_000), count=st.sampled_from([1, 2, 4, 8]))
+@given(batch=st.integers(1, 40), context=st.integers(1, 20_000), gpus=st.sampled_from([1, 2, 3, 8]))
 @settings(max_examples=20, deadline=None)
-def test_the_largest_and_smallest_runs_are_those_that_fit(batch: int, context: int, count: int) -> None:
-    run, split = run_of(B70, batch, context, "int4"), Split(count, (80,))
-    facts = plan(run, H100, split, {})
+def test_the_largest_and_smallest_runs_are_those_that_fit(batch: int, context: int, gpus: int) -> None:
+    run = run_of(B70, batch, context, "int4", gpus=gpus)
+    facts = plan(run, H100, {})
     assert facts["fits"] == (facts["largest_batch"] >= batch) == (facts["largest_context"] >= context)
     for field, limit in (("batch", 2**20), ("context", 131072)):
         most = facts[f"largest_{field}"]
-        assert most == 0 or replace(run, **{field: most}).fits(split, H100)
-        assert most == limit or not replace(run, **{field: most + 1}).fits(split, H100)
+        assert most == 0 or replace(run, **{field: most}).fits(H100)
+        assert most == limit or not replace(run, **{field: most + 1}).fits(H100)
     few = facts["smallest"]["gpus"]
-    assert run.fits(choose(B70, few), H100)
-    assert not any(run.fits(choose(B70, fewer), H100) for fewer in range(1, few))
+    assert [replace(run, gpus=count).fits(H100) for count in range(1, few + 1)] == [False] * (few - 1) + [True]
 
 
 # --------------------------------------------------------------------------------------------------------- speed
 def test_a_step_reads_every_matrix_once_and_the_cache() -> None:
-    """8B on an H100, by hand: all parameters except the embedding, and 131,072 bytes for each cached token."""
-    decode = plan(run_of(B8, 8, 8192), H100, Split(1, (32,)), {})["decode"]
+    """8B on H100s, by hand: all parameters except the embedding, and 131,072 bytes for each cached token."""
     read = 2 * (8_030_261_248 - 128_256 * 4096) + 8 * 8192 * 131_072
-    assert decode["step_s"] == pytest.approx(read / 3.35e12, rel=1e-12)
-    assert decode["tps_each"] * 8 == pytest.approx(decode["tps_batch"]) == pytest.approx(8 / decode["step_s"])
+    for gpus in (1, 2):
+        decode = plan(run_of(B8, 8, 8192, gpus=gpus), H100, {})["decode"]
+        assert decode["step_s"] == pytest.approx(read / 3.35e12 / gpus, rel=1e-12)
+        assert decode["tps_each"] * 8 == pytest.approx(decode["tps_batch"]) == pytest.approx(8 / decode["step_s"])
     tied = official()["llama-3.2-1b"]
-    decode = plan(run_of(tied, 1, 512), H100, Split(1, (16,)), {})["decode"]
+    decode = plan(run_of(tied, 1, 512), H100, {})["decode"]
     assert decode["step_s"] == pytest.approx((2 * tied.n_params + 512 * 32_768) / 3.35e12, rel=1e-12)
-    halves, whole = (
-        plan(run_of(B8), H100, split, {})["decode"]["step_s"] for split in (Split(2, (32,)), Split(1, (32,)))
-    )
-    assert halves == pytest.approx(whole / 2, rel=1e-3)
-    stages = plan(run_of(B8), H100, Split(1, (16, 16)), {})["decode"]["step_s"]
-    assert stages == pytest.approx(whole, rel=1e-3)  # one stage after another
-
-
-# --------------------------------------------------------------------------------------------------------- splits
-def test_tensor_parallelism_fills_a_host_and_a_pipeline_connects_hosts() -> None:
-    assert choose(B405, 16) == Split(8, (63, 63))
-    assert choose(B405, 8) == Split(8, (126,))
-    assert choose(B405, 12) == Split(4, (42, 42, 42))
-    assert choose(B405, 7) == Split(1, (18,) * 7)
-    assert choose(B8, 37) is None
-
-
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.1-405b", "llama-3.2-3b", "smollm2-135m-instruct"])
-def test_every_split_divides_heads_and_layers_evenly(name: str) -> None:
-    config = official()[name]
-    for count in (1, 2, 3, 6, 8, 16, 24):
-        for split in splits(config, count):
-            n = split.tensor
-            assert n * len(split.layers) == count
-            assert sum(split.layers) == config.n_layers
-            assert max(split.layers) - min(split.layers) <= 1
-            assert config.n_heads % n == 0 == config.hidden_dim % n
-            # a GPU must have the key/value heads of its query heads: head h reads h // G
-            group = config.n_heads // config.n_kv_heads
-            for rank in range(n):
-                heads = {h // group for h in range(rank * config.n_heads // n, (rank + 1) * config.n_heads // n)}
-                assert len(heads) == max(1, config.n_kv_heads // n)
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -221,7 +152,7 @@ def test_a_cpu_has_the_dtype_in_which_it_would_run(
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: fast)
     main(["plan", "-m", "llama-3-8b", "--gpus", "1xcpu", "--gpu-memory", "64GB"])
-    assert f"weights {'bfloat16' if fast else 'float32'}" in capsys.readouterr().out
+    assert f"keys, values  {'bfloat16' if fast else 'float32'}," in capsys.readouterr().out
 
 
 def test_gpus_and_quantities_are_parsed() -> None:
@@ -250,14 +181,14 @@ def test_gpus_and_quantities_are_parsed() -> None:
         "8 0GB",
         "9" * 5000 + "GB",
     ):
-        with pytest.raises(UsageError, match="--gpu-memory must be a number with a unit, such as 80GB, got"):
+        with pytest.raises(UsageError, match="--gpu-memory must be a number above 0 with a unit, such as 80GB, got"):
             quantity(text, "--gpu-memory", "b", "80GB")
 
 
 def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("smollm2-135m-instruct", "llama-2-7b", "llama-3.1-405b"):
-        for gpu in GPUS:
-            for count in (1, 9) if name == "smollm2-135m-instruct" else (1, 3, 48):
+        for gpu in [gpu.name for gpu in GPUS.values() if gpu.memory]:
+            for count in (1, 9) if name == "smollm2-135m-instruct" else (1, 3, 32):
                 command = ["plan", "-m", name, "--gpus", f"{count}x{gpu}", "--batch", "12"]
                 code = main(command)
                 out = capsys.readouterr().out
@@ -269,7 +200,7 @@ def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]
                 parts = ("weights", "kv_cache", "activations", "reserve")
                 assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=4)
                 assert f" {memory['total'] / 1e9:.2f} of {memory['of'] / 1e9:.2f} GB" in out
-                assert ("at most" in out and "tok/s" in out) == (facts["decode"] is not None) == facts["fits"]
+                assert ("tok/s each" in out) == (facts["decode"] is not None) == facts["fits"]
 
 
 def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,20 +217,19 @@ def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["-m", "llama-3.1-405b", "--gpus", "16xH100", "--tensor-parallel", "3"], r"pipeline: 16 x 1, 8 x 2, 4 x 4"),
-        (["-m", "llama-3.1-8b", "--gpus", "37xH100"], r"37 GPUs can't share .* pipeline: none"),
+        (["-m", "llama-3.1-8b", "--gpus", "37xH100"], r"number of GPUs must be an integer from 1 to 32, got 37"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--batch", "0"], "batch must be an integer from 1"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--context", "0"], "context must be an integer from 1"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--quantize", "int3"], "unknown quantization scheme"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-flops", "1TFLOP/s"], "; plan computes with bytes and bandwidth"),
+        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-flops", "1TFLOP/s"], "; plan divides the bytes evenly"),
         (["-m", "llama-9.json", "--gpus", "H100"], "llama-9.json"),
         (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; give a path, .*; models without files: .*, llama-3-8b,"),
         (["-m", "/models/Meta-Llama-3-8B", "--gpus", "H100"], r"no file or folder '/models"),
         (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'.* did you mean rtx4090\? .*--gpu-memory 16GB"),
-        (["-m", "llama-3-8b", "--gpus", "2xtpu"], r"unknown GPU 'tpu'; known: H100, .*MI300X\."),
+        (["-m", "llama-3-8b", "--gpus", "2xtpu"], r"unknown GPU 'tpu'; known: H100, .*MI300X"),
         (["-m", "llama-3-8b", "--gpus", "0xH100"], "a number up to 4096 and a name"),
-        (["-m", "llama-3-8b", "--gpus", "custom"], "'custom' has no data sheet: add --gpu-memory"),
-        (["-m", "llama-3-8b", "--gpus", "custom", "--gpu-memory", "0GB"], "--gpu-memory must be a number above 0"),
+        (["-m", "llama-3-8b", "--gpus", "custom"], "custom has no data sheet: add --gpu-memory"),
+        (["-m", "llama-3-8b", "--gpus", "H100", "--gpu-memory", "0GB"], "--gpu-memory must be a number above 0"),
     ],
 )  # fmt: skip
 def test_an_impossible_plan_is_refused(arguments: list[str], why: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -332,9 +262,6 @@ def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(ours | {"n_layers": 16}))
     assert architecture(str(file)) == ("mine", replace(official()["llama-2-7b"], n_layers=16), None)
-    file.write_text(json.dumps(ours | {"colour": "blue"}))
-    with pytest.raises(ConfigError, match="colour"):
-        architecture(str(file))
     for text in ("", "[]", "{", '{"dim": 1}'):
         file.write_text(text)
         with pytest.raises(LlamaError):
@@ -373,8 +300,7 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     assert found["int4"] == planned(capsys, path, "--quantize", "int4")["memory"]["weights"]
     assert main(["plan", "-m", str(path), "--gpus", "1xL4"]) == 0
     out = capsys.readouterr().out
-    assert "weights as stored, keys and values bfloat16" in out
-    assert ("a GPU dequantizes Q5_0 to bfloat16" in out) == (type == "Q5_0")
+    assert ("; a GPU dequantizes Q5_0" in out) == (type == "Q5_0")
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

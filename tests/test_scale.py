@@ -59,12 +59,11 @@ def test_the_table_has_the_numbers_of_the_command(capsys: pytest.CaptureFixture[
         model = f"configs/llama-3.1-{row['model'].lower()}.json"
         run = ["-m", model, "--gpus", f"{row['GPUs']}xH100", "--context", "8192", "--batch", "8", *scheme]
         found = facts(capsys, *run)
-        memory, split, speeds = found["memory"], found["split"], ["-"] * 3
+        memory, speeds = found["memory"], ["-"] * 3
         if found["fits"]:
             decode = found["decode"]["tps_each"], found["decode"]["tps_batch"]
             speeds = [*(f"{value:,.0f}" for value in decode), f"{found['largest_batch']:,}"]
         expected = {
-            "tensor x pipeline": f"{split['tensor']} x {split['pipeline']}",
             "weights, GB": f"{memory['weights'] / 1e9:.1f}",
             "keys, values, GB": f"{memory['kv_cache'] / 1e9:.1f}",
             "in all, with activations and reserve, GB": f"{memory['total'] / 1e9:.1f}",
@@ -94,10 +93,7 @@ def test_the_shares_follow_from_the_rates_in_the_table() -> None:
     assert (min(plain), max(plain)) == REACHED
 
 
-def test_the_vllm_commands_use_the_planned_split(capsys: pytest.CaptureFixture[str]) -> None:
-    for gpus, sizes in (("8xH100", (8, 1)), ("16xH100", (8, 2))):
-        split = facts(capsys, "-m", "llama-3.1-405b", "--gpus", gpus, "--quantize", "int8")["split"]
-        assert (split["tensor"], split["pipeline"]) == sizes
+def test_the_vllm_commands_use_all_gpus() -> None:
     served = re.findall(r"^vllm serve DST (.*?)(?:\s+#.*)?$", TEXT, re.MULTILINE)
     assert len(served) == 3
     assert [("--pipeline-parallel-size 2" in line, "--tensor-parallel-size 8" in line) for line in served] == [

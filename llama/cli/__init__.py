@@ -51,10 +51,10 @@ HINTS = dict.fromkeys(("generate", "trace"), "; a prompt of several words needs 
     "chat": "; chat takes no prompt: type it in the chat, or pipe it to chat"
 }
 # Options that were removed -> what to do instead
-REMOVED = {
-    **dict.fromkeys(("--gpu-flops", "--gpu-link", "--gpu-network"), "; plan computes with bytes and bandwidth only"),
-    "--gpus-per-host": "; plan assumes 8 GPUs per host: --tensor-parallel N chooses another split",
-}
+REMOVED = dict.fromkeys(
+    ("--gpu-flops", "--gpu-link", "--gpu-network", "--gpus-per-host", "--tensor-parallel", "--pipeline-parallel"),
+    "; plan divides the bytes evenly over the GPUs, and computes with their bandwidth only",
+)
 
 
 class Parser(argparse.ArgumentParser):

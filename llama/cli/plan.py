@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError, UsageError
+from ..errors import CheckpointError, UsageError
 from . import arguments, loading, streams, tables
 
 if TYPE_CHECKING:
@@ -52,10 +52,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
     schemes = "quantize the linear layers: a scheme of 'clearllama quantize --list'"
     parser.add_argument("--quantize", metavar="SCHEME", help=schemes)
     arguments.add_kv_cache_option(parser, "--dtype")
-    parser.add_argument(
-        "--tensor-parallel", type=int, metavar="N", help="GPUs that share each layer (default: up to 8)"
-    )
-    parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="stages of consecutive layers")
     arguments.add_output_options(parser, json="one JSON object")
     parser.set_defaults(run=run)
 
@@ -82,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
         weights[scheme] = plan.scheme_bits(scheme, size, config.tie_embeddings)
     kind = AS_STORED if stored and not (args.quantize or args.dtype) else args.quantize
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
-    request = plan.Run(config, weights[kind], args.batch, context, size, args.kv_cache)
-    split = plan.pick_split(config, count, args.tensor_parallel, args.pipeline_parallel)
-    found = plan.plan(request, gpu, split, weights)
+    request = plan.Run(config, weights[kind], args.batch, context, count, size, args.kv_cache)
+    found = plan.plan(request, gpu, weights)
     facts = {
         "model": name,
         "dtype": dtype,
@@ -140,10 +135,7 @@ def _read_configuration(path: Path) -> ModelConfig:
         return read_config(values, str(path))[0]
     if "hidden_dim" not in values:
         return read_params(path)
-    try:
-        return ModelConfig(**values)
-    except TypeError as error:
-        raise ConfigError(f"{path}: {str(error).removeprefix('ModelConfig.__init__() ')}; see configs/") from None
+    return ModelConfig(**values)
 
 
 def quantity(text: str | None, option: str, unit: str, example: str) -> float | None:
@@ -151,84 +143,53 @@ def quantity(text: str | None, option: str, unit: str, example: str) -> float | 
     if text is None:
         return None
     match = re.fullmatch(rf"\s*(\d{{1,20}}(?:\.\d{{1,20}})?)\s*([kmgt]i?)?{unit}\s*", text, re.IGNORECASE)
-    if not match:
-        raise UsageError(f"{option} must be a number with a unit, such as {example}, got {text!r:.60}")
+    if not match or float(match[1]) == 0:
+        raise UsageError(f"{option} must be a number above 0 with a unit, such as {example}, got {text!r:.60}")
     return float(match[1]) * UNITS[(match[2] or "").lower()]
 
 
 # ------------------------------------------------------------------------------------------------------------ the text
 def text(facts: dict[str, Any]) -> str:
     """The facts as two tables."""
-    gpu, memory, stored, dtype = facts["gpu"], facts["memory"], facts["stored"], facts["dtype"]
-    size = {name: f"{count / 1e9:.2f}" for name, count in memory.items()}
-    bandwidth = f", {gpu['bandwidth'] / 1e9:,.0f} GB/s" if gpu["bandwidth"] else ""
+    from ..tools.plan import REACHED
+
+    gpu, dtype, decode = facts["gpu"], facts["dtype"], facts["decode"]
+    batch, tokens, longest, most = (facts[key] for key in ("batch", "context", "largest_context", "largest_batch"))
+    size = {name: f"{count / 1e9:.2f}" for name, count in facts["memory"].items()}
     keys = "int8" if facts["kv_cache"] == "int8" else dtype
-    tokens, longest, copies = facts["context"], facts["largest_context"], facts["kv_head_copies"]
+    weights = facts["quantize"] or dtype
+    if facts["stored"]:
+        weights += f" (file: {', '.join(facts['stored'])}, {facts['stored_bits']:.1f} bits per weight)"
+    if facts["quantize"] == AS_STORED and facts["dequantized"]:
+        weights += f"; a GPU dequantizes {', '.join(facts['dequantized'])}"
+    if facts["fits"]:
+        fits = f"yes, up to {most:,} x {tokens:,} or {batch:,} x {longest:,} tokens"
+    else:
+        fits = f"no, at most {batch:,} x {longest:,} tokens" if longest else "no"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, {facts['layers']} layers"),
-        ("heads", f"{facts['heads']} of queries, {facts['kv_heads']} of keys and values"),
-        (
-            "run",
-            f"{facts['batch']:,} x {tokens:,} tokens, weights {facts['quantize'] or dtype}, keys and values {keys}",
-        ),
-        ("GPUs", f"{facts['gpus']} x {gpu['name']}: {memory['of'] / 1e9:.4g} GB{bandwidth} ({gpu['source']})"),
-        ("split", _split(facts["split"]) + f"; each key/value head on {copies} GPUs" * (copies > 1)),
-        (
-            "memory",
-            f"{size['total']} of {size['of']} GB on the fullest GPU: weights {size['weights']}, keys and values",
-        ),
-        ("", f"{size['kv_cache']}, activations {size['activations']}, reserve {size['reserve']}"),
+        ("run", f"{batch:,} x {tokens:,} tokens; the model was trained for {facts['max_seq_len']:,}"),
+        ("weights", weights),
+        ("keys, values", f"{keys}, {facts['kv_heads']} heads for {facts['heads']} of queries"),
+        ("GPUs", f"{facts['gpus']} x {gpu['name']}, {size['of']} GB ({gpu['source']})"),
+        ("memory", f"{size['total']} of {size['of']} GB on each GPU"),
+        ("", ", ".join(f"{name.replace('_', ' ')} {size[name]}" for name in list(size)[:4])),
+        ("fits", fits),
+        ("fewest GPUs", str(facts["smallest"]["gpus"]) if facts["smallest"] else "none"),
     ]
-    if stored:
-        rows.append(("stored", f"{', '.join(stored)}: {facts['stored_bits']:.1f} bits per weight"))
-    if facts["quantize"] == AS_STORED and facts["dequantized"]:
-        rows.append(("note", f"a GPU dequantizes {', '.join(facts['dequantized'])} to {dtype}"))
-    if tokens > facts["max_seq_len"]:
-        rows.append(("note", f"the model was trained for {facts['max_seq_len']:,} tokens"))
-    if facts["fits"]:
-        rows.append(
-            ("fits", f"yes, up to {facts['largest_batch']:,} x {tokens:,} or {facts['batch']:,} x {longest:,} tokens")
-        )
-    else:
-        rows.append(("fits", f"no, at most {facts['batch']:,} x {longest:,} tokens" if longest else "no"))
-    rows.append(("fewest GPUs", _split(facts["smallest"])))
-    if facts["decode"]:
-        rows += _speed(facts)
+    if decode:
+        read, cache, rate = facts["weights_read"], facts["memory"]["kv_cache"], gpu["bandwidth"]
+        rows += [
+            ("speed", f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total"),
+            ("", f"a step reads {read / 1e9:.2f} + {cache / 1e9:.2f} GB on each GPU at {rate / 1e9:,.0f} GB/s;"),
+            ("", f"programs reach {REACHED[0]:.0%} to {REACHED[1]:.0%} of this (gpt-fast, A100, bfloat16, batch 1)"),
+        ]
     elif facts["fits"]:
         rows.append(("speed", "not estimated: add --gpu-bandwidth"))
-    columns = [("weights", "all, GB", "per GPU, GB", "fits", "longest context", "fewest GPUs")]
+    compared = [("weights", "all, GB", "per GPU, GB", "fits", "longest context", "fewest GPUs")]
     for other in facts["alternatives"]:
         few, context = other["smallest"], other["largest_context"]
         sizes = (f"{other[key] / 1e9:.1f}" for key in ("weights", "per_gpu"))
-        fits = "yes" if other["fits"] else "no"
-        found = (fits, f"{context:,}" if context else "none", str(few["gpus"]) if few else "none")
-        columns.append((other["quantize"] or dtype, *sizes, *found))
-    return f"{tables.table(rows)}\n{tables.table(columns, right=range(1, 6))}"
-
-
-def _speed(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows about the upper bound on the speed."""
-    from ..tools.plan import REACHED
-
-    each, total = facts["decode"]["tps_each"], facts["decode"]["tps_batch"]
-    weights, keys = (sum(stage[name] for stage in facts["stages"]) / 1e9 for name in ("weights_read", "kv_cache_read"))
-    return [
-        ("speed", f"at most {each:,.1f} tok/s each, {total:,.1f} in total, by the bandwidth"),
-        ("a step reads", f"{weights:.2f} GB of weights, {keys:.2f} GB of keys and values, on one GPU of each stage"),
-        (
-            "programs reach",
-            f"{REACHED[0]:.0%} to {REACHED[1]:.0%} of the bandwidth (gpt-fast, A100, bfloat16, batch 1)",
-        ),
-    ]
-
-
-def _split(split: dict[str, Any] | None) -> str:
-    """'16: tensor 8 x pipeline 2 (layers 63 + 63)', or for many stages '(layers 14 x 8 and 2 x 7)'."""
-    if split is None:
-        return "no number of these GPUs is enough"
-    layers = split["layers"]
-    shown = " + ".join(map(str, layers))
-    if len(layers) > 8:
-        shown = " and ".join(f"{layers.count(n)} x {n}" for n in dict.fromkeys(layers))
-    ways = f"{split['gpus']}: tensor {split['tensor']} x pipeline {split['pipeline']}"
-    return ways + f" (layers {shown})" * (len(layers) > 1)
+        numbers = (f"{context:,}" if context else "none", str(few["gpus"]) if few else "none")
+        compared.append((other["quantize"] or dtype, *sizes, "yes" if other["fits"] else "no", *numbers))
+    return f"{tables.table(rows)}\n{tables.table(compared, right=range(1, 6))}"

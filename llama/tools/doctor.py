@@ -30,7 +30,6 @@ from .findings import Finding, failure
 ANSWER = 120.0  # seconds for everything but the self-test; the first run builds the kernels
 SETTINGS = (*VARIABLES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HOME", "CXX")
 EXTRAS = ("study", "serve", "eval", "structured", "completion")  # those for users
-BROKEN = "check whether python -c 'import torch' works; if not, reinstall torch"
 NO_COMPILER = "install a C++ compiler (g++ or clang++), or name it in CXX"
 CHILD = "from llama.tools import doctor; doctor.child({})"
 
@@ -61,31 +60,26 @@ def versions() -> Iterator[Finding]:
     package = Path(__file__).resolve().parents[1]
     yield Finding("ok", "versions", "clearllama", f"{__version__} in {package}, Python {platform.python_version()}")
     try:
-        requirements = [Requirement(text) for text in importlib.metadata.requires("clearllama") or []]
+        needs = [Requirement(text) for text in importlib.metadata.requires("clearllama") or []]
     except importlib.metadata.PackageNotFoundError:
-        message = "not installed with pip, so the dependencies are not known"
-        yield Finding("note", "versions", "dependencies", message, "pip install -e . in the checkout")
+        yield Finding("note", "versions", "dependencies", "not known", "pip install -e . in the checkout")
         return
-    for need in requirements:
+    for need in needs:
         extra = next((name for name in ("", *EXTRAS) if not need.marker or need.marker.evaluate({"extra": name})), None)
         if extra is None:
             continue
+        remedy = f"pip install 'clearllama[{extra}]'" if extra else f"pip install '{need.name}{need.specifier}'"
         try:
             found = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:
-            remedy = f"pip install 'clearllama[{extra}]'" if extra else f"pip install '{need.name}{need.specifier}'"
             yield Finding("note" if extra else "fail", "versions", need.name, "not installed", remedy)
             continue
-        old = any(bound.operator == ">=" and not bound.contains(found, True) for bound in need.specifier)
-        fits = need.specifier.contains(found, prereleases=True)
-        remedy = "" if fits else f"pip install '{need.name}{need.specifier}'"
-        yield Finding(
-            "ok" if fits else "fail" if old else "note",
-            "versions",
-            need.name,
-            f"{found}, expected {need.specifier}",
-            remedy,
-        )
+        message = f"{found}, expected {need.specifier}"
+        if need.specifier.contains(found, prereleases=True):
+            yield Finding("ok", "versions", need.name, message)
+        else:
+            old = any(bound.operator == ">=" and not bound.contains(found, True) for bound in need.specifier)
+            yield Finding("fail" if old else "note", "versions", need.name, message, remedy)
 
 
 def machine() -> Iterator[Finding]:
@@ -94,11 +88,9 @@ def machine() -> Iterator[Finding]:
     with contextlib.suppress(OSError):
         if match := re.search(r"^(?:model name|Model)\s*:(.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             name = match[1].strip()
-    yield Finding("ok", "machine", "system", platform.platform())
-    yield Finding("ok", "machine", "processor", f"{name}, {os.cpu_count()} cores")
+    yield Finding("ok", "machine", "system", f"{platform.platform()}, {name}, {os.cpu_count()} cores")
     settings = sorted(name for name in os.environ if name.startswith("CLEARLLAMA_") or name in SETTINGS)
-    message = ", ".join(f"{name}={os.environ[name]}" for name in settings)
-    yield Finding("ok", "machine", "settings", message or "no environment variable changes how the program runs")
+    yield Finding("ok", "machine", "settings", ", ".join(f"{name}={os.environ[name]}" for name in settings) or "none")
 
 
 def folders() -> Iterator[Finding]:
@@ -112,10 +104,9 @@ def folders() -> Iterator[Finding]:
     ):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-            yield Finding("ok", "cache", item, f"{folder}, writable")
+            yield Finding("ok", "cache", item, str(folder))
         else:
-            remedy = f"make {existing} writable, or set {variable} to another folder"
-            yield Finding("note", "cache", item, f"{folder} is not writable, so nothing is kept there", remedy)
+            yield Finding("note", "cache", item, f"{folder} is not writable", f"set {variable} to another folder")
 
 
 # --------------------------------------------------------------------------------------------------- in the child
@@ -123,23 +114,19 @@ def devices() -> Iterator[Finding]:
     """The free memory, and the devices that torch can compute on."""
     import torch
 
-    for room in rooms("cpu")[:1]:
-        yield Finding("ok", "memory", "free", f"{format_bytes(room.bytes)} {room.message}")
     from ..engine.runtime import pick_dtype
 
+    for room in rooms("cpu")[:1]:
+        yield Finding("ok", "memory", "free", f"{format_bytes(room.bytes)} {room.message}")
     dtype = str(pick_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
-    yield Finding("ok", "devices", "cpu", f"{default_threads()} threads; {dtype} by default")
+    yield Finding("ok", "devices", "cpu", f"{default_threads()} threads, {dtype} by default")
     for i in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(i)
-        free, total = (format_bytes(size) for size in torch.cuda.mem_get_info(i))
-        kind = f"{about.name}, capability {about.major}.{about.minor}, {free} of {total} free"
-        yield Finding("ok", "devices", f"cuda:{i}", kind)
+        about, (free, total) = torch.cuda.get_device_properties(i), map(format_bytes, torch.cuda.mem_get_info(i))
+        message = f"{about.name}, capability {about.major}.{about.minor}, {free} of {total} free"
+        yield Finding("ok", "devices", f"cuda:{i}", message)
     if not torch.cuda.is_available() and os.path.exists("/proc/driver/nvidia/version"):
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs only"
-        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or install torch for CUDA: https://pytorch.org/get-started"
-        yield Finding(
-            "note", "devices", "cuda", f"an NVIDIA driver is installed, but torch, {built}, finds no GPU", remedy
-        )
+        message = f"an NVIDIA driver is installed, but torch, built for CUDA {torch.version.cuda}, finds no GPU"
+        yield Finding("note", "devices", "cuda", message, "https://pytorch.org/get-started, or CUDA_VISIBLE_DEVICES")
     if torch.backends.mps.is_available():
         yield Finding("ok", "devices", "mps", "available")
 
@@ -149,36 +136,29 @@ def cpu_kernels() -> Iterator[Finding]:
     from ..engine import kernels
 
     form, compiler = kernels.pick_form(), kernels.compiler()
-    if os.environ.get("CLEARLLAMA_KERNELS") == "off":
-        yield Finding("note", "kernels", "C++", "disabled by CLEARLLAMA_KERNELS=off", "unset it for speed")
-    elif form is None:
-        yield Finding("note", "kernels", "C++", f"not available: {kernels.why_none()}; torch's own operators are used")
+    if form is None:
+        why = "CLEARLLAMA_KERNELS is off" if os.environ.get("CLEARLLAMA_KERNELS") == "off" else kernels.why_none()
+        yield Finding("note", "kernels", "C++", f"not used: {why}; torch's own operators are slower")
     else:
         try:
             kernels.load(form)
             yield Finding("ok", "kernels", "C++", f"{form}, built: {kernels.built(form)}")
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            message = (
-                f"{form} can't be built, so torch's own operators are used, which are slower: {one_line(str(error))}"
-            )
+            message = f"{form} can't be built, and torch's own operators are slower: {one_line(str(error))}"
             yield Finding("note", "kernels", "C++", message, NO_COMPILER)
     if compiler is None:
-        yield Finding(
-            "note", "compiler", "C++", "none of c++, g++, clang++ was found, so --compile can't work", NO_COMPILER
-        )
+        yield Finding("note", "compiler", "C++", "none was found, so --compile can't work", NO_COMPILER)
     else:
         yield Finding("ok", "compiler", "C++", compiler)
 
 
 def child(self_test: bool) -> None:
     """Print one JSON line for each finding of the probes that import torch."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries goes to stderr
     from .selftest import selftest
 
     for probe in (devices, cpu_kernels, *([selftest] if self_test else [])):
         for finding in guarded(probe):
-            print(json.dumps(dataclasses.asdict(finding)), file=out, flush=True)
+            print(json.dumps(dataclasses.asdict(finding)), flush=True)
 
 
 def in_child(self_test: bool, seconds: float) -> Iterator[Finding]:
@@ -187,31 +167,28 @@ def in_child(self_test: bool, seconds: float) -> Iterator[Finding]:
         [sys.executable, "-c", CHILD.format(self_test)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         start_new_session=True,  # so that a compiler that it has started can be killed with it
     )
-    errors: list[bytes] = []
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    timer = threading.Timer(seconds, _kill, [process])
+    timer, last = threading.Timer(seconds, _kill, [process]), b""
     timer.start()
     try:
         for line in process.stdout or ():
-            yield Finding(**json.loads(line))
+            if line.startswith(b'{"status": '):
+                yield Finding(**json.loads(line))
+            else:  # of a library
+                last = line
         code, late = process.wait(), timer.finished.is_set()
     finally:
         timer.cancel()
         _kill(process)
-    reader.join(2)
     if late:
         yield Finding("fail", "process", "child", f"no answer within {seconds:g} s", "--seconds allows more time")
     elif code:
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        last = one_line(errors[-1].decode(errors="replace").strip()) if errors else ""
-        yield Finding(
-            "fail", "process", "child", f"torch or the self-test ended early with {how}: {last[:200]}", BROKEN
-        )
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        message = f"torch or the self-test ended with {how}: {one_line(last.decode(errors='replace')).strip()[:200]}"
+        yield Finding("fail", "process", "child", message, "check whether python -c 'import torch' works")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -25,9 +24,11 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
     config, about = checkpoint.config, dict(checkpoint.about)
     stored = about.pop("weights", {})
     architecture = dataclasses.asdict(config)
-    if config.rope_scaling:
-        architecture["rope_scaling"] = {key: _shortened(value) for key, value in config.rope_scaling.items()}
+    if config.rope_scaling:  # longrope has a list of factors
+        shortened = {key: f"{len(x)} numbers" if isinstance(x, list) else x for key, x in config.rope_scaling.items()}
+        architecture["rope_scaling"] = shortened
     vocabulary, problems = _vocabulary(checkpoint)
+    lengths = dict.fromkeys((1, context or config.max_seq_len))
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
@@ -38,7 +39,6 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         "rope_bands": rope_bands(config),
         **vocabulary,
         "chat_template": checkpoint.chat_template is not None,
-        "chat_format": _chat_format(checkpoint),
         "sampling": dict(checkpoint.sampling),
         "file_bytes": dict(checkpoint.parts),
         "stored_bytes": stored,
@@ -46,16 +46,12 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         "kv_cache_bytes": {
             f"{dtype}, {tokens} tokens x {batch}": cache_bytes(config, tokens, size, dtype, batch)
             for dtype, size in [*BYTES.items(), ("int8", 1)]
-            for tokens in dict.fromkeys((1, context or config.max_seq_len))
+            for tokens in lengths
         },
         "decided_here": list(checkpoint.notes),
         "warnings": list(checkpoint.warnings),
         "mismatches": [*mismatches(checkpoint), *problems],
     }
-
-
-def _shortened(value: Any) -> Any:
-    return f"{len(value)} numbers from {min(value):g} to {max(value):g}" if isinstance(value, list) else value
 
 
 def rope_bands(config: ModelConfig) -> dict[str, int]:
@@ -76,9 +72,9 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     try:
         tokenizer = checkpoint.tokenizer()
     except CheckpointError as error:  # a tokenizer that does not match the embedding
-        return {"tokenizer": "of another model"}, [str(error)]
+        return {"tokenizer": "of another model", "chat_format": None}, [str(error)]
     except LlamaError as error:
-        return {"tokenizer": f"unusable: {error}"}, []
+        return {"tokenizer": f"unusable: {error}", "chat_format": None}, []
     names = {id: text for text, id in tokenizer.control.items()}
     bos = tokenizer.bos_id
     return {
@@ -87,15 +83,8 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
         "bos": {} if bos is None else {str(bos): names.get(bos, "")},
         "adds_bos": tokenizer.add_bos,
         "stop_ids": {str(id): names.get(id, "") for id in sorted(tokenizer.stop_ids)},
+        "chat_format": checkpoint.chat_format(tokenizer),  # a built-in one, for a model without a template
     }, []
-
-
-def _chat_format(checkpoint: Checkpoint) -> str | None:
-    """The built-in chat format of a checkpoint that has no template; None if there is none."""
-    try:
-        return checkpoint.chat_format(checkpoint.tokenizer())
-    except LlamaError:
-        return None
 
 
 class Bits(NamedTuple):
@@ -116,25 +105,23 @@ def stored_bits(checkpoint: Checkpoint, dtype_bits: int, on_cpu: bool) -> Bits |
     """
     tied, types, dequantized = checkpoint.config.tie_embeddings, set[str](), set[str]()
     total: dict[str, list[float]] = {}  # layers, output or tok_embeddings -> [entries, bits]
-    for name, shape in checkpoint.shapes.items():
-        if len(shape) != 2:
+    for name, (rows, *columns) in checkpoint.shapes.items():
+        if not columns:
             continue
-        entries, bits = math.prod(shape), float(dtype_bits)
+        entries, bits = rows * columns[0], float(dtype_bits)
         if (blocks := checkpoint.blocks(name, slice(0, 1))) is not None:
-            types.add(checkpoint.stored(name))
-            form = blocks.format
+            stored, form = checkpoint.stored(name), blocks.format
+            types.add(stored)
             if on_cpu:
                 bits = checkpoint.bits(name)
             elif form.bits not in (4, 8) or form.codebook or form.levels:
-                dequantized.add(checkpoint.stored(name))
+                dequantized.add(stored)
             elif tied or not name.startswith("tok_embeddings"):
-                bits = form.bits + 16 * (1 + form.offset) / (form.group or shape[1])
+                bits = form.bits + 16 * (1 + form.offset) / (form.group or columns[0])
         sums = total.setdefault(name.split(".")[0], [0, 0])
-        sums[0] += entries
-        sums[1] += entries * bits
-    mean = {part: bits / entries for part, (entries, bits) in total.items()}
-    embedding = mean["tok_embeddings"]
-    found = Bits(
-        mean["layers"], mean.get("output", embedding), embedding, tuple(sorted(types)), tuple(sorted(dequantized))
+        sums[0], sums[1] = sums[0] + entries, sums[1] + entries * bits
+    layers, embedding, output = (
+        total[part][1] / total[part][0] if part in total else 0 for part in ("layers", "tok_embeddings", "output")
     )
+    found = Bits(layers, output or embedding, embedding, tuple(sorted(types)), tuple(sorted(dequantized)))
     return found if types else None

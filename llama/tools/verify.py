@@ -32,11 +32,8 @@ WEIGHTS = (*TORCH, ".safetensors", ".gguf")
 ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # by the length of the checksum; git's is that of an object
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf|\.safetensors|\.bin)")
 SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
-# format -> names that identify it, even if other files are missing
-SIGNS = {
-    "Hugging Face": r"config\.json|.+\.safetensors|.+\.index\.json|pytorch_model.*\.bin",
-    "Meta": r"params\.json|consolidated\.\d+\.pth|checklist\.chk",
-}
+
+Sum = tuple[Path, str, str]  # file, checksum, source of the checksum
 
 
 def verify(path: Path, tensors: bool = False, checksums: Path | None = None, quiet: bool = True) -> Iterator[Finding]:
@@ -50,7 +47,7 @@ def verify(path: Path, tensors: bool = False, checksums: Path | None = None, qui
     folder.
     """
     files = find_files(path)
-    sums: list[tuple[Path, str, str]] = []  # file, checksum, source
+    sums: list[Sum] = []
     for checklist in [file for file in files if file.suffix == ".chk"] + ([checksums] if checksums else []):
         read = check("sums", checklist.name, partial(read_checksums, checklist, path, sums))
         if read.status == "fail":
@@ -70,12 +67,17 @@ def verify(path: Path, tensors: bool = False, checksums: Path | None = None, qui
 
 
 def format_of(path: Path) -> str:
-    """The format, even if files are missing or damaged: "Hugging Face", "Meta", "GGUF" or "unknown"."""
+    """The format by the names of the files, some of which may be missing: Hugging Face, Meta, GGUF or unknown."""
     if not path.is_dir():
         return "GGUF"
     names = [file.name for file in path.iterdir()]
-    found = (form for form, sign in SIGNS.items() if any(re.fullmatch(sign, name) for name in names))
-    return next(found, "unknown")
+    if any(name == "config.json" or name.endswith((".safetensors", ".index.json", ".bin")) for name in names):
+        return "Hugging Face"
+    return (
+        "Meta"
+        if any(name in ("params.json", "checklist.chk") or name.endswith(".pth") for name in names)
+        else "unknown"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the files
@@ -103,7 +105,7 @@ def parts_of(name: str) -> list[str]:
     return [f"consolidated.{i:02d}.pth" for i in range(int(match[1]) + 1)] if match else [name]
 
 
-def find_missing(path: Path, files: list[Path], sums: list[tuple[Path, str, str]]) -> Iterator[Finding]:
+def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Finding]:
     """Compare the files that exist with checklists, indexes and numbered names, and find broken links."""
     folder = path if path.is_dir() else path.parent
     needed = {file: f"{source} lists it" for file, _, source in sums}
@@ -150,7 +152,7 @@ def describe_content(file: Path) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- the checksums
-def read_checksums(checklist: Path, path: Path, sums: list[tuple[Path, str, str]]) -> str:
+def read_checksums(checklist: Path, path: Path, sums: list[Sum]) -> str:
     """Append the checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
     folder = checklist.parent if checklist.suffix == ".chk" or path.is_file() else path
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
