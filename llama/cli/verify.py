@@ -45,9 +45,9 @@ def locate(name: str) -> Path:
     path = Path(name)
     if path.exists() or path.is_symlink():
         return path
-    found = hub.find(name) or hub.from_meta(name)
-    if found is None and (wanted := repository.hub_id(name)) and (root := repository.snapshot(wanted)):
-        found = root / wanted.path
+    found, wanted = hub.find(name) or hub.from_meta(name), repository.hub_id(name)
+    if found is None and wanted and (root := repository.snapshot(wanted)):
+        return root / wanted.path
     if found is None:
         raise CheckpointError(f"there is no file, folder or downloaded model {name!r}; {hub.EXPECTED}")
     return found

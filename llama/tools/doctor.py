@@ -23,7 +23,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import one_line
 from ..system.cores import VARIABLES, default_threads
-from ..system.folders import cache_folder, state_folder
+from ..system.folders import cache_folder
 from ..system.memory import format_bytes, rooms
 from .findings import Finding, failure
 
@@ -94,12 +94,11 @@ def machine() -> Iterator[Finding]:
 
 
 def folders() -> Iterator[Finding]:
-    """The cache and state folders of this program, and the cache of the Hugging Face hub."""
+    """The cache folder of this program, and that of the Hugging Face hub."""
     from huggingface_hub import constants
 
     for item, folder, variable in (
         ("folder", cache_folder(), "CLEARLLAMA_CACHE"),
-        ("state", state_folder(), "XDG_STATE_HOME"),
         ("hub", Path(constants.HF_HUB_CACHE), "HF_HOME"),
     ):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())

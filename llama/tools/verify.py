@@ -68,31 +68,26 @@ def verify(path: Path, tensors: bool = False, checksums: Path | None = None, qui
 
 def format_of(path: Path) -> str:
     """The format by the names of the files, some of which may be missing: Hugging Face, Meta, GGUF or unknown."""
-    if not path.is_dir():
-        return "GGUF"
-    names = [file.name for file in path.iterdir()]
+    names = [file.name for file in path.iterdir()] if path.is_dir() else []
     if any(name == "config.json" or name.endswith((".safetensors", ".index.json", ".bin")) for name in names):
         return "Hugging Face"
-    return (
-        "Meta"
-        if any(name in ("params.json", "checklist.chk") or name.endswith(".pth") for name in names)
-        else "unknown"
-    )
+    if any(name in ("params.json", "checklist.chk") or name.endswith(".pth") for name in names):
+        return "Meta"
+    return "unknown" if path.is_dir() else "GGUF"
 
 
 # --------------------------------------------------------------------------------------------------------- the files
 def find_files(path: Path) -> list[Path]:
     """The existing files of the checkpoint at `path`: weights, documents, tokenizer, checklists."""
+    documents = (".json", ".model", ".chk")
     if path.is_dir():
-        known = (*WEIGHTS, ".json", ".model", ".chk")
-        files = [file for file in sorted(path.iterdir()) if file.suffix in known and file.is_file()]
+        found = sorted(path.iterdir())
         if format_of(path) == "Meta" and not (path / "tokenizer.model").exists():  # LLaMA 1 and 2 have it in the parent
-            parent = path.absolute().parent
-            files += [file for file in sorted(parent.glob("tokenizer*")) if file.suffix in known and file.is_file()]
-        return files
+            found += sorted(path.absolute().parent.glob("tokenizer*"))
+        return [file for file in found if file.suffix in (*WEIGHTS, *documents) and file.is_file()]
     if not path.is_file():
         raise CheckpointError(f"there is no model folder or .gguf file {str(path)!r}")
-    if path.suffix in (*TORCH, ".safetensors", ".json", ".model", ".chk"):
+    if path.suffix in (*TORCH, ".safetensors", *documents):
         raise UsageError(f"{path} is one file of a checkpoint that is a folder; name the folder: {path.parent}")
     return [file for name in parts_of(path.name) if (file := path.with_name(name)).is_file()]
 
@@ -154,7 +149,7 @@ def describe_content(file: Path) -> str:
 # ----------------------------------------------------------------------------------------------------- the checksums
 def read_checksums(checklist: Path, path: Path, sums: list[Sum]) -> str:
     """Append the checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
-    folder = checklist.parent if checklist.suffix == ".chk" or path.is_file() else path
+    folder = checklist.parent if checklist.suffix == ".chk" else path if path.is_dir() else path.parent
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
         if match := re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *]([^/\\]+)", line):
             sums.append((folder / match[2], match[1].lower(), checklist.name))
@@ -220,13 +215,13 @@ def open_and_compare(path: Path, tensors: bool, quiet: bool) -> Iterator[Finding
         yield Finding("fail", "tokenizer", item, facts["tokenizer"])
     if tensors:
         names = tqdm(checkpoint.shapes, "weights", leave=False, disable=quiet or None)
-        bad = [finding for name in names if (finding := check_weight(checkpoint, name)).status != "ok"]
+        bad = [finding for name in names if (finding := check_weight(checkpoint, name))]
         finite = Finding("ok", "tensors", item, f"all values of {len(checkpoint.shapes):,} tensors are finite")
         yield from bad or [finite]
 
 
-def check_weight(checkpoint: Checkpoint, name: str) -> Finding:
-    """Read a weight. Values that are not finite fail; a matrix of zeros is a warning."""
+def check_weight(checkpoint: Checkpoint, name: str) -> Finding | None:
+    """Read a weight. Values that are not finite fail, a matrix of zeros is a warning; None if there is neither."""
     try:
         parts = checkpoint.tensor(name).reshape(-1).split(ELEMENTS)
         bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
@@ -238,4 +233,4 @@ def check_weight(checkpoint: Checkpoint, name: str) -> Finding:
         return Finding("fail", "tensors", name, f"{bad:,} values are NaN or infinite; the model or the file is damaged")
     if zeros and not name.endswith(".bias"):
         return Finding("warn", "tensors", name, "all values are zero; a part of the file may never have been written")
-    return Finding("ok", "tensors", name, "all values are finite")
+    return None
