@@ -25,7 +25,7 @@ def error_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("inspect --contxt 5", "did you mean --context?"),
         ("inspect --device", "unrecognized arguments: --device (see"),
         ("generate hello there", "unrecognized arguments: there; a prompt of several words needs quotes"),
-        ("chat Hello", "unrecognized arguments: Hello; chat takes no prompt: type it"),
+        ("chat Hello", "unrecognized arguments: Hello (see clearllama chat --help)"),
         ("plan -m x --gpus H100 --gpus-per-host 4", "; plan divides the bytes evenly"),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),

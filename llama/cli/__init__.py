@@ -46,10 +46,7 @@ COMMANDS = (
 )  # fmt: skip
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-# command -> what to add to an error about a word that it does not expect
-HINTS = dict.fromkeys(("generate", "trace"), "; a prompt of several words needs quotes") | {
-    "chat": "; chat takes no prompt: type it in the chat, or pipe it to chat"
-}
+PROMPTED = ("generate", "trace")  # commands with a prompt as argument
 # Options that were removed -> what to do instead
 REMOVED = dict.fromkeys(
     ("--gpu-flops", "--gpu-link", "--gpu-network", "--gpus-per-host", "--tensor-parallel", "--pipeline-parallel"),
@@ -103,7 +100,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if rest:
         command, wrong = commands[args.command], next((word for word in rest if word.startswith("-")), None)
         if wrong is None:
-            hint = HINTS.get(args.command, "")
+            hint = "; a prompt of several words needs quotes" * (args.command in PROMPTED)
         else:
             option = wrong.partition("=")[0]
             hint = REMOVED.get(option) or _similar(option, command._option_string_actions)

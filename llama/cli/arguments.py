@@ -39,28 +39,18 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     )
     add_adapter_option(group)
     add_tokenizer_option(group)
-    group.add_argument(
-        "--device",
-        default="auto",
-        help="cpu, cuda, cuda:1, mps, or cuda:0,cuda:1 for both (default: auto, a GPU if any)",
-    )
+    device = "cpu, cuda, cuda:1, mps; cuda:0,cuda:1 puts layers on both (default: auto)"
+    group.add_argument("--device", default="auto", help=device)
     fastest = dtype or "auto, the fastest on the device"
     group.add_argument("--dtype", default=dtype or "auto", help=f"float32, bfloat16 or float16 (default: {fastest})")
-    group.add_argument(
-        "--quantize", metavar="SCHEME", help="quantize while loading: int8 or int4 (see 'clearllama quantize --list')"
-    )
-    group.add_argument(
-        "--compile", action="store_true", help="compile the decoding step, which takes about 20 s the first time"
-    )
+    schemes = "quantize while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)"
+    group.add_argument("--quantize", metavar="SCHEME", help=schemes)
+    group.add_argument("--compile", action="store_true", help="compile the decoding step: about 20 s the first time")
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context length in tokens (default: the model's)")
     add_kv_cache_option(group, "the model's dtype")
-    group.add_argument(
-        "--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU, the rest on the CPU"
-    )
+    group.add_argument("--gpu-layers", type=int, metavar="K", help="put only the last K layers on the GPU")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per usable core)")
-    group.add_argument(
-        "--no-memory-check", action="store_true", help="load the model even if memory seems insufficient"
-    )
+    group.add_argument("--no-memory-check", action="store_true", help="load the model even if memory seems too small")
 
 
 def add_kv_cache_option(parser: argparse._ActionsContainer, model: str) -> None:
@@ -71,9 +61,7 @@ def add_kv_cache_option(parser: argparse._ActionsContainer, model: str) -> None:
 
 def add_rope_options(parser: argparse.ArgumentParser) -> None:
     """Add the overrides of the RoPE settings, and --rope."""
-    group = parser.add_argument_group(
-        "RoPE", "overrides of the checkpoint's settings, for longer contexts or for study"
-    )
+    group = parser.add_argument_group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study")
     group.add_argument(
         "--rope-scaling",
         metavar="KIND",
@@ -211,7 +199,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
         " both options name the same file, the first run creates it",
     )
     group.add_argument("--load-session", metavar="FILE", help="load a saved session")
-    group.add_argument("--save-session", metavar="FILE", help="save the session at the end, in place of an older one")
+    group.add_argument("--save-session", metavar="FILE", help="save it at the end or at Ctrl-C, replacing FILE")
 
 
 def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits the vocabulary") -> None:
@@ -307,9 +295,7 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     if kind.lstrip().startswith("{"):
         scaling = parse_json(kind.encode(errors="surrogateescape"), "--rope-scaling")
     if factor is not None and scaling.setdefault("factor", factor) != factor:
-        raise UsageError(
-            f"the RoPE factor is {factor:g} and, in --rope-scaling, {scaling['factor']!r:.40}; give it once"
-        )
+        raise UsageError(f"the RoPE factor is {factor:g} and, in the JSON, {scaling['factor']!r:.40}; give it once")
     return scaling
 
 

@@ -29,12 +29,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "model", nargs="?", default=default_model(), metavar="PATH_OR_NAME", help="a checkpoint (default: %(default)s)"
     )
-    parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens per sequence in the KV cache (default: the model's context)"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="number of sequences in the KV cache (default: 1)"
-    )
+    context = "tokens per sequence in the KV cache (default: the model's context)"
+    parser.add_argument("--context", type=int, metavar="N", help=context)
+    batch = "number of sequences in the KV cache (default: 1)"
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help=batch)
     arguments.add_tokenizer_option(parser)
     arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
     parser.set_defaults(run=run)
@@ -77,8 +75,8 @@ def text(name: str, value: Any) -> str:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, int) and name.endswith("_bytes"):
         return bytes_text(value)
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return f"{int(value):,}" + " tokens" * (name in ("max_seq_len", "sliding_window"))
+    if isinstance(value, int | float):
+        return f"{value:,.15g}" + " tokens" * (name in ("max_seq_len", "sliding_window"))
     return str(value)
 
 

@@ -14,16 +14,11 @@ if TYPE_CHECKING:
 
 def table(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> str:
     """Rows of texts in columns, two spaces apart. right: the indices of columns that are aligned to the right."""
-    rows = [[streams.one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    return "".join(lines)
+    columns = list(zip(*([streams.one_line(cell) for cell in row] for row in rows), strict=True))
+    for i, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[i] = tuple(cell.rjust(width) if i in right else cell.ljust(width) for cell in column)
+    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
 
 
 def report(
