@@ -87,7 +87,7 @@ def test_inspect_shows_the_numbers_of_the_json_with_units(clearllama: Run, meta:
         sizes = [float(number.replace(",", "")) * SIZES[unit] for number, unit in found]
         assert sizes == [pytest.approx(size, rel=0.05) for size in facts[label].values()], shown[label]
         assert all(float(number.replace(",", "")) < 1000 for number, _ in found)
-    assert "bfloat16, 12,345 tokens x 1: " in shown["kv_cache_bytes"]
+    assert "bfloat16, 12345 tokens x 1: " in shown["kv_cache_bytes"]
 
 
 def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Path) -> None:

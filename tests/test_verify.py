@@ -26,7 +26,7 @@ from llama.hub import models as hub
 from llama.hub import repository
 from llama.tokenizer.common import BYTE_OF
 from llama.tools.findings import Finding
-from llama.tools.verify import WEIGHTS, format_of, verify
+from llama.tools.verify import WEIGHTS, format_of, parts_of, verify
 
 from . import test_huggingface, tiny
 from .scripts import make_tiny
@@ -54,7 +54,7 @@ def write_folder(folder: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A complete checkpoint in every form; for GGUF the folder of the file or the set."""
+    """A complete checkpoint in every form; for GGUF the folder of the file."""
     root = tmp_path_factory.mktemp("originals")
     make_tiny.make(root / "meta", "llama-3-70b", shards=2)
     make_tiny.make(root / "meta2" / "7B", "llama-2-7b")  # Meta's layout: the tokenizer is in the parent folder
@@ -65,35 +65,16 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.copytree(root / "hf", root / "bin")
     torch.save(load_file(root / "bin" / "model.safetensors"), root / "bin" / "pytorch_model.bin")
     (root / "bin" / "model.safetensors").unlink()
-    for name in ("gguf", "split"):
-        (root / name).mkdir()
+    (root / "gguf").mkdir()
     tiny.write_gguf(root / "gguf" / "tiny.gguf")
-    split_gguf(root / "split")
     return {path.name: path for path in root.iterdir()}
-
-
-def split_gguf(folder: Path) -> None:
-    """Two parts of a set, with the names and numbers of llama.cpp."""
-    from llama.checkpoint.gguf import NAMES
-
-    theirs = {ours: file for file, ours in NAMES.items()}
-    names = []
-    for name in tiny.weights():
-        parts = name.removesuffix(".weight").split(".")
-        block = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-        names.append(f"{block}{theirs['.'.join(parts[2:] if block else parts)]}.weight")
-    for i, left_out in enumerate((names[5:], names[:5])):
-        metadata: dict[str, Any] = {"split.no": i, "split.count": 2, "split.tensors.count": len(names)}
-        if i:  # only the first part has the vocabulary and the architecture
-            metadata |= dict.fromkeys((*tiny.architecture(), *tiny.byte_vocabulary()))
-        tiny.write_gguf(folder / f"x-0000{i + 1}-of-00002.gguf", metadata=metadata, without=tuple(left_out))
 
 
 def write_md5(target: Path, *files: Path) -> None:
     target.write_text("".join(f"{hashlib.md5(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files))
 
 
-FORMS = ["meta", "meta2", "hf", "sharded", "bin", "gguf", "split"]
+FORMS = ["meta", "meta2", "hf", "sharded", "bin", "gguf"]
 Copy = Callable[[str], Path]
 
 
@@ -103,9 +84,7 @@ def copy(originals: dict[str, Path], tmp_path: Path) -> Copy:
 
     def make(form: str) -> Path:
         folder = Path(shutil.copytree(originals[form], tmp_path / form))
-        return {"meta2": folder / "7B", "gguf": folder / "tiny.gguf", "split": folder / "x-00001-of-00002.gguf"}.get(
-            form, folder
-        )
+        return {"meta2": folder / "7B", "gguf": folder / "tiny.gguf"}.get(form, folder)
 
     return make
 
@@ -135,7 +114,7 @@ def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
     assert {f.item for f in findings if f.group == "content"} >= {
         file.name for file in files_of(path) if file.suffix in WEIGHTS
     }
-    expected = {"meta": "Meta", "meta2": "Meta", "gguf": "GGUF", "split": "GGUF"}.get(form, "Hugging Face")
+    expected = {"meta": "Meta", "meta2": "Meta", "gguf": "GGUF"}.get(form, "Hugging Face")
     assert format_of(path) == expected
     bare = {"meta2": [], "meta": ["tokenizer.model"], "hf": ["model.safetensors, tokenizer.json"]}
     if form in bare:
@@ -168,6 +147,12 @@ def test_every_damaged_or_missing_file_is_named(copy: Copy, form: str) -> None:
             assert any(expected in f.item + f.message for f in failures(path)), file.name
         file.write_bytes(whole)
     assert failures(path) == []
+
+
+def test_the_parts_of_a_set_are_named() -> None:
+    assert parts_of("x-00002-of-00003.gguf") == [f"x-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert parts_of("consolidated.02.pth") == [f"consolidated.0{i}.pth" for i in range(3)]
+    assert parts_of("x.gguf") == ["x.gguf"]
 
 
 def test_missing_shards_and_broken_links_are_found(copy: Copy) -> None:

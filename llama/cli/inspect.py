@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
 from ..checks import integer
@@ -12,8 +11,6 @@ from ..hub import default_model
 from . import arguments, streams, tables
 
 BOUNDS = {"context": LARGEST_SIZE, "batch": 4096}  # what a configuration and `generate --batch-size` accept
-LABELS = {"file_bytes": "files", "stored_bytes": "stored", "weight_bytes": "weights", "kv_cache_bytes": "kv_cache",
-          "decided_here": "assumptions", "rope_bands": "rope pairs"}  # fmt: skip
 LONGEST = 100  # characters of a list on one line
 
 
@@ -54,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         rows = []
         for name, value in facts.items():
             first, *more = lines(name, value)
-            rows += [(LABELS.get(name, name).replace("_", " "), first), *(("", line) for line in more)]
+            rows += [(name.replace("_", " "), first), *(("", line) for line in more)]
         streams.write(tables.table(rows))
     return 1 if facts["mismatches"] else 0
 
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def lines(name: str, value: Any) -> list[str]:
     """A fact as text: one line, or a line for each entry of a long one."""
     if isinstance(value, dict):
-        cells = [f"{_grouped(key)}{':' * (' ' in key)} {text(name, entry)}".strip() for key, entry in value.items()]
+        cells = [f"{key}{':' * (' ' in key)} {text(name, entry)}".strip() for key, entry in value.items()]
         return cells if len(", ".join(cells)) > LONGEST else [", ".join(cells) or "none"]
     if isinstance(value, list | tuple):
         return [str(entry) for entry in value] or ["none"]
@@ -78,11 +75,6 @@ def text(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:,.15g}" + " tokens" * (name in ("max_seq_len", "sliding_window"))
     return str(value)
-
-
-def _grouped(key: str) -> str:
-    """A key such as 'bfloat16, 8192 tokens x 1', with thousands separators."""
-    return re.sub(r"\d{4,}(?= tokens x)", lambda number: f"{int(number[0]):,}", key)
 
 
 def bytes_text(count: int) -> str:

@@ -36,10 +36,6 @@ def check(group: str, item: str, look: Callable[[], str]) -> Finding:
 
 def failure(group: str, item: str, error: Exception) -> Finding:
     """The finding of a check that raised an exception."""
-    if isinstance(error, LlamaError):
-        message = str(error)
-    elif isinstance(error, OSError):
-        message = f"can't be read: {error.strerror or error}"
-    else:
-        message = f"{type(error).__name__}: {one_line(str(error))[:300]}"
+    known = isinstance(error, LlamaError)
+    message = str(error) if known else f"{type(error).__name__}: {one_line(str(error))[:300]}"
     return Finding("fail", group, item, message)
