@@ -26,7 +26,7 @@ from llama.hub import models as hub
 from llama.hub import repository
 from llama.tokenizer.common import BYTE_OF
 from llama.tools.findings import Finding
-from llama.tools.verify import WEIGHTS, format_of, parts_of, verify
+from llama.tools.verify import WEIGHTS, find_files, format_of, verify
 
 from . import test_huggingface, tiny
 from .scripts import make_tiny
@@ -149,22 +149,23 @@ def test_every_damaged_or_missing_file_is_named(copy: Copy, form: str) -> None:
     assert failures(path) == []
 
 
-def test_the_parts_of_a_set_are_named() -> None:
-    assert parts_of("x-00002-of-00003.gguf") == [f"x-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    assert parts_of("consolidated.02.pth") == [f"consolidated.0{i}.pth" for i in range(3)]
-    assert parts_of("x.gguf") == ["x.gguf"]
-
-
-def test_missing_shards_and_broken_links_are_found(copy: Copy) -> None:
+def test_missing_files_and_broken_links_are_found(copy: Copy, tmp_path: Path) -> None:
     path = copy("meta")
-    for name in ("checklist.chk", "consolidated.00.pth"):
-        (path / name).unlink()
+    (path / "consolidated.00.pth").unlink()
     (path / "params.json").rename(path / "gone")
     (path / "params.json").symlink_to("blob")
     found = failures(path)
-    assert named(found, "consolidated.00.pth", "files")
+    assert "checklist.chk lists it" in named(found, "consolidated.00.pth", "files")[0].message
     assert "a link to blob" in named(found, "params.json", "files")[0].message
     assert format_of(path) == "Meta"
+    path = copy("sharded")
+    (shard, *_) = path.glob("*.safetensors")
+    shard.unlink()
+    assert "model.safetensors.index.json names it" in named(failures(path), shard.name, "files")[0].message
+    parts = [tmp_path / f"[x]-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for part in parts:
+        part.touch()
+    assert find_files(parts[1]) == parts
 
 
 # --------------------------------------------------------------------------------------------------------- checksums

@@ -6,6 +6,8 @@ known checksum is read. A checkpoint that can't be opened is checked as far as p
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -30,8 +32,6 @@ ELEMENTS = 2**22  # values of a weight that are checked at a time
 TORCH = (".pth", ".pt", ".bin")
 WEIGHTS = (*TORCH, ".safetensors", ".gguf")
 ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # by the length of the checksum; git's is that of an object
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf|\.safetensors|\.bin)")
-SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
 
 Sum = tuple[Path, str, str]  # file, checksum, source of the checksum
 
@@ -89,29 +89,17 @@ def find_files(path: Path) -> list[Path]:
         raise CheckpointError(f"there is no model folder or .gguf file {str(path)!r}")
     if path.suffix in (*TORCH, ".safetensors", *documents):
         raise UsageError(f"{path} is one file of a checkpoint that is a folder; name the folder: {path.parent}")
-    return [file for name in parts_of(path.name) if (file := path.with_name(name)).is_file()]
-
-
-def parts_of(name: str) -> list[str]:
-    """The names that a numbered name implies: three for NAME-00002-of-00003.gguf; itself, if it has no number."""
-    if match := PART.fullmatch(name):
-        return [f"{match[1]}-{i + 1:05d}-of-{match[3]}{match[4]}" for i in range(min(int(match[3]), 9999))]
-    match = SHARD.fullmatch(name)
-    return [f"consolidated.{i:02d}.pth" for i in range(int(match[1]) + 1)] if match else [name]
+    return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))  # all files of a set
 
 
 def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Finding]:
-    """Compare the files that exist with checklists, indexes and numbered names, and find broken links."""
+    """Compare the files that exist with checklists and indexes, and find broken links."""
     folder = path if path.is_dir() else path.parent
     needed = {file: f"{source} lists it" for file, _, source in sums}
-    for file in files:
-        needed |= dict.fromkeys(map(file.with_name, parts_of(file.name)), f"{file.name} is one of several files")
-        if file.name.endswith(".index.json"):
-            try:
-                names = set(json.loads(file.read_bytes())["weight_map"].values())
-                needed |= dict.fromkeys((folder / name for name in names), f"{file.name} names it")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # not an index; opening the checkpoint reports it
+    for file in (file for file in files if file.name.endswith(".index.json")):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # opening the checkpoint reports it
+            names = set(json.loads(file.read_bytes())["weight_map"].values())
+            needed |= dict.fromkeys((folder / name for name in names), f"{file.name} names it")
     missing = {file.name: f"is missing: {why}" for file, why in needed.items() if not os.path.exists(file)}
     if path.is_dir():
         links = (file for file in sorted(path.iterdir()) if file.is_symlink() and not file.exists())
