@@ -218,20 +218,13 @@ def test_a_tokenizer_in_the_parent_folder_has_its_own_checklist(copy: Copy) -> N
     assert named(failures(path), "tokenizer.model", "md5")
 
 
-MD5 = "d41d8cd98f00b204e9800998ecf8427e"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [f"{MD5} params.json", f"{MD5}\tparams.json", f"{MD5}0  params.json", f"params.json  {MD5}", f"{MD5}  ../params.json",
-     f"{MD5}  /etc/passwd", "\x1b[2J", "\ud800"],
-)  # fmt: skip
-def test_bad_lines_of_a_checklist_fail(copy: Copy, line: str) -> None:
-    path = copy("meta")
-    (path / "checklist.chk").write_bytes(line.encode(errors="surrogatepass") + b"\n")
-    [found] = named(failures(path), "checklist.chk")
-    assert found.group == "sums"
-    assert found.message.isprintable()
+def test_bad_lines_of_a_checklist_fail(copy: Copy) -> None:
+    path, md5 = copy("meta"), "d41d8cd98f00b204e9800998ecf8427e"
+    for line in (f"{md5} x", f"{md5}\tx", f"{md5}0  x", f"x  {md5}", f"{md5}  ../x", f"{md5}  /x", "\x1b[2J", "\ud800"):
+        (path / "checklist.chk").write_bytes(line.encode(errors="surrogatepass") + b"\n")
+        [found] = named(failures(path), "checklist.chk")
+        assert found.group == "sums"
+        assert found.message.isprintable()
 
 
 @pytest.mark.parametrize("kept", ["links", "records"])

@@ -29,8 +29,7 @@ from .findings import Finding, failure
 
 ANSWER = 120.0  # seconds for everything but the self-test; the first run builds the kernels
 SETTINGS = (*VARIABLES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HOME", "CXX")
-EXTRAS = ("study", "serve", "eval", "structured", "completion")  # those for users
-NO_COMPILER = "install a C++ compiler (g++ or clang++), or name it in CXX"
+EXTRAS = ("study", "serve", "eval", "structured", "chat", "completion")  # those for users
 CHILD = "from llama.tools import doctor; doctor.child({})"
 
 
@@ -144,9 +143,10 @@ def cpu_kernels() -> Iterator[Finding]:
             yield Finding("ok", "kernels", "C++", f"{form}, built: {kernels.built(form)}")
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             message = f"{form} can't be built, and torch's own operators are slower: {one_line(str(error))}"
-            yield Finding("note", "kernels", "C++", message, NO_COMPILER)
+            yield Finding("note", "kernels", "C++", message)
     if compiler is None:
-        yield Finding("note", "compiler", "C++", "none was found, so --compile can't work", NO_COMPILER)
+        remedy = "install a C++ compiler (g++ or clang++), or name it in CXX"
+        yield Finding("note", "compiler", "C++", "none was found, so --compile can't work", remedy)
     else:
         yield Finding("ok", "compiler", "C++", compiler)
 
