@@ -71,19 +71,6 @@ def test_the_first_word_needs_few_imports(tiny_gguf: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"GOMP_SPINCOUNT": str(cli.SPIN_COUNT)}),
-        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
-        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
-    ],
-)
-def test_the_user_chooses_how_threads_wait(given: dict[str, str], expected: dict[str, str]) -> None:
-    cli.set_spin_count(given)
-    assert given == expected
-
-
-@pytest.mark.parametrize(
     "command",
     [command.__name__.rsplit(".", 1)[1] for command in cli.COMMANDS],
 )
@@ -190,29 +177,6 @@ def test_usage_errors_are_one_line_and_exit_2(
     result = clearllama(*args, *model, stdin=b"")
     assert result.returncode == 2
     assert message in error_line(result)
-
-
-def test_the_hint_about_quotes_is_only_for_commands_with_a_prompt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in cli.COMMANDS:
-        name = command.__name__.rsplit(".", 1)[1]
-        needed = {
-            "convert": ["a", "b", "--to", "hf"],
-            "plan": ["-m", "a", "--gpus", "H100"],
-            "pull": ["a"],
-            "evaluate": ["--tasks", "a"],
-        }
-        needed["steer"] = ["--positive", "a", "--negative", "b", "-o", "c"]
-        with pytest.raises(SystemExit) as left:
-            cli.main([name, *needed.get(name, []), *(["a"] * 2 if name not in needed else []), "--no-such-thing"])
-        assert left.value.code == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "--no-such-thing" in error
-        with pytest.raises(SystemExit):
-            cli.main([name, "--help"])
-        assert ("needs quotes" in error) == ("PROMPT]" in capsys.readouterr().out.split("\n\n")[0])
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])

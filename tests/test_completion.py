@@ -54,6 +54,4 @@ def test_without_shtab_the_error_names_the_extra(
     with pytest.raises(SystemExit) as left:
         build_parser().parse_args(["--print-completion", "zsh"])
     assert left.value.code == 1
-    assert capsys.readouterr().err == (
-        "clearllama: error: --print-completion needs shtab, which is not installed: pip install 'clearllama[completion]'\n"
-    )
+    assert "pip install 'clearllama[completion]'\n" in capsys.readouterr().err

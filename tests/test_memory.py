@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_flatten
 from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
 from llama.checkpoint import open_checkpoint
-from llama.cli import inspect
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
 from llama.model import Transformer
 from llama.system import memory
+from llama.tools.model_facts import model_facts
 
 from . import tiny
 
@@ -120,7 +120,7 @@ def test_a_cache_whose_growth_failed_can_be_used_and_grown_again() -> None:
 # ------------------------------------------------------------------------------------- predicted and actual memory
 def test_inspect_predicts_the_exact_bytes_of_a_cache(tiny_gguf: Path) -> None:
     model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=5000))
-    facts = inspect.describe(open_checkpoint(tiny_gguf), 3000, 3)["kv_cache_bytes"]
+    facts = model_facts(open_checkpoint(tiny_gguf), 3000, 3)["kv_cache_bytes"]
     for dtype, kind, label in (
         (torch.float32, "model", "float32"),
         (torch.bfloat16, "model", "bfloat16"),

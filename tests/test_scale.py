@@ -59,17 +59,16 @@ def test_the_table_has_the_numbers_of_the_command(capsys: pytest.CaptureFixture[
         model = f"configs/llama-3.1-{row['model'].lower()}.json"
         run = ["-m", model, "--gpus", f"{row['GPUs']}xH100", "--context", "8192", "--batch", "8", *scheme]
         found = facts(capsys, *run)
-        memory, split, speeds = found["memory"], found["split"], ["-"] * 4
+        memory, speeds = found["memory"], ["-"] * 3
         if found["fits"]:
             decode = found["decode"]["tps_each"], found["decode"]["tps_batch"]
-            speeds = [f"{value:,.0f}" for value in (*decode, found["prefill"]["tps"])] + [f"{found['largest_batch']:,}"]
+            speeds = [*(f"{value:,.0f}" for value in decode), f"{found['largest_batch']:,}"]
         expected = {
-            "tensor x pipeline": f"{split['tensor']} x {split['pipeline']}",
             "weights, GB": f"{memory['weights'] / 1e9:.1f}",
             "keys, values, GB": f"{memory['kv_cache'] / 1e9:.1f}",
             "in all, with activations and reserve, GB": f"{memory['total'] / 1e9:.1f}",
             "fits in 80": "yes" if found["fits"] else "no",
-            **dict(zip(("tok/s each", "tok/s in all", "prefill tok/s", "most sequences"), speeds, strict=True)),
+            **dict(zip(("tok/s each", "tok/s in all", "most sequences"), speeds, strict=True)),
         }
         assert {key: row[key] for key in expected} == expected, row
 
@@ -81,8 +80,6 @@ def test_the_numbers_in_the_text_are_those_of_the_command(capsys: pytest.Capture
     for name in ("8b", "70b", "405b"):
         config = ModelConfig(**json.loads((ROOT / f"configs/llama-3.1-{name}.json").read_text()))
         assert f"{config.n_params * 2 / 1e9:.1f} GB for {name.upper()}" in TEXT
-    large = facts(capsys, "-m", "llama-3.1-405b", "--gpus", "16xH100", "--batch", "8")
-    assert f"({large['traffic']['all_reduces_per_step']} all-reduces per step" in TEXT
 
 
 def test_the_shares_follow_from_the_rates_in_the_table() -> None:
@@ -90,16 +87,13 @@ def test_the_shares_follow_from_the_rates_in_the_table() -> None:
 
     table = rows("### What programs reach")
     for row in table:
-        share = float(row["GB/s of a GPU"]) * 1e9 / GPUS["A100-80"].bandwidth
+        share = float(row["GB/s of a GPU"]) * 1e9 / GPUS["a100-80"].bandwidth
         assert row["share"] == f"{share:.2f}"
-    plain = {int(row["GPUs"]): float(row["share"]) for row in table if row["weights"] == "bfloat16"}
-    assert plain == REACHED
+    plain = [float(row["share"]) for row in table if row["weights"] == "bfloat16"]
+    assert (min(plain), max(plain)) == REACHED
 
 
-def test_the_vllm_commands_use_the_planned_split(capsys: pytest.CaptureFixture[str]) -> None:
-    for gpus, sizes in (("8xH100", (8, 1)), ("16xH100", (8, 2))):
-        split = facts(capsys, "-m", "llama-3.1-405b", "--gpus", gpus, "--quantize", "int8")["split"]
-        assert (split["tensor"], split["pipeline"]) == sizes
+def test_the_vllm_commands_use_all_gpus() -> None:
     served = re.findall(r"^vllm serve DST (.*?)(?:\s+#.*)?$", TEXT, re.MULTILINE)
     assert len(served) == 3
     assert [("--pipeline-parallel-size 2" in line, "--tensor-parallel-size 8" in line) for line in served] == [

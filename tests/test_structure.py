@@ -214,14 +214,14 @@ def test_every_way_of_executing_is_a_subclass_of_runner() -> None:
 
 
 def test_the_runner_is_set_in_one_place() -> None:
-    """By `attach_runner` in the loader. Transformer.__init__ sets the default; the self-test compares two runners."""
+    """By `attach_runner` in the loader. Transformer.__init__ sets the default."""
     places = {
         path.name
         for path in modules()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "runner" and isinstance(node.ctx, ast.Store)
     }
-    assert places == {"loader.py", "model.py", "selftest.py"}
+    assert places == {"loader.py", "model.py"}
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import gc
 import os
 import signal
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -35,34 +36,22 @@ from . import (
     steer,
     streams,
     study,
-    suggestions,
     trace,
     verify,
 )
 
 COMMANDS = (
-    generate,
-    chat,
-    serve,
-    inspect,
-    plan,
-    convert,
-    quantize,
-    pull,
-    verify,
-    doctor,
-    evaluate,
-    bench,
-    perplexity,
-    study,
-    trace,
-    steer,
-    explain,
-)
+    generate, chat, serve, inspect, plan, convert, quantize, pull, verify, doctor, evaluate, bench, perplexity, study,
+    trace, steer, explain,
+)  # fmt: skip
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-
 PROMPTED = ("generate", "trace")  # commands with a prompt as argument
+# Options that were removed -> what to do instead
+REMOVED = dict.fromkeys(
+    ("--gpu-flops", "--gpu-link", "--gpu-network", "--gpus-per-host", "--tensor-parallel", "--pipeline-parallel"),
+    "; plan divides the bytes evenly over the GPUs, and computes with their bandwidth only",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,6 +82,38 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
+    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    commands: dict[str, argparse.ArgumentParser] = action.choices
+    return commands
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
+    parser = build_parser()
+    commands, first = commands_of(parser), next(iter(words), "")
+    if first and first not in commands and first.partition("=")[0] not in parser._option_string_actions:
+        near = _similar(first, commands)
+        parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
+    args, rest = parser.parse_known_args(words)
+    if rest:
+        command, wrong = commands[args.command], next((word for word in rest if word.startswith("-")), None)
+        if wrong is None:
+            hint = "; a prompt of several words needs quotes" * (args.command in PROMPTED)
+        else:
+            option = wrong.partition("=")[0]
+            hint = REMOVED.get(option) or _similar(option, command._option_string_actions)
+        command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    return args
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    """'; did you mean NAME?', or '' if no known name is similar."""
+    near = difflib.get_close_matches(name.replace("_", "-"), known, 1, 0.75)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
@@ -108,35 +129,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     if os.environ.get("TERM") == "dumb":
         os.environ.setdefault("TQDM_DISABLE", "1")  # such a terminal cannot redraw a line
-    parser = build_parser()
+    words = sys.argv[1:] if argv is None else argv
+    args = argparse.Namespace(debug=False)
     try:
-        suggestions.check(parser, sys.argv[1:] if argv is None else argv)
-        args, rest = parser.parse_known_args(argv)
-        if rest:
-            command = suggestions.commands_of(parser)[args.command]
-            message = suggestions.unrecognized(rest, suggestions.options_of(command))
-            hint = {
-                **dict.fromkeys(
-                    PROMPTED, "; a prompt of several words needs quotes; a prompt that starts with - needs -- before it"
-                ),
-                "chat": "; chat takes no prompt: type it in the chat, pipe it to chat, or use clearllama generate",
-            }
-            command.error(message or f"unrecognized arguments: {' '.join(rest)}{hint.get(args.command, '')}")
-    except SystemExit as left:  # --help, --version and usage errors; their text may still be in the buffer
         try:
-            streams.write_raw("")
-        except OSError as error:
-            _drop_stdout()
-            if isinstance(error, BrokenPipeError):
-                return 141
-            streams.error(streams.describe(error))
-            return 1
-        raise left
-    streams.show_log(args.quiet)
-    for number in signals.ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _exit_on_signal)
-    try:
+            args = parse(words)
+        finally:
+            streams.write_raw("")  # the text of --help may still be in the buffer
+        streams.show_log(args.quiet)
+        for number in signals.ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, _exit_on_signal)
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.run not in (pull.run, doctor.run):  # these need no torch, or import it in a process of their own
@@ -144,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ..engine import runtime
 
             runtime.set_threads(getattr(args, "threads", None))
-        code = ranks.run(args, sys.argv[1:] if argv is None else argv)
+        code = ranks.run(args, words)
         if code == 0:  # a failure was already reported, here or by a rank
             streams.write_raw("")
         return code
@@ -184,7 +187,10 @@ def _import_torch(args: argparse.Namespace) -> None:
             os.write(2, b"\nclearllama: interrupted\n")
         os._exit(128 + number)
 
-    set_spin_count(os.environ)
+    # By default PyTorch's OpenMP threads wait in a busy loop for milliseconds. A second program on the same cores then
+    # makes each loop wait for a thread that is not running: a prompt takes ten times as long.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     alone = "torch" not in sys.modules
     if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
         gc.disable()
@@ -199,16 +205,6 @@ def _import_torch(args: argparse.Namespace) -> None:
     if alone:
         gc.freeze()
         gc.enable()
-
-
-def set_spin_count(environment: MutableMapping[str, str]) -> None:
-    """Let the threads of PyTorch's OpenMP sleep soon after a loop, unless the user has chosen. They read it at import.
-
-    By default they wait in a busy loop for milliseconds. A second program on the same cores then makes each loop of
-    PyTorch wait for a thread that is not running, for a time slice: a prompt takes ten times as long.
-    """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
-        environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

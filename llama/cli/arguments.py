@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..checks import number
+from ..checks import number, positive
 from ..errors import UsageError
 from ..hub import default_model
 
@@ -27,64 +27,41 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     dtype     the default of --dtype; None for the fastest dtype of the device
     """
     group = parser.add_argument_group("model")
+    default = None if optional else default_model()
     group.add_argument(
         "--model",
         "-m",
-        default=None if optional else default_model(),
+        default=default,
         metavar="PATH_OR_NAME",
         help="a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the Hugging Face hub,"
         " which is downloaded on first use"
-        + (" (default: %(default)s; the environment variable CLEARLLAMA_MODEL sets it)" if not optional else ""),
+        + (" (default: %(default)s; the environment variable CLEARLLAMA_MODEL sets it)" if default else ""),
     )
     add_adapter_option(group)
     add_tokenizer_option(group)
-    group.add_argument(
-        "--device",
-        default="auto",
-        help="cpu, cuda, cuda:1 or mps; cuda:0,cuda:1 spreads the layers over both (default: auto, a GPU if there is"
-        " one)",
-    )
-    group.add_argument(
-        "--dtype",
-        default=dtype or "auto",
-        help=f"float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest on the device'})",
-    )
-    group.add_argument(
-        "--quantize",
-        metavar="SCHEME",
-        help="quantize the linear layers while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)",
-    )
-    group.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the decoding step; this takes about 20 s the first time; later runs load the cached code",
-    )
+    device = "cpu, cuda, cuda:1, mps; cuda:0,cuda:1 puts layers on both (default: auto)"
+    group.add_argument("--device", default="auto", help=device)
+    fastest = dtype or "auto, the fastest on the device"
+    group.add_argument("--dtype", default=dtype or "auto", help=f"float32, bfloat16 or float16 (default: {fastest})")
+    schemes = "quantize while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)"
+    group.add_argument("--quantize", metavar="SCHEME", help=schemes)
+    group.add_argument("--compile", action="store_true", help="compile the decoding step: about 20 s the first time")
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context length in tokens (default: the model's)")
-    group.add_argument(
-        "--kv-cache",
-        default="model",
-        choices=["model", "int8"],
-        help="how keys and values are stored: model is the model's dtype, int8 takes about half the memory"
-        " (default: model)",
-    )
-    group.add_argument(
-        "--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU and the rest on the CPU"
-    )
-    group.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads (default: one per core that this process may use)"
-    )
-    group.add_argument(
-        "--no-memory-check",
-        action="store_true",
-        help="load the model even if the estimate says that memory is insufficient",
-    )
+    add_kv_cache_option(group, "the model's dtype")
+    group.add_argument("--gpu-layers", type=int, metavar="K", help="put only the last K layers on the GPU")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per usable core)")
+    group.add_argument("--no-memory-check", action="store_true", help="load the model even if memory seems too small")
+
+
+def add_kv_cache_option(parser: argparse._ActionsContainer, model: str) -> None:
+    """Add --kv-cache. model: what the choice `model` means."""
+    about = f"store keys and values in {model}, or in int8, half the memory (default: model)"
+    parser.add_argument("--kv-cache", default="model", choices=["model", "int8"], help=about)
 
 
 def add_rope_options(parser: argparse.ArgumentParser) -> None:
     """Add the overrides of the RoPE settings, and --rope."""
-    group = parser.add_argument_group(
-        "RoPE", "overrides of the checkpoint's settings, for longer contexts or for study"
-    )
+    group = parser.add_argument_group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study")
     group.add_argument(
         "--rope-scaling",
         metavar="KIND",
@@ -93,16 +70,13 @@ def add_rope_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rope-factor", type=float, metavar="S", help="extend the context S times")
     group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
-    group.add_argument(
-        "--rope",
-        default="complex",
-        choices=["complex", "real", "half"],
-        help="implementation of the rotation; all of them give the same logits (default: %(default)s)",
-    )
+    forms = ["complex", "real", "half"]
+    about = "implementation of the rotation; all give the same logits (default: %(default)s)"
+    group.add_argument("--rope", default="complex", choices=forms, help=about)
 
 
-def add_adapter_option(parser: Any) -> None:
-    """Add --adapter to a parser or a group."""
+def add_adapter_option(parser: argparse._ActionsContainer) -> None:
+    """Add --adapter."""
     parser.add_argument(
         "--adapter",
         action="append",
@@ -114,11 +88,8 @@ def add_adapter_option(parser: Any) -> None:
 
 def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
     """Add --tokenizer."""
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="tokenizer override: a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)",
-    )
+    about = "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)"
+    parser.add_argument("--tokenizer", metavar="PATH", help=about)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
@@ -128,60 +99,23 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         "applied in this order: penalties, logit bias, grammar, temperature, top-k, top-p, min-p. The defaults come"
         f" from the checkpoint's generation_config.json; without that file: {fallback}",
     )
-    group.add_argument(
-        "--max-new-tokens",
-        "-n",
-        type=int,
-        default=max_new_tokens,
-        metavar="N",
-        help="maximum number of new tokens (default: %(default)s)",
-    )
+    most = "maximum number of new tokens (default: %(default)s)"
+    group.add_argument("--max-new-tokens", "-n", type=int, default=max_new_tokens, metavar="N", help=most)
     group.add_argument("--temperature", "--temp", type=float, metavar="T", help="sampling temperature; 0 is greedy")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 is off")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="keep the smallest set of tokens whose probability reaches P; 1 is off",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="keep tokens with at least P times the probability of the most likely one; 0 is off",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="R",
-        help="a value above 1 makes tokens that are already in the text less likely; 1 is off",
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        metavar="P",
-        help="subtract P from the logit of each token that occurs in the answer; 0 is off",
-    )
-    group.add_argument(
-        "--frequency-penalty",
-        type=float,
-        metavar="P",
-        help="subtract P from the logit of a token each time it occurs in the answer; 0 is off",
-    )
-    group.add_argument(
-        "--logit-bias",
-        action="append",
-        default=[],
-        type=bias,
-        metavar="ID=B",
-        help="add B to the logit of token ID; 42=-100 excludes token 42; may be repeated",
-    )
-    group.add_argument(
-        "--seed", type=int, metavar="N", help="random seed; the same seed gives the same tokens (default: random)"
-    )
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
-    )
+    for name, metavar, about in (
+        ("top-p", "P", "keep the smallest set of tokens whose probability reaches P; 1 is off"),
+        ("min-p", "P", "keep tokens with at least P times the probability of the most likely one; 0 is off"),
+        ("repetition-penalty", "R", "above 1, make tokens that are already in the text less likely; 1 is off"),
+        ("presence-penalty", "P", "subtract P from the logit of each token that occurs in the answer; 0 is off"),
+        ("frequency-penalty", "P", "subtract P from the logit of a token each time it occurs in the answer; 0 is off"),
+    ):
+        group.add_argument(f"--{name}", type=float, metavar=metavar, help=about)
+    excluding = "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated"
+    group.add_argument("--logit-bias", action="append", default=[], type=bias, metavar="ID=B", help=excluding)
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: random)")
+    before = "end the answer before this text; may be repeated"
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help=before)
     add_grammar_options(parser)
 
 
@@ -228,9 +162,8 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="ngram|MODEL",
-        help="ngram: look for the last few tokens earlier in the text, and propose the tokens that followed them"
-        " there; this helps if answers repeat the prompt. MODEL: a smaller model with the same vocabulary, given as in"
-        " --model",
+        help="ngram: propose the tokens that followed the last few tokens earlier in the text, which helps if answers"
+        " repeat the prompt. MODEL: a smaller model with the same vocabulary, as in --model",
     )
     group.add_argument("--draft-tokens", type=int, metavar="N", help="maximum number of tokens per draft (default: 10)")
 
@@ -243,9 +176,8 @@ def add_steer_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--steer", metavar="FILE", help="a control vector in GGUF, also from llama.cpp or repeng")
     group.add_argument("--steer-scale", type=float, metavar="S", help="multiply the vector by S (default: 1)")
-    group.add_argument(
-        "--steer-layers", metavar="FIRST:END", help="steer only these layers; 8:16 is layers 8 to 15 (default: all)"
-    )
+    layers = "steer only these layers; 8:16 is layers 8 to 15 (default: all)"
+    group.add_argument("--steer-layers", metavar="FIRST:END", help=layers)
 
 
 def check_steer(args: argparse.Namespace) -> None:
@@ -267,11 +199,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
         " both options name the same file, the first run creates it",
     )
     group.add_argument("--load-session", metavar="FILE", help="load a saved session")
-    group.add_argument(
-        "--save-session",
-        metavar="FILE",
-        help="save the session at the end or at Ctrl-C; replaces an older session file",
-    )
+    group.add_argument("--save-session", metavar="FILE", help="save it at the end or at Ctrl-C, replacing FILE")
 
 
 def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits the vocabulary") -> None:
@@ -280,9 +208,8 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
         "--chat-format",
         default="auto",
         choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
-        help="how messages are encoded: jinja is the checkpoint's chat template; llama2, llama3 and codellama-70b are"
-        " built in, for checkpoints without a template, such as Meta's (default: auto, the"
-        f" template; without a template, {otherwise})",
+        help="how messages are encoded: by the checkpoint's template (jinja), or a built-in format for checkpoints"
+        f" without one, such as Meta's (default: auto, the template; without a template, {otherwise})",
     )
 
 
@@ -293,8 +220,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME|FILE",
         help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template; for Meta's format, which has none, the built-in template that fits the vocabulary if the"
-        " name of the source folder contains instruct or chat, otherwise none)",
+        " source's template; for Meta's format, which has none, the one that fits the vocabulary if the name of the"
+        " source folder contains instruct or chat)",
     )
 
 
@@ -304,13 +231,7 @@ def chat_template(args: argparse.Namespace) -> str:
     from .streams import read_text
 
     name: str = args.chat_template
-    if name in ("auto", "none", *TEMPLATES):
-        return name
-    if not Path(name).exists():
-        raise UsageError(
-            f"--chat-template must be auto, none, {', '.join(TEMPLATES)} or an existing file, got {name!r:.80}"
-        )
-    return read_text(Path(name))
+    return name if name in ("auto", "none", *TEMPLATES) else read_text(Path(name))
 
 
 def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
@@ -360,28 +281,21 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
 
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     """The scaling requested by --rope-scaling and --rope-factor; None keeps the checkpoint's."""
+    kind: str | None = args.rope_scaling
     factor: float | None = args.rope_factor
-    if args.rope_theta is not None and not 0 < args.rope_theta < 1e300:
-        raise UsageError(f"--rope-theta must be above 0 and below 1e300, got {args.rope_theta:g}")
+    if args.rope_theta is not None:
+        positive("--rope-theta", args.rope_theta, 1e300)
     if factor is not None:
         number("--rope-factor", factor, 1, LARGEST_FACTOR)
-    if args.rope_scaling is None:
-        if factor is not None:
+        if kind in (None, "none"):
             raise UsageError("--rope-factor needs a method: add --rope-scaling, for example --rope-scaling yarn")
-        return None
-    if args.rope_scaling == "none":
-        if factor is not None:
-            raise UsageError("--rope-factor has no effect with --rope-scaling none: leave it out")
-        return {"rope_type": "default"}
-    scaling: dict[str, Any] = {"rope_type": args.rope_scaling}
-    if args.rope_scaling.lstrip().startswith("{"):
-        scaling = parse_json(args.rope_scaling.encode(errors="surrogateescape"), "--rope-scaling")
-    if factor is not None:
-        if scaling.get("factor", factor) != factor:
-            raise UsageError(
-                f"the RoPE factor was given twice, as {scaling['factor']!r:.40} and {factor:g}; give it once"
-            )
-        scaling["factor"] = factor
+    if kind in (None, "none"):
+        return None if kind is None else {"rope_type": "default"}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind.lstrip().startswith("{"):
+        scaling = parse_json(kind.encode(errors="surrogateescape"), "--rope-scaling")
+    if factor is not None and scaling.setdefault("factor", factor) != factor:
+        raise UsageError(f"the RoPE factor is {factor:g} and, in the JSON, {scaling['factor']!r:.40}; give it once")
     return scaling
 
 

@@ -12,12 +12,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "pull",
         help="download a model",
-        description="Download a model and print its path. A model that clearllama knows by a short name goes into the"
-        " cache folder (CLEARLLAMA_CACHE)."
-        " From a repository on the Hugging Face hub, only the files that clearllama reads are downloaded, into the"
-        " hub's cache (HF_HOME). Other commands, except plan and verify, download"
-        " -m ORG/NAME on first use; pull also updates an older copy."
-        " The access token comes from HF_TOKEN or 'hf auth login'.",
+        description="Download a model and print its path. A named model goes into the cache folder (CLEARLLAMA_CACHE);"
+        " of a repository on the Hugging Face hub, the files that clearllama reads go into the hub's cache (HF_HOME)."
+        " Other commands download -m ORG/NAME on first use; pull also updates an older copy. The access token comes"
+        " from HF_TOKEN or 'hf auth login'.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -25,12 +23,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
         nargs="?",
         default=default_model(),
         metavar="NAME",
-        help="on the Hugging Face hub: ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf; or a named"
+        help="ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub; or a named"
         " model (default: %(default)s)",
     )
-    parser.add_argument(
-        "--meta", action="store_true", help="download Meta's own files, from the folder original/ of the repository"
-    )
+    parser.add_argument("--meta", action="store_true", help="download Meta's own files: the folder original/")
     parser.add_argument("--force", action="store_true", help="download the model again even if it is in the cache")
     arguments.add_output_options(parser)
     parser.set_defaults(run=run)
@@ -39,6 +35,5 @@ def add_parser(commands: arguments.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..hub import models as hub
 
-    path = hub.pull(args.name, force=args.force, meta=args.meta, quiet=args.quiet)
-    streams.write_raw(f"{path}\n")
+    streams.write_raw(f"{hub.pull(args.name, force=args.force, meta=args.meta, quiet=args.quiet)}\n")
     return 0

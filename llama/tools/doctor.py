@@ -1,187 +1,200 @@
-"""Examine this machine: report the facts about it, then run the self-test.
+"""Examine this machine: versions, folders, devices and C++ kernels, then the self-test.
 
-Every probe that imports torch runs in a child process. If a driver hangs, a library aborts or the processor lacks an
-instruction, only the child ends, which is a finding too, and another child continues with the next probe.
+Everything that imports torch runs in a child process. If a driver hangs, a library aborts or the processor lacks an
+instruction, only the child ends, which is a finding too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
+import importlib.metadata
 import json
 import os
-import queue
+import platform
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from . import facts
-from .facts import REPORT, Finding, Probe, guarded
+from .. import __version__
+from ..errors import one_line
+from ..system.cores import VARIABLES, default_threads
+from ..system.folders import cache_folder
+from ..system.memory import format_bytes, rooms
+from .findings import Finding, failure
 
-SECONDS = 10.0  # for all checks of the self-test
-ANSWER = 60.0  # seconds for each other probe; the first one imports torch, which is slow from a cold disk
-BROKEN = "check whether python -c 'import torch' works; if not, reinstall torch"
-
-
-def _test(name: str) -> Probe:
-    def probe() -> Iterator[Finding]:
-        from . import selftest  # imports torch
-
-        yield selftest.run(name)
-
-    return probe
+ANSWER = 120.0  # seconds for everything but the self-test; the first run builds the kernels
+SETTINGS = (*VARIABLES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HOME", "CXX")
+EXTRAS = ("study", "serve", "eval", "structured", "chat", "completion")  # those for users
+CHILD = "from llama.tools import doctor; doctor.child({})"
 
 
-WITHOUT_TORCH: dict[str, Probe] = {"versions": facts.versions, "machine": facts.machine, "cache": facts.caches}
-# What a child runs; `build` only prepares the self-test. The slowest test is the last one.
-PROBES: dict[str, Probe] = {
-    "memory": facts.memory, "devices": facts.devices, "kernels": facts.kernels_and_compiler, "build": facts.build
-}  # fmt: skip
-TESTS = {name: _test(name) for name in ("rope", "cache", "safetensors", "quantized", "device", "compile")}
-
-
-def examine(self_test: bool = True, seconds: float = SECONDS) -> Iterator[Finding]:
+def examine(self_test: bool = True, seconds: float = 60) -> Iterator[Finding]:
     """Yield each finding as soon as it is known. seconds: the time limit of the self-test.
 
     Nothing is written outside of the cache folder and the folder for temporary files.
     """
-    for group, probe in WITHOUT_TORCH.items():
-        yield from guarded(group, probe)
-    if importlib.util.find_spec("torch") is not None:  # otherwise the versions have reported it
-        names = [*PROBES, *TESTS] if self_test else [name for name in PROBES if name != "build"]
-        yield from in_children(names, seconds)
+    for probe in (versions, machine, folders):
+        yield from guarded(probe)
+    yield from in_child(self_test, ANSWER + seconds)
 
 
-def in_children(names: Sequence[str], seconds: float) -> Iterator[Finding]:
-    """The findings of some probes, with a new child after each probe that ends its process; `seconds` for all tests."""
-    left, tests_end = list(names), None
-    while left:
-        started = time.monotonic()
-        child, current, deadline = Child(left), None, started + ANSWER
+def guarded(probe: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a probe. An exception of the probe is a finding too."""
+    try:
+        yield from probe()
+    except Exception as error:
+        yield failure(probe.__name__, "probe", error)
+
+
+# ------------------------------------------------------------------------------------------------- without torch
+def versions() -> Iterator[Finding]:
+    """The versions of this package, Python and the dependencies, compared with the bounds that the package declares."""
+    from packaging.requirements import Requirement  # huggingface_hub requires it
+
+    package = Path(__file__).resolve().parents[1]
+    yield Finding("ok", "versions", "clearllama", f"{__version__} in {package}, Python {platform.python_version()}")
+    try:
+        needs = [Requirement(text) for text in importlib.metadata.requires("clearllama") or []]
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("note", "versions", "dependencies", "not known", "pip install -e . in the checkout")
+        return
+    for need in needs:
+        extra = next((name for name in ("", *EXTRAS) if not need.marker or need.marker.evaluate({"extra": name})), None)
+        if extra is None:
+            continue
+        remedy = f"pip install 'clearllama[{extra}]'" if extra else f"pip install '{need.name}{need.specifier}'"
         try:
-            while (line := child.next(deadline)) is not None:
-                if "begin" not in line:
-                    yield Finding(**line)
-                    continue
-                if tests_end is not None and current is None:
-                    tests_end += time.monotonic() - started  # the self-test does not pay for importing torch again
-                current = str(line["begin"])
-                left.remove(current)
-                deadline = time.monotonic() + ANSWER
-                if current in TESTS:
-                    deadline = tests_end = tests_end or time.monotonic() + seconds
-            late = time.monotonic() > deadline
-            code = child.end(grace=0 if late else 5)
-        finally:
-            child.end()
-        if code == 0 and not late:
-            return
-        if late and current in TESTS:
-            message = f"skipped: the self-test reached its time limit, {seconds:g} s"
-            for name in (current, *left):
-                yield Finding(
-                    "note",
-                    "self-test",
-                    name,
-                    message,
-                    "--seconds 60 allows more time; the next run is faster, since compiled code is cached",
-                )
-            return
-        message = f"no answer within {ANSWER:g} s" if late else f"the process ended early: {child.ending(code)}"
-        if current is None:
-            yield Finding("fail", "torch", "import", message, BROKEN)
-            return  # another child would fail in the same way
-        if current in TESTS:
-            yield Finding("fail", "self-test", current, message, REPORT)
+            found = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("note" if extra else "fail", "versions", need.name, "not installed", remedy)
+            continue
+        message = f"{found}, expected {need.specifier}"
+        if need.specifier.contains(found, prereleases=True):
+            yield Finding("ok", "versions", need.name, message)
         else:
-            yield Finding("fail", "torch", current, message, BROKEN)
+            old = any(bound.operator == ">=" and not bound.contains(found, True) for bound in need.specifier)
+            yield Finding("fail" if old else "note", "versions", need.name, message, remedy)
 
 
-# ------------------------------------------------------------------------------------------------------ the child
-def serve(names: Sequence[str]) -> None:
-    """Run probes in the child: print one JSON line at the beginning of each, and one for each finding."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries goes to stderr
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that temporary files are removed
-    for name in names:
-        print(json.dumps({"begin": name}), file=out, flush=True)
-        for finding in guarded(name, (PROBES | TESTS)[name]):
-            print(json.dumps(dataclasses.asdict(finding)), file=out, flush=True)
+def machine() -> Iterator[Finding]:
+    """The system, the processor, and the environment variables that change how the program runs."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^(?:model name|Model)\s*:(.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            name = match[1].strip()
+    yield Finding("ok", "machine", "system", f"{platform.platform()}, {name}, {os.cpu_count()} cores")
+    settings = sorted(name for name in os.environ if name.startswith("CLEARLLAMA_") or name in SETTINGS)
+    yield Finding("ok", "machine", "settings", ", ".join(f"{name}={os.environ[name]}" for name in settings) or "none")
 
 
-SERVE = "from llama.tools import doctor; doctor.serve(NAMES)"
+def folders() -> Iterator[Finding]:
+    """The cache folder of this program, and that of the Hugging Face hub."""
+    from huggingface_hub import constants
+
+    for item, folder, variable in (
+        ("folder", cache_folder(), "CLEARLLAMA_CACHE"),
+        ("hub", Path(constants.HF_HUB_CACHE), "HF_HOME"),
+    ):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            yield Finding("ok", "cache", item, str(folder))
+        else:
+            yield Finding("note", "cache", item, f"{folder} is not writable", f"set {variable} to another folder")
 
 
-class Child:
-    """A process that serves probes; its output is read line by line."""
+# --------------------------------------------------------------------------------------------------- in the child
+def devices() -> Iterator[Finding]:
+    """The free memory, and the devices that torch can compute on."""
+    import torch
 
-    def __init__(self, names: Sequence[str]):
-        paths = [os.path.abspath(path) for path in sys.path]
-        code = f"import sys; sys.path[:] = {paths!r}; {SERVE.replace('NAMES', repr(list(names)))}"
-        # In a session of its own, so that a compiler that the child has started can be killed with it.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=hasattr(os, "setsid"),
-        )
-        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.errors: list[str] = []  # the last lines of stderr
-        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
-        for reader in self.readers:
-            reader.start()
+    from ..engine.runtime import pick_dtype
 
-    def next(self, deadline: float) -> dict[str, Any] | None:
-        """The next line; None at the end of the output or after the deadline."""
+    for room in rooms("cpu")[:1]:
+        yield Finding("ok", "memory", "free", f"{format_bytes(room.bytes)} {room.message}")
+    dtype = str(pick_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    yield Finding("ok", "devices", "cpu", f"{default_threads()} threads, {dtype} by default")
+    for i in range(torch.cuda.device_count()):
+        about, (free, total) = torch.cuda.get_device_properties(i), map(format_bytes, torch.cuda.mem_get_info(i))
+        message = f"{about.name}, capability {about.major}.{about.minor}, {free} of {total} free"
+        yield Finding("ok", "devices", f"cuda:{i}", message)
+    if not torch.cuda.is_available() and os.path.exists("/proc/driver/nvidia/version"):
+        message = f"an NVIDIA driver is installed, but torch, built for CUDA {torch.version.cuda}, finds no GPU"
+        yield Finding("note", "devices", "cuda", message, "https://pytorch.org/get-started, or CUDA_VISIBLE_DEVICES")
+    if torch.backends.mps.is_available():
+        yield Finding("ok", "devices", "mps", "available")
+
+
+def cpu_kernels() -> Iterator[Finding]:
+    """The C++ kernels, which are built if they are not built yet, and the compiler."""
+    from ..engine import kernels
+
+    form, compiler = kernels.pick_form(), kernels.compiler()
+    if form is None:
+        why = "CLEARLLAMA_KERNELS is off" if os.environ.get("CLEARLLAMA_KERNELS") == "off" else kernels.why_none()
+        yield Finding("note", "kernels", "C++", f"not used: {why}; torch's own operators are slower")
+    else:
         try:
-            return self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            return None
+            kernels.load(form)
+            yield Finding("ok", "kernels", "C++", f"{form}, built: {kernels.built(form)}")
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            message = f"{form} can't be built, and torch's own operators are slower: {one_line(str(error))}"
+            yield Finding("note", "kernels", "C++", message)
+    if compiler is None:
+        remedy = "install a C++ compiler (g++ or clang++), or name it in CXX"
+        yield Finding("note", "compiler", "C++", "none was found, so --compile can't work", remedy)
+    else:
+        yield Finding("ok", "compiler", "C++", compiler)
 
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            if line.startswith(b"{"):
-                self.lines.put(json.loads(line))
-        self.lines.put(None)
 
-    def _read_errors(self) -> None:
-        for line in self.process.stderr or ():
-            self.errors = [*self.errors[-20:], line.decode(errors="replace").strip()]
+def child(self_test: bool) -> None:
+    """Print one JSON line for each finding of the probes that import torch."""
+    from .selftest import selftest
 
-    def end(self, grace: float = 0) -> int | None:
-        """End the process and all that it has started; return its exit code. grace: seconds to wait for it first."""
-        for number in (0, signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
-            if number:
-                self._signal(number)
-            try:
-                self.process.wait(5 if number else grace)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+    for probe in (devices, cpu_kernels, *([selftest] if self_test else [])):
+        for finding in guarded(probe):
+            print(json.dumps(dataclasses.asdict(finding)), flush=True)
+
+
+def in_child(self_test: bool, seconds: float) -> Iterator[Finding]:
+    """Yield the findings of `child`, and a failure if it does not end well within this time."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(self_test)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        start_new_session=True,  # so that a compiler that it has started can be killed with it
+    )
+    timer, last = threading.Timer(seconds, _kill, [process]), b""
+    timer.start()
+    try:
+        for line in process.stdout or ():
+            if line.startswith(b'{"status": '):
+                yield Finding(**json.loads(line))
+            else:  # of a library
+                last = line
+        code, late = process.wait(), timer.finished.is_set()
+    finally:
+        timer.cancel()
+        _kill(process)
+    if late:
+        yield Finding("fail", "process", "child", f"no answer within {seconds:g} s", "--seconds allows more time")
+    elif code:
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        message = f"torch or the self-test ended with {how}: {one_line(last.decode(errors='replace')).strip()[:200]}"
+        yield Finding("fail", "process", "child", message, "check whether python -c 'import torch' works")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    with contextlib.suppress(OSError):
         if hasattr(os, "killpg"):
-            self._signal(signal.SIGKILL)  # a compiler that still runs
-        for reader in self.readers:
-            reader.join(2)
-        return self.process.poll()
-
-    def _signal(self, number: int) -> None:
-        try:
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
-        except OSError:
-            pass
-
-    def ending(self, code: int | None) -> str:
-        """The exit code or signal of the process, and the last line that it wrote to stderr."""
-        how = "can't be ended" if code is None else f"exit code {code}"
-        if code is not None and code < 0:
-            how = f"ended by {signal.Signals(-code).name}"
-        last = next((line for line in reversed(self.errors) if line), "")
-        return f"{how}{f' ({last[:200]})' * bool(last)}"
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()
