@@ -44,17 +44,16 @@ class Layer(dict[str, StoredTensor]):
 class Method(ABC):
     """How the weights of a folder are stored, by its quantization_config.
 
-    name      display name
-    tensors   suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
-    warnings  contradictions between the configuration and the tensors
+    name     display name
+    tensors  suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
     """
 
     name: str
     tensors: tuple[str, ...]
 
+    @abstractmethod
     def __init__(self, fields: Fields):
         """Read the configuration. Raises ConfigError."""
-        self.warnings: list[str] = []
 
     @abstractmethod
     def matrix(self, layer: Layer) -> Matrix:
@@ -69,6 +68,13 @@ def _choice(fields: Fields, key: str, allowed: Sequence[Any], remedy: str = INST
         choices = ", ".join(map(str, allowed))
         raise ConfigError(f"{fields.where}: {key} is {describe(value)}; supported: {choices}; {remedy}")
     return value
+
+
+def _refuse(fields: Fields, *keys: str) -> None:
+    """Raise ConfigError if one of these entries, which change what is stored, is set."""
+    for key in keys:
+        if value := fields.get(key, object, None):
+            raise ConfigError(f"{fields.where}: {key} is {describe(value)}, expected none; {INSTEAD}")
 
 
 def _group_size(fields: Fields, key: str) -> int:
@@ -96,35 +102,24 @@ def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
     return lambda rows: weight.read()[rows].numpy().view(np.uint8) ^ np.uint8(128)
 
 
-def _transposed(scales: StoredTensor) -> Callable[[slice], Tensor]:
-    """Rows (n, G) of scales that are stored as (G, N)."""
-    return lambda rows: scales.read()[:, rows].T.float()
-
-
 # ------------------------------------------------------------------------------------------------------------ GPTQ
 class GPTQ(Method):
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
-    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself.
+    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. The zero points of a symmetric model are
+    not read: files exist whose configuration names the wrong format.
     """
 
     name = "GPTQ"
     tensors = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
-        fields.get("bits", int)
         self.bits = _choice(fields, "bits", (4, 8), "run it with GPTQModel, or get a version in 4 bits")
         self.group = _group_size(fields, "group_size")
         self.symmetric, self.reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
         formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
         self.subtracted = 0 if "gptq_v2" in formats else 1
-        for key, only in (("is_marlin_format", False), ("pack_dtype", "int32")):
-            _choice(fields, key, (only,))
-        for key in ("dynamic", "rotation"):  # rules that start with "-:" only exclude layers
-            rules = fields.get(key, object, None) or ()
-            if rules and not (isinstance(rules, dict) and all(rule.startswith("-:") for rule in rules)):
-                raise ConfigError(f"{fields.where}: {key} is {describe(rules)}, expected none; run it with GPTQModel")
+        _refuse(fields, "dynamic", "rotation")
 
     def matrix(self, layer: Layer) -> Matrix:
         qweight, bits = layer.matrix("qweight", ("I32",)), self.bits
@@ -134,11 +129,10 @@ class GPTQ(Method):
         scales = layer["scales"].expect(FLOATS, (groups, rows))
         qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
         order = _order(layer["g_idx"] if self.reorders else layer.get("g_idx"), columns, group, groups)
-        subtracted = self._subtracted(qzeros, rows)
 
         def zero(part: slice) -> Any:
             # Carries into the next integer are intended: the writer subtracted this number from the whole word.
-            ones = np.uint32(subtracted * sum(1 << i for i in range(0, 32, bits)))
+            ones = np.uint32(self.subtracted * sum(1 << i for i in range(0, 32, bits)))
             words = (qzeros.read().numpy().view(np.uint32) + ones).view(np.int32)
             return unpack_words(words, bits, slice(*part.indices(rows))).T  # (n, G)
 
@@ -146,21 +140,8 @@ class GPTQ(Method):
             return unpack_words(qweight.read()[:, part].numpy().T, bits)
 
         label = f"GPTQ int{bits}{ACT_ORDER if order is not None else ''}"
-        return Integers(label, (rows, columns), bits, group, quants, _transposed(scales), zero, order)
-
-    def _subtracted(self, qzeros: StoredTensor, rows: int) -> int:
-        """What was subtracted from the zero points. Symmetric models show it: all are 2^(bits - 1)."""
-        stored = unpack_words(qzeros.read()[0].numpy(), self.bits, slice(rows))
-        found = 2 ** (self.bits - 1) - int(stored.min())
-        if not self.symmetric or stored.min() != stored.max() or found not in (0, 1):
-            return self.subtracted
-        if found != self.subtracted and not self.warnings:
-            kinds = "gptq_v2", "gptq"
-            self.warnings.append(
-                f"the configuration says {kinds[self.subtracted]}, but the zero points are those of {kinds[found]},"
-                " which is used"
-            )
-        return found
+        zeros = None if self.symmetric else zero
+        return Integers(label, (rows, columns), bits, group, quants, scales.read().T, zeros, order)
 
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
@@ -174,7 +155,6 @@ class AWQ(Method):
     tensors = ("qweight", "qzeros", "scales")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
         old = "w_bit" in fields.values
         _choice(fields, "w_bit" if old else "bits", (4,))
         self.group = _group_size(fields, "q_group_size" if old else "group_size")
@@ -185,13 +165,14 @@ class AWQ(Method):
         qweight = layer.matrix("qweight", ("I32",))
         columns, rows = qweight.shape[0], 8 * qweight.shape[1]
         group = columns if self.group < 0 else min(self.group, columns)
-        scales = layer["scales"].expect(FLOATS, (-(-columns // group), rows))
-        qzeros = layer["qzeros"].expect(("I32",), (-(-columns // group), rows // 8))
+        groups = -(-columns // group)
+        scales = layer["scales"].expect(FLOATS, (groups, rows)).read().T
+        qzeros = layer["qzeros"].expect(("I32",), (groups, rows // 8))
 
         def unpacked(tensor: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
             return lambda part: unpack_rows_of_words(tensor.read().numpy(), AWQ_ROWS, part)
 
-        return Integers("AWQ int4", (rows, columns), 4, group, unpacked(qweight), _transposed(scales), unpacked(qzeros))
+        return Integers("AWQ int4", (rows, columns), 4, group, unpacked(qweight), scales, unpacked(qzeros))
 
 
 # ------------------------------------------------------------------------------------------------------ 8-bit floats
@@ -204,10 +185,8 @@ def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[t
     if scale.shape not in block or scale.dtype not in (*FLOATS, "F8_E8M0"):
         raise scale.error(f"expected a floating-point tensor of shape {' or '.join(map(str, block))}")
     down, across = block[scale.shape]
-    count = -(-columns // across)
-    return ScaledFloats(
-        "FP8", (rows, columns), (down, across), weight.read, lambda: scale.read().float().view(-1, count)
-    )
+    scales = scale.read().view(-1, -(-columns // across))
+    return ScaledFloats("FP8", (rows, columns), (down, across), weight.read(), scales)
 
 
 def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
@@ -225,7 +204,6 @@ class FP8(Method):
     tensors = ("weight", "weight_scale_inv", "weight_scale")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
         self.blocks = _block_sizes(fields, "weight_block_size")
 
     def matrix(self, layer: Layer) -> Matrix:
@@ -243,14 +221,10 @@ class CompressedTensors(Method):
 
     name = "compressed-tensors"
     tensors = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-    FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
     def __init__(self, fields: Fields):
-        super().__init__(fields)
-        _choice(fields, "format", self.FORMATS)
-        for key in ("sparsity_config", "transform_config"):
-            if (value := fields.get(key, dict, {})) and value.get("format") != "dense":
-                raise ConfigError(f"{fields.where}: {key} is {describe(value)}, expected none; {INSTEAD}")
+        _choice(fields, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+        _refuse(fields, "transform_config")
         where, found = f"{fields.where}: config_groups", fields.get("config_groups", dict, {})
         groups = [Fields(Fields(found, where).get(key, dict), where) for key in found]
         schemes = [group.get("weights", dict, {}) for group in groups] or [{}]
@@ -260,8 +234,6 @@ class CompressedTensors(Method):
         self.bits, self.symmetric = _choice(weights, "num_bits", (8, 4)), weights.get("symmetric", bool, True)
         self.reorders = weights.get("actorder", object, None) == "group"
         self.blocks = _block_sizes(weights, "block_structure")
-        for group in groups:
-            _choice(group, "format", self.FORMATS)
 
     def matrix(self, layer: Layer) -> Matrix:
         scale = layer["weight_scale"]
@@ -280,8 +252,6 @@ class CompressedTensors(Method):
             return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
         if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
             raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")
-        if zeros is not None and zeros.dtype != "I32":
-            zeros.expect(("I8",), scale.shape)
         order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
 
         def unpacked(part: slice) -> Any:
@@ -289,23 +259,25 @@ class CompressedTensors(Method):
 
         label = f"compressed-tensors int{bits}{ACT_ORDER if order is not None else ''}"
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
-        zero = None if zeros is None else _zero_points(zeros, bits, rows, groups)
-        scales = _expanded(scale.read, rows, groups)
-        return Integers(label, (rows, columns), bits, group, quants, lambda part: scales(part).float(), zero, order)
+        zero = None if zeros is None else _zero_points(zeros, scale.shape, bits, rows, groups)
+        scales = _by_row(scale.read(), rows, groups)
+        return Integers(label, (rows, columns), bits, group, quants, scales, zero, order)
 
 
-def _zero_points(zeros: StoredTensor, bits: int, rows: int, groups: int) -> Callable[[slice], Any]:
+def _zero_points(
+    zeros: StoredTensor, shape: tuple[int, ...], bits: int, rows: int, groups: int
+) -> Callable[[slice], Any]:
     """Zero points (n, G) of some rows, which are packed like weights, or stored minus 2^(bits - 1) in int8."""
     if zeros.dtype == "I32":
-        zeros.expect(("I32",), (-(-rows * bits // 32), groups))
-        return lambda part: unpack_words(zeros.read().numpy().T, bits, slice(*part.indices(rows))).T
-    signed = _expanded(zeros.read, rows, groups)
-    return lambda part: signed(part).numpy().astype(np.int16) + 2 ** (bits - 1)
+        words = zeros.expect(("I32",), (-(-rows * bits // 32), groups)).read().numpy().T
+        return lambda part: unpack_words(words, bits, slice(*part.indices(rows))).T
+    signed = _by_row(zeros.expect(("I8",), shape).read(), rows, groups)
+    return lambda part: signed[part].numpy().astype(np.int16) + 2 ** (bits - 1)
 
 
-def _expanded(read: Callable[[], Tensor], rows: int, groups: int) -> Callable[[slice], Tensor]:
-    """Values (n, G) of some rows; the file has one number, one for each row, or (N, G)."""
-    return lambda part: read().view(-1, groups if read().numel() > 1 else 1).expand(rows, groups)[part]
+def _by_row(values: Tensor, rows: int, groups: int) -> Tensor:
+    """Values (N, G) of one number, one for each row, or (N, G)."""
+    return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
@@ -324,6 +296,9 @@ class BitsAndBytes(Method):
         "SCB", "weight_format",
     )  # fmt: skip
 
+    def __init__(self, fields: Fields):  # each layer has its own
+        pass
+
     def matrix(self, layer: Layer) -> Matrix:
         if state := next((key for key in STATES if key in layer), None):
             return self._codebook(layer, STATES[state], layer[state])
@@ -331,11 +306,8 @@ class BitsAndBytes(Method):
         if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
             raise layer["weight_format"].error("with another layout than that by rows, which is for GPU kernels")
         rows, columns = weight.shape
-        largest = layer["SCB"].expect(FLOATS, (rows,))
-        return Integers(
-            "bitsandbytes int8", (rows, columns), 8, columns, _signed_bytes(weight),
-            lambda part: largest.read()[part, None].float() / 127,
-        )  # fmt: skip
+        scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
+        return Integers("bitsandbytes int8", (rows, columns), 8, columns, _signed_bytes(weight), scale)
 
     def _codebook(self, layer: Layer, label: str, state: StoredTensor) -> Matrix:
         """A weight in 4 bits. Its quant_state is JSON with the shape and the sizes of the blocks."""
@@ -352,22 +324,18 @@ class BitsAndBytes(Method):
         weight = layer["weight"]
         if weight.read().nbytes != count // 2:
             raise weight.error(f"expected {count // 2} bytes")
-        values = layer["weight.quant_map"].expect(("F32",), (16,))
-        absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,))
-        if nested:
-            outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),))
-            table = layer["weight.nested_quant_map"].expect(("F32",), (256,))
+        packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
+        values = layer["weight.quant_map"].expect(("F32",), (16,)).read()
+        absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,)).read()
+        if not nested:
+            return Codebook(label, (shape[0], shape[1]), block, packed, values, absmax.__getitem__)
+        outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),)).read()
+        table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
 
         def largest(part: slice) -> Tensor:
-            found = absmax.read()[part]
-            if not nested:
-                return found
-            return table.read()[found.int()] * outer.read()[torch.arange(part.start, part.stop) // inner] + offset
+            return table[absmax[part].int()] * outer[torch.arange(part.start, part.stop) // inner] + offset
 
-        def packed() -> Tensor:
-            return weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
-
-        return Codebook(label, (shape[0], shape[1]), block, packed, values.read, largest)
+        return Codebook(label, (shape[0], shape[1]), block, packed, values, largest)
 
 
 # quant_method -> method

@@ -60,9 +60,6 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
 
     def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
         super()._add_tensors(tensors)
-        self.warnings += self._method.warnings
-        if not self._matrices:
-            self.warnings.append(f"{CONFIG} describes quantized weights, but all are floating-point")
         if ordered := [matrix for matrix in self._matrices.values() if matrix.label.endswith(ACT_ORDER)]:
             self.warnings.append(
                 f"{len(ordered)} of {len(self._matrices)} quantized weights are {ordered[0].label}, which the kernels"

@@ -76,7 +76,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
             raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
         tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
-        return Tiles(str(format), (shape[0], shape[1]), format, tiles.read)
+        return Tiles(str(format), (shape[0], shape[1]), format, tiles.read())
 
     def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
         super()._add_tensors(tensors)

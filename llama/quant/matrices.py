@@ -48,7 +48,7 @@ class Integers(Matrix):
     bits    4 or 8
     group   columns in a group; the last group may have fewer
     quants  (n, K) uint8 of some rows
-    scale   (n, G) float32 of some rows
+    scale   (N, G) in any floating-point dtype
     zero    (n, G) integers of some rows; None: 2^(bits - 1) for all groups
     order   (K,) the group of each column, if the columns of a group are not adjacent (act order); otherwise None
     """
@@ -56,14 +56,14 @@ class Integers(Matrix):
     bits: int
     group: int
     quants: Callable[[slice], NDArray[np.uint8]]
-    scale: Callable[[slice], Tensor]
+    scale: Tensor
     zero: Callable[[slice], NDArray[Any]] | None = None
     order: Tensor | None = None
 
     def floats(self, rows: slice) -> Tensor:
         weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
         weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(_as_float(self.zero(rows)))
-        return weight.mul_(self._by_column(self.scale(rows)))
+        return weight.mul_(self._by_column(self.scale[rows].float()))
 
     def _by_column(self, values: Tensor) -> Tensor:
         """(n, G) -> (n, K)."""
@@ -73,13 +73,13 @@ class Integers(Matrix):
     def form(self) -> BlockFormat | None:
         """The kernels' format of this weight; None if no format represents it.
 
-        Needs the scales and zero points of all rows. Scales that are not float16 are rounded to it, and so is the
-        product of scale and zero point.
+        Needs all scales and zero points. Scales that are not float16 are rounded to it, and so is the product of scale
+        and zero point.
         """
         if self.order is not None:
             return None
-        everything, single = slice(None), self.group >= self.shape[1]
-        scale, zero = self.scale(everything), None if self.zero is None else self.zero(everything)
+        single, scale = self.group >= self.shape[1], self.scale.float()
+        zero = None if self.zero is None else self.zero(slice(None))
         offset = zero is not None and bool((zero != 2 ** (self.bits - 1)).any())
         if single and self.bits == 8 and not offset:
             return BlockFormat(8, 0, False)
@@ -94,7 +94,7 @@ class Integers(Matrix):
     def blocks(self, rows: slice) -> Blocks | None:
         if self.form is None:
             return None
-        quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale(rows), None
+        quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale[rows].float(), None
         if self.form.offset and self.zero is not None:
             added = -scale * _as_float(self.zero(rows))
         group = self.form.group
@@ -110,18 +110,18 @@ class ScaledFloats(Matrix):
     """weight[n, k] = scale[n // b, k // c] * value[n, k], with values of few bits and blocks of b x c entries.
 
     values  (N, K) in any floating-point dtype
-    scale   (ceil(N / b), ceil(K / c)) float32
+    scale   (ceil(N / b), ceil(K / c)), the same
     """
 
     block: tuple[int, int]
-    values: Callable[[], Tensor]
-    scale: Callable[[], Tensor]
+    values: Tensor
+    scale: Tensor
 
     def floats(self, rows: slice) -> Tensor:
         first, last, _ = rows.indices(self.shape[0])
         down, across = self.block
-        scale = self.scale()[torch.arange(first, last) // down]  # (n, ceil(K / c))
-        return self.values()[rows].float().mul_(_repeated(scale, across, self.shape[1]))
+        scale = self.scale.float()[torch.arange(first, last) // down]  # (n, ceil(K / c))
+        return self.values[rows].float().mul_(_repeated(scale, across, self.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,14 @@ class Codebook(Matrix):
     """
 
     block: int
-    packed: Callable[[], Tensor]
-    values: Callable[[], Tensor]
+    packed: Tensor
+    values: Tensor
     absmax: Callable[[slice], Tensor]
 
     def floats(self, rows: slice) -> Tensor:
         first, last = (row * self.shape[1] for row in rows.indices(self.shape[0])[:2])
-        pairs = torch.cartesian_prod(self.values(), self.values())  # (256, 2), by byte
-        weight = F.embedding(self.packed()[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
+        pairs = torch.cartesian_prod(self.values, self.values)  # (256, 2), by byte
+        weight = F.embedding(self.packed[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
         start = first // self.block
         absmax = self.absmax(slice(start, -(-last // self.block)))
         weight *= absmax.repeat_interleave(self.block)[first - start * self.block :][: last - first]
@@ -153,7 +153,7 @@ class Tiles(Matrix):
     """A weight that tiles.py packed: (tiles, bytes of a tile) uint8."""
 
     format: BlockFormat
-    packed: Callable[[], Tensor]
+    packed: Tensor
 
     def floats(self, rows: slice) -> Tensor:
         return self.blocks(rows).weight
@@ -161,7 +161,7 @@ class Tiles(Matrix):
     def blocks(self, rows: slice) -> Blocks:
         first, last, _ = rows.indices(self.shape[0])
         start = first // TILE * TILE
-        tiles = self.packed()[start // TILE : -(-last // TILE)]
+        tiles = self.packed[start // TILE : -(-last // TILE)]
         return unpack(tiles, last - start, self.shape[1], self.format).rows(slice(first - start, None))
 
 
