@@ -434,7 +434,7 @@ def test_the_commands_say_what_is_merged(bases, adapter: Path, tmp_path: Path, c
     done = clearllama("generate", "-m", str(file), "--adapter", f"{adapter}:0.5", "-n", "1", "--raw", "hello")
     lines = done.stderr.decode().splitlines()
     assert done.returncode == 0, lines
-    merged = f"adapter {adapter}: LoRA on 14 matrices, scale 0.5"
+    merged = f"adapter {adapter}, scale 0.5"
     assert any(merged in line for line in lines)
 
 

@@ -20,8 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.methods import METHODS
-from llama.checkpoint.prequantized import PrequantizedCheckpoint
+from llama.checkpoint.prequantized import METHODS, PrequantizedCheckpoint
 from llama.engine.linears import TileLinear
 from llama.errors import CheckpointError, LlamaError
 from llama.quant.blocks import BlockFormat
@@ -307,7 +306,6 @@ def test_logits_are_those_of_the_stored_weights(folder: Folder) -> None:
     blocks = checkpoint.blocks(WEIGHT)
     assert (None if blocks is None else blocks.format) == format
     assert checkpoint.stored(WEIGHT) == label
-    assert len(checkpoint.warnings) == ("act order" in label)
     compare(folder.path, folder.model)
 
 
@@ -386,11 +384,9 @@ def test_scales_that_float16_lacks_are_dequantized(tmp_path: Path, scale: float,
     assert float(checkpoint.tensor(WEIGHT).abs().max()) > scale
 
 
-def test_act_order_is_a_warning_unless_it_changes_nothing(tmp_path: Path) -> None:
+def test_act_order_that_changes_nothing_is_packed(tmp_path: Path) -> None:
     folder_of(tmp_path, lambda w: gptq(w, order=w.shape[1] == 256), g(desc_act=True))
     checkpoint = open_checkpoint(tmp_path)
-    (warning,) = checkpoint.warnings
-    assert "1 of 7 quantized weights are GPTQ int4 in act order" in warning
     assert checkpoint.blocks("layers.0.feed_forward.w_down.weight") is None
     assert checkpoint.blocks(WEIGHT) is not None
 
@@ -475,7 +471,7 @@ CONFIGS = {
     "another method": ({"quant_method": "exl2"}, r"'exl2' can't be read; .*BF16, as GGUF, or quantized by one of gptq, awq"),
     "no method": ({"bits": 4}, "the key quant_method is missing"),
     "a list": ([1], "must be an object"),
-    "3 bits": (g(bits=3), r"bits is 3; supported: 4, 8; run it with GPTQModel, or get a version in 4 bits"),
+    "3 bits": (g(bits=3), r"bits is 3; supported: 4, 8; run it with vLLM"),
     "bits as text": (g(bits="4"), "bits must be an integer, got '4'"),
     "no group": ({"quant_method": "awq", "bits": 4}, "the key group_size is missing"),
     "group 0": (g(group_size=0), "group_size must be above 0, or -1"),

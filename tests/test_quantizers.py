@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama.checkpoint.huggingface import DTYPES, StoredTensor
-from llama.checkpoint.methods import METHODS, Layer
+from llama.checkpoint.prequantized import METHODS, Layer
 from llama.system.documents import Fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -74,7 +74,7 @@ class AdaptedCheckpoint(Checkpoint):
             self.shapes[OUTPUT] = self.shapes[EMBEDDING]
         for adapter, scale in adapters:
             self._check(adapter, scale)
-        self.adapters = [f"{one.path}: {one.about}, scale {scale:g}" for one, scale in adapters]
+        self.adapters = [f"{one.path}, scale {scale:g}" for one, scale in adapters]
         self.adapters_hash = _hash(adapters)
 
     def _check(self, adapter: Adapter, scale: float) -> None:

@@ -115,9 +115,7 @@ def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndar
     betas = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
     usual = betas == (32, 1) and scaling.get("truncate", True) and factor >= 1 and trained == int(trained)
     if kind in ("dynamic", "proportional") or (kind == "yarn" and not usual):
-        raise ConfigError(
-            f"GGUF can't express the rope scaling {kind!r} as given; convert the model to hf"
-        )
+        raise ConfigError(f"GGUF can't express the rope scaling {kind!r} as given; convert the model to hf")
     plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
     scaled, attention_factor = inverse_frequencies(
         config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len

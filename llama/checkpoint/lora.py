@@ -80,11 +80,6 @@ class Adapter:
         down = {f"{name} down {low.scale!r}": low.down for name, low in self.low_rank.items()}
         return {**self.replaced, **down, **{f"{name} up": low.up for name, low in self.low_rank.items()}}
 
-    @property
-    def about(self) -> str:
-        complete = f", {len(self.replaced)} complete tensors" if self.replaced else ""
-        return f"LoRA on {len(self.low_rank)} matrices{complete}"
-
 
 def read(path: Path, base: Checkpoint) -> Adapter:
     """The adapter at a path. Raises CheckpointError if it is damaged or can't be merged."""
