@@ -114,10 +114,8 @@ def test_the_types_are_those_that_llama_cpp_chose() -> None:
     assert table(nine, "q8_0") == {}
     assert table(dataclasses.replace(nine, tie_embeddings=True), "q4_0") == {"tok_embeddings": "Q6_K"}
     seventy = table(ModelConfig(256, 80, 4, 2, 64, 256, 266), "q4_k")
-    values = [seventy[f"layers.{i}.attention.wv"] for i in range(80)]
     down = [i for i in range(80) if f"layers.{i}.feed_forward.w_down" in seventy]
     assert down == [*range(10), *range(12, 70, 3), *range(70, 80)]
-    assert set(values) == {"Q6_K"}
     odd = ModelConfig(576, 3, 9, 3, 64, 1536, 266)
     types = types_of(expected_shapes(odd), odd, "q4_k")
     assert types["layers.0.attention.wq.weight"] == "Q5_0"

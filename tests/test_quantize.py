@@ -26,7 +26,7 @@ from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.loader import build, load_model
 from llama.model import Transformer
-from llama.quant import rounding
+from llama.quant import schemes
 from llama.quant.blocks import BlockFormat
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.quant.tiles import unpack
@@ -157,7 +157,7 @@ def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path,
         tiles = tensors[f"{stem}.tiles"]
         assert tiles.dtype == torch.uint8
         found = unpack(tiles, *declared["shape"], BlockFormat(rule.bits, rule.group, rule.offset)).weight
-        reference = rounding.quantize(weight, rule.format).weight
+        reference = schemes.quantize(weight, rule.format).weight
         assert distance(found, reference) < 1e-4  # two ranges may be equally good
         assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
 

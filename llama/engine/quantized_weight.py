@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks, joined
-from ..quant.rounding import check_range, check_scales, clips_of, quantize
+from ..quant.schemes import check_range, check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 

@@ -8,7 +8,7 @@ Layouts: ggml-quants.c of https://github.com/ggml-org/ggml; choice of types: lla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import gguf
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError
-from .rounding import check_scales
+from .schemes import best, check_scales
 
 PIECE = 2**18  # entries that are quantized at once; with their copies, they fit into the cache
 SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
@@ -37,13 +37,14 @@ def q6_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 16 groups: weight = d sc (q - 32), with 8 bits for sc and 6 for q."""
     groups = w.unflatten(1, (-1, 16, 16))  # (R, blocks, groups, 16)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale, least = -largest / ENDS[0], torch.full_like(largest, torch.inf)
-    for end in ENDS:
-        quants = (groups * _inverse(-largest / end)).round().clamp(-32, 31)
-        fitted = (quants * groups).sum(-1, keepdim=True) * _inverse(quants.square().sum(-1, keepdim=True))
-        error = (fitted * quants - groups).square().sum(-1, keepdim=True)
-        better = error < least
-        scale, least = torch.where(better, fitted, scale), torch.where(better, error, least)
+
+    def candidates() -> Iterator[tuple[Tensor, Tensor]]:
+        for end in ENDS:
+            quants = (groups * _inverse(-largest / end)).round().clamp(-32, 31)
+            fitted = (quants * groups).sum(-1, keepdim=True) * _inverse(quants.square().sum(-1, keepdim=True))
+            yield (fitted * quants - groups).square().sum(-1, keepdim=True), fitted
+
+    (scale,) = best(candidates())
     d = scale.gather(-2, scale.abs().argmax(-2, keepdim=True)) / -128  # (R, blocks, 1, 1)
     stored = _half(d)
     d = stored.view(torch.float16).float()
@@ -65,21 +66,21 @@ def _two_levels(w: Tensor) -> tuple[Tensor, Tensor]:
     groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
     low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
     width = groups.amax(-1, keepdim=True).clamp(min=0) - low
-    scale, offset, least = width / top, low, torch.full_like(low, torch.inf)
     total = groups.sum(-1, keepdim=True)
-    for more in STEPS:
-        quants = ((groups - low) * _inverse(width / (top + more))).round().clamp(0, top)
-        # least squares for these quants: of the scale and the offset, or of the scale alone if the offset is above 0
-        sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
-        sum_qw = (quants * groups).sum(-1, keepdim=True)
-        fitted = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
-        moved = (total - fitted * sum_q) / 32
-        fitted = torch.where(moved > 0, sum_qw * _inverse(sum_qq), fitted).clamp(min=0)
-        moved = moved.clamp(max=0)
-        error = (fitted * quants + moved - groups).square().sum(-1, keepdim=True)
-        better = error < least
-        scale, offset = torch.where(better, fitted, scale), torch.where(better, moved, offset)
-        least = torch.where(better, error, least)
+
+    def candidates() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for more in STEPS:
+            quants = ((groups - low) * _inverse(width / (top + more))).round().clamp(0, top)
+            # least squares for these quants: of scale and offset, or of the scale alone if the offset is above 0
+            sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
+            sum_qw = (quants * groups).sum(-1, keepdim=True)
+            scale = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
+            offset = (total - scale * sum_q) / 32
+            scale = torch.where(offset > 0, sum_qw * _inverse(sum_qq), scale).clamp(min=0)
+            offset = offset.clamp(max=0)
+            yield (scale * quants + offset - groups).square().sum(-1, keepdim=True), scale, offset
+
+    scale, offset = best(candidates())
     d, dmin = (values.amax(-2, keepdim=True) / 63 for values in (scale, -offset))  # (R, blocks, 1, 1)
     stored = _half(d), _half(dmin)
     d, dmin = (values.view(torch.float16).float() for values in stored)
@@ -182,7 +183,7 @@ SMALLER = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: str) -> dict[str, str]:
-    """The type of each matrix, as llama.cpp chooses it, but for Q5_K in Llama 70B, which is Q6_K here.
+    """The type of each matrix, as llama.cpp chooses it, but for the value projections of Llama 70B.
 
     Raises CheckpointError if rows can't be divided into blocks.
     """
@@ -193,8 +194,9 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
             continue
         type = mix.output if name == output else mix.type
         if kind == "q4_k" and name.endswith(("attention.wv.weight", "feed_forward.w_down.weight")):
-            seventy = "wv" in name and config.n_layers == 80 and config.n_heads != config.n_kv_heads
-            if seventy or _more_bits(int(name.split(".")[1]), config.n_layers):  # in a 70B, 8 heads share a value head
+            # more bits for the first and last eighth of the layers, and every third between them
+            layer, eighth = int(name.split(".")[1]), config.n_layers // 8
+            if layer < eighth or layer >= 7 * config.n_layers // 8 or (layer - eighth) % 3 == 2:
                 type = "Q6_K"
         if shape[1] % block_of(type)[0]:
             type = SMALLER.get(type, type)
@@ -202,8 +204,3 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
             raise CheckpointError(f"{name} has rows of {shape[1]} weights, no multiple of 32; leave out --quantize")
         types[name] = type
     return types
-
-
-def _more_bits(layer: int, count: int) -> bool:
-    """Whether Q4_K_M gives a layer more bits: the first and last eighth, and every third between them."""
-    return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2

@@ -1,16 +1,30 @@
-"""The registry of quantization schemes. A new scheme is an entry of SCHEMES.
+"""Quantization of weights: the registry of schemes, and what a scheme does, in PyTorch.
 
 A weight matrix (N, K) becomes integers, with a scale and an optional offset for each group of inputs:
 
     weight = scale * quant + offset
+
+A new scheme is an entry of SCHEMES. `quantize` defines the result; the C++ kernel is the fast version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from .. import checks
-from .blocks import BlockFormat
+from ..errors import CheckpointError
+from .blocks import BlockFormat, Blocks
+
+# Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
+# large ones.
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+# Below these values, adjacent float16 numbers differ by more than 3 %, and the scale of a group has that error.
+SMALLEST_SCALE, SMALLEST_OFFSET = 2.0**-20, 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -53,3 +67,78 @@ def pick_scheme(name: str) -> Scheme:
 def scheme_for(layer: str, scheme: Scheme) -> Scheme:
     """The scheme of one layer, given its name in the model."""
     return scheme.output if layer == "output" and scheme.output else scheme
+
+
+def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
+    """Quantize a weight (N, K) by a format.
+
+    For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used;
+    for 8 bits the full range is best. Scales and offsets are rounded to float16.
+    kernels.quantize_to_tiles computes the same, packed, tens of times as fast. Raises CheckpointError if a weight
+    is not finite, or too large for a float16 scale.
+    """
+    columns = weight.shape[1]
+    missing = -columns % format.group
+    w = F.pad(weight.float(), (0, missing)).unflatten(1, (-1, format.group))  # (N, groups, group)
+    if format.offset and missing:  # the padding of the last group must not widen its range
+        w[:, -1, -missing:] = w[:, -1, :1]
+    quants, scale, offset = best(_candidates(w, format, missing))
+    check_scales(scale, offset)
+    quants = quants.to(torch.uint8).flatten(1)[:, :columns].contiguous()
+    return Blocks(quants, scale[..., 0], offset[..., 0] if format.offset else None, format.bits, format.group)
+
+
+def _candidates(w: Tensor, format: BlockFormat, missing: int) -> Iterator[tuple[Tensor, ...]]:
+    """Error, quants, scale and offset of groups (N, groups, group), for each width of their ranges.
+
+    missing  columns at the end that do not count
+    """
+    top, middle_quant = 2**format.bits - 1, 2 ** (format.bits - 1)
+    low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)  # (N, groups, 1)
+    for clip in clips_of(format):
+        if format.offset:
+            middle, half = (low + high) / 2, (high - low) / 2 * clip
+            scale = (half * 2 / top).half().float()
+            offset = (middle - half).half().float()
+        else:
+            scale = (torch.maximum(-low, high) * clip / (middle_quant - 1)).half().float()
+            offset = -scale * middle_quant
+        quants = ((w - offset) / torch.where(scale > 0, scale, 1)).round().clamp(0, top)
+        gaps = quants * scale + offset - w
+        gaps[:, -1, gaps.shape[-1] - missing :] = 0
+        yield gaps.square().sum(-1, keepdim=True), quants, scale, offset
+
+
+def best(candidates: Iterator[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The values with the smallest error, for each group. A candidate is an error (.., groups, 1), then its values."""
+    least, *found = next(candidates)
+    for error, *values in candidates:
+        better = error < least
+        least, *found = (torch.where(better, *pair) for pair in zip((error, *values), (least, *found), strict=True))
+    return found
+
+
+def clips_of(format: BlockFormat) -> tuple[float, ...]:
+    """The factors to try for a format."""
+    return CLIPS if format.bits < 8 else CLIPS[:1]
+
+
+def check_scales(*scales: Tensor) -> None:
+    """Raise CheckpointError if a scale or an offset is not finite."""
+    if not all(bool(torch.isfinite(scale).all()) for scale in scales):
+        raise CheckpointError(
+            "a weight is not finite, or too large for 16-bit scales, and can't be quantized; load it without quantize"
+            " (--quantize), or see 'clearllama verify --tensors'"
+        )
+
+
+def check_range(scale: float, offset: float, is_zero: Callable[[], bool]) -> None:
+    """Raise CheckpointError if 16-bit scales are too coarse for a weight that is not zero.
+
+    scale, offset  the largest absolute values of the weight's groups. A single group with a small scale is accepted:
+                   its error is small compared with the other groups.
+    """
+    if scale < SMALLEST_SCALE and offset < SMALLEST_OFFSET and not is_zero():
+        raise CheckpointError(
+            "all entries of a weight are too small for 16-bit scales; load the model without quantize (--quantize)"
+        )

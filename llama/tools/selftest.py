@@ -24,8 +24,7 @@ from ..engine.quantized_weight import QuantizedWeight
 from ..engine.runtime import pick_device
 from ..errors import UsageError, one_line
 from ..model import Transformer
-from ..quant.rounding import quantize
-from ..quant.schemes import pick_scheme
+from ..quant.schemes import pick_scheme, quantize
 from ..system.folders import cache_folder
 from ..weights import random_model
 from .facts import REPORT, Finding, folder_state

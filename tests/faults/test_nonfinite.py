@@ -22,8 +22,7 @@ from llama.generation.batch import Batch, Ended, Request
 from llama.generation.session import Session
 from llama.generation.speculative import ModelDraft, NGramDraft, speculate
 from llama.model import Transformer
-from llama.quant.rounding import quantize
-from llama.quant.schemes import pick_scheme
+from llama.quant.schemes import pick_scheme, quantize
 from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
 from llama.text import Llama
