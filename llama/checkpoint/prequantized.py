@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checks import is_integer
 from ..errors import CheckpointError, ConfigError
-from ..quant.matrices import Codebook, Integers, Matrix, ScaledFloats, unpack_rows_of_words, unpack_words
+from ..quant.matrices import Integers, Matrix, repeated, unpack_rows_of_words, unpack_words
 from ..system.documents import Fields, describe, parse_json, read_json
 from . import huggingface, quantized
 from .huggingface import CONFIG, HuggingFaceCheckpoint, StoredTensor
@@ -141,9 +142,9 @@ class GPTQ(Method):
         def quants(part: slice) -> Any:
             return unpack_words(qweight.read()[:, part].numpy().T, bits)
 
-        label = f"GPTQ int{bits}{'' if order is None else ' in act order'}"
         zeros = None if self.symmetric else zero
-        return Integers(label, (rows, columns), bits, group, quants, scales.read().T, zeros, order)
+        integers = Integers((rows, columns), bits, group, quants, scales.read().T, zeros, order)
+        return integers.matrix(f"GPTQ int{bits}")
 
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
@@ -174,7 +175,7 @@ class AWQ(Method):
         def unpacked(tensor: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
             return lambda part: unpack_rows_of_words(tensor.read().numpy(), AWQ_ROWS, part)
 
-        return Integers("AWQ int4", (rows, columns), 4, group, unpacked(qweight), scales, unpacked(qzeros))
+        return Integers((rows, columns), 4, group, unpacked(qweight), scales, unpacked(qzeros)).matrix("AWQ int4")
 
 
 # ------------------------------------------------------------------------------------------------------ 8-bit floats
@@ -187,8 +188,13 @@ def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[t
     if scale.shape not in block or scale.dtype not in (*FLOATS, "F8_E8M0"):
         raise scale.error(f"expected a floating-point tensor of shape {' or '.join(map(str, block))}")
     down, across = block[scale.shape]
-    scales = scale.read().view(-1, -(-columns // across))
-    return ScaledFloats("FP8", (rows, columns), (down, across), weight.read(), scales)
+
+    def floats(part: slice) -> Tensor:
+        first, last, _ = part.indices(rows)
+        scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(first, last) // down]
+        return weight.read()[part].float().mul_(repeated(scales, across, columns))  # (n, K)
+
+    return Matrix("FP8", (rows, columns), floats)
 
 
 def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
@@ -259,11 +265,11 @@ class CompressedTensors(Method):
         def unpacked(part: slice) -> Any:
             return unpack_words(packed.read()[part].numpy(), bits, slice(columns))
 
-        label = f"compressed-tensors int{bits}{'' if order is None else ' in act order'}"
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
         zero = None if zeros is None else _zero_points(zeros, scale.shape, bits, rows, groups)
         scales = _by_row(scale.read(), rows, groups)
-        return Integers(label, (rows, columns), bits, group, quants, scales, zero, order)
+        integers = Integers((rows, columns), bits, group, quants, scales, zero, order)
+        return integers.matrix(f"compressed-tensors int{bits}")
 
 
 def _zero_points(
@@ -309,7 +315,7 @@ class BitsAndBytes(Method):
             raise layer["weight_format"].error("with another layout than that by rows, which is for GPU kernels")
         rows, columns = weight.shape
         scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
-        return Integers("bitsandbytes int8", (rows, columns), 8, columns, _signed_bytes(weight), scale)
+        return Integers((rows, columns), 8, columns, _signed_bytes(weight), scale).matrix("bitsandbytes int8")
 
     def _codebook(self, layer: Layer, label: str, state: StoredTensor) -> Matrix:
         """A weight in 4 bits. Its quant_state is JSON with the shape and the sizes of the blocks."""
@@ -322,22 +328,29 @@ class BitsAndBytes(Method):
         sizes = (*shape, block, inner)
         if len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in sizes) or shape[1] % 2:
             raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {describe(list(sizes))}")
-        count, blocks = shape[0] * shape[1], -(-shape[0] * shape[1] // block)
-        weight = layer["weight"]
-        if weight.read().nbytes != count // 2:
-            raise weight.error(f"expected {count // 2} bytes")
+        rows, columns = shape
+        weight, blocks = layer["weight"], -(-rows * columns // block)
+        if weight.read().nbytes != rows * columns // 2:
+            raise weight.error(f"expected {rows * columns // 2} bytes")
         packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
         values = layer["weight.quant_map"].expect(("F32",), (16,)).read()
         absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,)).read()
-        if not nested:
-            return Codebook(label, (shape[0], shape[1]), block, packed, values, absmax.__getitem__)
-        outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),)).read()
-        table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
+        if nested:
+            outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),)).read()
+            table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
 
-        def largest(part: slice) -> Tensor:
-            return table[absmax[part].int()] * outer[torch.arange(part.start, part.stop) // inner] + offset
+        def floats(part: slice) -> Tensor:
+            first, last = (row * columns for row in part.indices(rows)[:2])
+            pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
+            found = F.embedding(packed[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
+            start, end = first // block, -(-last // block)
+            largest = absmax[start:end]
+            if nested:
+                largest = table[largest.int()] * outer[torch.arange(start, end) // inner] + offset
+            found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
+            return found.view(-1, columns)
 
-        return Codebook(label, (shape[0], shape[1]), block, packed, values, largest)
+        return Matrix(label, (rows, columns), floats)
 
 
 # quant_method -> method

@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from ..quant.blocks import BlockFormat
-from ..quant.matrices import Matrix, Tiles
-from ..quant.tiles import tiles_shape
+from ..quant.blocks import BlockFormat, Blocks
+from ..quant.matrices import Matrix
+from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from ..system.documents import Fields, parse_json, read_json
 from . import huggingface, huggingface_write
@@ -77,7 +77,14 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
             raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
         tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
-        return Tiles(str(format), (shape[0], shape[1]), format, tiles.read())
+
+        def blocks(part: slice) -> Blocks:
+            first, last, _ = part.indices(shape[0])
+            start = first // TILE * TILE
+            some = tiles.read()[start // TILE : -(-last // TILE)]
+            return unpack(some, last - start, shape[1], format).rows(slice(first - start, None))
+
+        return Matrix(str(format), (shape[0], shape[1]), lambda part: blocks(part).weight, blocks)
 
     def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
         super()._add_tensors(tensors)
