@@ -320,7 +320,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": "x"}, "lora_alpha must be a finite number"),
     ({"rank_pattern": {"q_proj": 2}}, "expected two matrices of rank 2"),
     ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
-    ({"rank_pattern": {"(": 4}}, "a key is no regular expression"),
+    ({"rank_pattern": {"(": 4}}, "unterminated subpattern"),
     ({"alpha_pattern": {"q_proj": "x"}}, "q_proj must be a finite number"),
     ({"modules_to_save": ["lm_head"]}, "lacks the weights of 'lm_head', which adapter_config.json names as trained"),
     ({"modules_to_save": "lm_head"}, "modules_to_save must be a list"),

@@ -140,28 +140,6 @@ def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) 
         QuantizedWeight.from_float(lambda rows: w[rows], (20, 70), FORMATS[name]).tiles()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("exponent", [-10, -20, -30])
-def test_a_weight_is_quantized_well_or_refused(name: str, exponent: int) -> None:
-    """A float16 scale of a tiny weight has few bits or none. One row of usual size makes the others negligible."""
-    small, usual, format = normal(64, 96) * 2.0**exponent, normal(64, 96), FORMATS[name]
-
-    def quantized(weight: Tensor, form: str) -> QuantizedWeight:
-        made = QuantizedWeight.from_float(lambda rows: weight[rows], (len(weight), 96), format)
-        getattr(made, form)()
-        return made
-
-    good = distance(quantized(usual, "tiles").blocks().weight, usual)
-    for form in ("tiles", "blocks"):
-        quantized(torch.zeros(64, 96), form)
-        quantized(torch.cat([small, usual]), form)
-        if format.group and exponent < -10:
-            with pytest.raises(CheckpointError, match="too small for 16-bit scales"):
-                quantized(small, form)
-        else:
-            assert distance(quantized(small, form).blocks().weight, small) < 1.1 * good
-
-
 def test_an_unknown_scheme_is_an_error_that_lists_the_known_ones() -> None:
     for name, says in (("int3", "'int3'; known: int8, int4"), (4, "got 4|4")):
         with pytest.raises(UsageError, match=says):

@@ -92,6 +92,8 @@ def config_json(model: Model) -> dict[str, Any]:
     config, tokenizer = model.config, model.tokenizer
     stops = sorted(tokenizer.stop_ids) if tokenizer else []
     kind, own = family_keys(config)
+    if (scaling := kind_of(config.rope_scaling)) in ("divisors", "ntk"):
+        raise ConfigError(f"config.json can't express the rope scaling {scaling!r}; convert the model to gguf")
     return {
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
@@ -104,7 +106,7 @@ def config_json(model: Model) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling(config),
+        "rope_scaling": config.rope_scaling and dict(config.rope_scaling),
         "max_position_embeddings": config.max_seq_len,
         "tie_word_embeddings": config.tie_embeddings,
         **own,
@@ -132,12 +134,6 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if kind in ("smollm3", "qwen2"):
         keys |= {"use_sliding_window": windowed, "layer_types": [SLIDING if windowed else FULL] * config.n_layers}
     return kind, keys if kind == "llama" else {**keys, "sliding_window": config.sliding_window}
-
-
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    if (kind := kind_of(config.rope_scaling)) in ("divisors", "ntk"):
-        raise ConfigError(f"config.json can't express the rope scaling {kind!r}; convert the model to gguf")
-    return None if config.rope_scaling is None else dict(config.rope_scaling)
 
 
 def write_tokenizer(folder: Path, model: Model) -> None:

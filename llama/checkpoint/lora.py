@@ -88,7 +88,7 @@ def read(path: Path, base: Checkpoint) -> Adapter:
             return _read_peft(path, base.config.tie_embeddings)
         if path.suffix == ".gguf" and path.is_file():
             return _read_gguf(path)
-    except (ConfigError, OverflowError) as error:  # an integer of hundreds of digits
+    except (ConfigError, OverflowError, re.error) as error:  # an integer of hundreds of digits; no regular expression
         raise CheckpointError(f"adapter {path}: {error}") from None
     found = "is neither a PEFT folder with adapter_config.json nor a GGUF file" if path.exists() else "does not exist"
     raise CheckpointError(f"adapter {path} {found}")
@@ -156,11 +156,7 @@ def _read_peft(folder: Path, tied: bool) -> Adapter:
 
 def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
     """The value of the first key that matches a module's name, by the rule of peft's get_pattern_key."""
-    try:
-        keys = (key for key in patterns.values if re.match(rf"(.*\.)?({key})$", module))
-        key = next(keys, None)
-    except re.error as error:
-        raise ConfigError(f"{patterns.where}: a key is no regular expression ({error})") from None
+    key = next((key for key in patterns.values if re.match(rf"(.*\.)?({key})$", module)), None)
     return default if key is None else patterns.get(key, type)
 
 

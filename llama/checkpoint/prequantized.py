@@ -7,7 +7,6 @@ GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class Layer(dict[str, StoredTensor]):
         return tensor
 
 
-class Method(ABC):
+class Method:
     """How the weights of a folder are stored, by its quantization_config.
 
     name     display name
@@ -54,13 +53,12 @@ class Method(ABC):
     name: str
     tensors: tuple[str, ...]
 
-    @abstractmethod
     def __init__(self, fields: Fields):
         """Read the configuration. Raises ConfigError."""
 
-    @abstractmethod
     def matrix(self, layer: Layer) -> Matrix:
         """The weight that a layer's tensors store. Reads little. Raises CheckpointError."""
+        raise NotImplementedError
 
 
 def _choice(fields: Fields, key: str, allowed: Sequence[Any]) -> Any:
@@ -304,9 +302,6 @@ class BitsAndBytes(Method):
         "SCB", "weight_format",
     )  # fmt: skip
 
-    def __init__(self, fields: Fields):  # each layer has its own
-        pass
-
     def matrix(self, layer: Layer) -> Matrix:
         if state := next((key for key in STATES if key in layer), None):
             return self._codebook(layer, STATES[state], layer[state])
@@ -362,14 +357,8 @@ METHODS: dict[str, type[Method]] = {
 
 def method_of(fields: Fields) -> Method:
     """The method of a quantization_config. Raises ConfigError if it is not supported."""
-    old = fields.get("load_in_4bit", object, None) or fields.get("load_in_8bit", object, None)
-    # transformers before 4.35 wrote no quant_method
-    kind = fields.get("quant_method", str, "bitsandbytes") if old else fields.get("quant_method", str)
-    if kind not in METHODS:
-        raise ConfigError(
-            f"{fields.where}: weights quantized by {kind!r:.40} can't be read; run the model with transformers or vLLM,"
-            f" or get it in BF16, as GGUF, or quantized by one of {', '.join(METHODS)}"
-        )
+    if (kind := fields.get("quant_method", str)) not in METHODS:
+        raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
     return METHODS[kind](fields)
 
 

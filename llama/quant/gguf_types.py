@@ -7,7 +7,6 @@ Layouts: ggml-quants.c of https://github.com/ggml-org/ggml; choice of types: lla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -141,20 +140,14 @@ def block_of(type: str) -> tuple[int, int]:
     return block, size
 
 
-def nbytes(shape: tuple[int, ...], type: str) -> int:
-    """The bytes of a weight in a type."""
-    block, size = block_of(type)
-    return math.prod(shape) // block * size
-
-
 def quantize(weight: Tensor, type: str) -> Tensor:
     """A weight (R, N) in a GGUF type: (R, bytes of a row) uint8. Raises CheckpointError if a weight is not finite.
 
     Groups below SMALLEST become 0, as in llama.cpp: the reciprocals of their scales would overflow.
     """
     group, function = TYPES[type]
-    rows, columns = weight.shape
-    out = torch.empty(rows, nbytes((columns,), type), dtype=torch.uint8)
+    (rows, columns), (block, size) = weight.shape, block_of(type)
+    out = torch.empty(rows, columns // block * size, dtype=torch.uint8)
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         groups = weight[first : first + step].float().unflatten(1, (-1, group))  # (R, groups, group)

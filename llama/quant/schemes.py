@@ -9,7 +9,7 @@ A new scheme is an entry of SCHEMES. `quantize` defines the result; the C++ kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,6 @@ from .blocks import BlockFormat, Blocks
 # Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
 # large ones.
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-# Below these values, adjacent float16 numbers differ by more than 3 %, and the scale of a group has that error.
-SMALLEST_SCALE, SMALLEST_OFFSET = 2.0**-20, 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -129,16 +127,4 @@ def check_scales(*scales: Tensor) -> None:
         raise CheckpointError(
             "a weight is not finite, or too large for 16-bit scales, and can't be quantized; load it without quantize"
             " (--quantize), or see 'clearllama verify --tensors'"
-        )
-
-
-def check_range(scale: float, offset: float, is_zero: Callable[[], bool]) -> None:
-    """Raise CheckpointError if 16-bit scales are too coarse for a weight that is not zero.
-
-    scale, offset  the largest absolute values of the weight's groups. A single group with a small scale is accepted:
-                   its error is small compared with the other groups.
-    """
-    if scale < SMALLEST_SCALE and offset < SMALLEST_OFFSET and not is_zero():
-        raise CheckpointError(
-            "all entries of a weight are too small for 16-bit scales; load the model without quantize (--quantize)"
         )
