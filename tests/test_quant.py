@@ -87,8 +87,8 @@ def by_group(x: Tensor, scheme: BlockFormat) -> Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_quant_is_the_nearest_and_the_range_is_covered(name: str, weights: str, monkeypatch) -> None:
     format, w = FORMATS[name], WEIGHTS[weights]()[::5]
-    for clips in (schemes.CLIPS, (1.0,)):
-        monkeypatch.setattr(schemes, "CLIPS", clips)
+    for clips in (schemes.CLIPS[format.bits], (1.0,)):
+        monkeypatch.setitem(schemes.CLIPS, format.bits, clips)
         blocks = quantize(w, format)
         offset = -(2.0 ** (format.bits - 1)) * blocks.scale if blocks.offset is None else blocks.offset
         scale, offset = (x.double().repeat_interleave(format.group, 1)[:, :200, None] for x in (blocks.scale, offset))
@@ -108,7 +108,7 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
     for weights in (make() for make in WEIGHTS.values()):
         for w in (weights, weights.bfloat16(), weights.half(), weights[:33, :131], weights.T[:50]):
             shape = tuple(w.shape)
-            found = kernels.quantize_to_tiles(w, schemes.clips_of(scheme), *scheme[:3])
+            found = kernels.quantize_to_tiles(w, schemes.CLIPS[scheme.bits], *scheme[:3])
             ours, theirs = (unpack(tiles, *shape, scheme) for tiles in (found, pack(quantize(w, scheme))))
             if not all(a is None or torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True)):
                 # two ranges have the same error, up to the order of summation

@@ -197,10 +197,10 @@ def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[t
 
 def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
     """Rows and columns of a block, from a list of both; empty if there are no blocks."""
-    value = fields.get(key, list, [])
-    if value and (len(value) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in value)):
-        raise ConfigError(f"{fields.where}: {key} must be two sizes above 0, got {describe(value)}")
-    return [(value[0], value[1])] if value else []
+    sizes = fields.get(key, list, [])
+    if len(sizes) not in (0, 2) or not all(is_integer(size) and 0 < size < 2**31 for size in sizes):
+        raise ConfigError(f"{fields.where}: {key} must be two sizes above 0, got {describe(sizes)}")
+    return [(sizes[0], sizes[1])] if sizes else []
 
 
 class FP8(Method):

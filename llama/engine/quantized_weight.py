@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks, joined
-from ..quant.schemes import check_scales, clips_of, quantize
+from ..quant.schemes import CLIPS, check_scales, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
@@ -57,7 +57,9 @@ class QuantizedWeight:
             if not kernels.ready():
                 return pack_rows(partial(rows, device=CPU), shape, format)
             parts = (read(part) for part in _pieces(shape, piece))
-            out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format[:3]) for part in parts), shape[0])
+            out = _joined(
+                (kernels.quantize_to_tiles(part, CLIPS[format.bits], *format[:3]) for part in parts), shape[0]
+            )
             check_scales(*scales_of(out, shape[1], format).aminmax())
             return out
 

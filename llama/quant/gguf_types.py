@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import gguf
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,8 +44,8 @@ def q6_k(w: Tensor) -> Tensor:
 
     (scale,) = best(candidates())
     d = scale.gather(-2, scale.abs().argmax(-2, keepdim=True)) / -128  # (R, blocks, 1, 1)
-    stored = _half(d)
-    d = stored.view(torch.float16).float()
+    stored = d.half()
+    d = stored.float()
     sc = (scale * _inverse(d)).round().clamp(-128, 127)
     q = ((groups * _inverse(d * sc)).round().clamp(-32, 31) + 32).to(torch.uint8).flatten(-2)  # (R, blocks, 256)
     high = (q >> 4).unflatten(-1, (2, 4, 32)) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
@@ -54,7 +53,7 @@ def q6_k(w: Tensor) -> Tensor:
         _bytes(q.unflatten(-1, (2, 2, 64)) & 15).flatten(-2),
         high.sum(-2, dtype=torch.uint8).flatten(-2),
         sc.to(torch.int8).view(torch.uint8).flatten(-2),
-        stored.flatten(-2),
+        stored.view(torch.uint8).flatten(-2),
     )
     return torch.cat(parts, -1).flatten(1)
 
@@ -81,8 +80,8 @@ def _two_levels(w: Tensor) -> tuple[Tensor, Tensor]:
 
     scale, offset = best(candidates())
     d, dmin = (values.amax(-2, keepdim=True) / 63 for values in (scale, -offset))  # (R, blocks, 1, 1)
-    stored = _half(d), _half(dmin)
-    d, dmin = (values.view(torch.float16).float() for values in stored)
+    stored = d.half(), dmin.half()
+    d, dmin = (values.float() for values in stored)
     sc, mn = ((v * _inverse(u)).round().clamp(0, 63) for v, u in ((scale, d), (-offset, dmin)))
     quants = ((groups + dmin * mn) * _inverse(d * sc)).round().clamp(0, top).to(torch.uint8)
     sc, mn = (values.to(torch.uint8).squeeze(-1) for values in (sc, mn))  # (R, blocks, 8)
@@ -91,7 +90,7 @@ def _two_levels(w: Tensor) -> tuple[Tensor, Tensor]:
         mn[..., :4] | mn[..., 4:] >> 4 << 6,
         (sc[..., 4:] & 15) | (mn[..., 4:] & 15) << 4,
     )
-    return torch.cat((*(values.flatten(-2) for values in stored), *packed), -1), quants
+    return torch.cat((*(values.view(torch.uint8).flatten(-2) for values in stored), *packed), -1), quants
 
 
 def _bytes(pairs: Tensor) -> Tensor:
@@ -104,24 +103,9 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0, 1 / x)
 
 
-def _half(x: Tensor) -> Tensor:
-    """The bytes of scales in float16: (.., 1) -> (.., 2). Raises CheckpointError if one is not finite."""
-    half = x.half()
-    check_scales(half)
-    return half.view(torch.uint8)
-
-
 def _by_package(type: str) -> Callable[[Tensor], Tensor]:
-    """Quantization by the gguf package, whose integers are llama.cpp's. A block begins with its scale in float16."""
-    kind = gguf.GGMLQuantizationType[type]
-
-    def quantize(w: Tensor) -> Tensor:
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite scales are refused below
-            raw = torch.from_numpy(gguf.quantize(w.numpy(), kind))
-        check_scales(raw.unflatten(1, (-1, block_of(type)[1]))[..., :2].contiguous().view(torch.float16))
-        return raw
-
-    return quantize
+    """Quantization by the gguf package, whose integers are llama.cpp's."""
+    return lambda w: torch.from_numpy(gguf.quantize(w.numpy(), gguf.GGMLQuantizationType[type]))
 
 
 # Type -> weights that share a scale, and the function that quantizes rows (R, N) float32 to bytes (R, ..)
@@ -151,8 +135,9 @@ def quantize(weight: Tensor, type: str) -> Tensor:
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         groups = weight[first : first + step].float().unflatten(1, (-1, group))  # (R, groups, group)
-        tiny = groups.abs().amax(-1, keepdim=True) < SMALLEST
-        out[first : first + step] = function(torch.where(tiny, 0, groups).flatten(1))
+        largest = groups.abs().amax(-1, keepdim=True)
+        check_scales((largest / 8).half())  # of all types, Q4_0 has the largest scales
+        out[first : first + step] = function(torch.where(largest < SMALLEST, 0, groups).flatten(1))
     return out
 
 

@@ -21,8 +21,8 @@ from ..errors import CheckpointError
 from .blocks import BlockFormat, Blocks
 
 # Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
-# large ones.
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+# large ones. In 8 bits the full range is best.
+CLIPS = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 8: (1.0,)}
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def scheme_for(layer: str, scheme: Scheme) -> Scheme:
 def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
     """Quantize a weight (N, K) by a format.
 
-    For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used;
-    for 8 bits the full range is best. Scales and offsets are rounded to float16.
+    For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used.
+    Scales and offsets are rounded to float16.
     kernels.quantize_to_tiles computes the same, packed, tens of times as fast. Raises CheckpointError if a weight
     is not finite, or too large for a float16 scale.
     """
@@ -93,7 +93,7 @@ def _candidates(w: Tensor, format: BlockFormat, missing: int) -> Iterator[tuple[
     """
     top, middle_quant = 2**format.bits - 1, 2 ** (format.bits - 1)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)  # (N, groups, 1)
-    for clip in clips_of(format):
+    for clip in CLIPS[format.bits]:
         if format.offset:
             middle, half = (low + high) / 2, (high - low) / 2 * clip
             scale = (half * 2 / top).half().float()
@@ -114,11 +114,6 @@ def best(candidates: Iterator[tuple[Tensor, ...]]) -> list[Tensor]:
         better = error < least
         least, *found = (torch.where(better, *pair) for pair in zip((error, *values), (least, *found), strict=True))
     return found
-
-
-def clips_of(format: BlockFormat) -> tuple[float, ...]:
-    """The factors to try for a format."""
-    return CLIPS if format.bits < 8 else CLIPS[:1]
 
 
 def check_scales(*scales: Tensor) -> None:
