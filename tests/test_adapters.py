@@ -307,23 +307,19 @@ def set_tensor(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object
 
 FIRST = "model.layers.0.self_attn.q_proj"
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    *(({"peft_type": kind}, f"has the PEFT type {kind!r}") for kind in ("IA3", "PROMPT_TUNING", None)),
+    ({"peft_type": "IA3"}, "has the PEFT type 'IA3'"),
+    ({"peft_type": None}, "has the PEFT type None"),
     *(({key: value}, f"sets {key}, which is not supported; merge it") for key, value in (
-        ("use_dora", True), ("fan_in_fan_out", True), ("use_qalora", True), ("alora_invocation_tokens", [1]),
-        ("layer_replication", [[0, 2]]), ("lora_bias", True), ("target_parameters", ["x"]),
-        ("trainable_token_indices", [3]), ("use_something", True))),
-    *(({"init_lora_weights": kind}, f"'{kind}' also changed the weights of its base") for kind in ("pissa_niter_4", "x")),
+        ("use_dora", True), ("fan_in_fan_out", True), ("layer_replication", [[0, 2]]), ("use_something", True))),
+    ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' also changed the weights of its base"),
     ({"r": 3}, "expected two matrices of rank 3"),
     ({"r": 0}, "expected two matrices of rank 0"),
-    ({"r": 10**400}, "expected two matrices of rank 1000"),
     ({"lora_alpha": 10**400}, "too large"),
     ({"lora_alpha": "x"}, "lora_alpha must be a finite number"),
     ({"rank_pattern": {"q_proj": 2}}, "expected two matrices of rank 2"),
-    ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
     ({"rank_pattern": {"(": 4}}, "unterminated subpattern"),
     ({"alpha_pattern": {"q_proj": "x"}}, "q_proj must be a finite number"),
     ({"modules_to_save": ["lm_head"]}, "lacks the weights of 'lm_head', which adapter_config.json names as trained"),
-    ({"modules_to_save": "lm_head"}, "modules_to_save must be a list"),
 ]  # fmt: skip
 
 
@@ -336,24 +332,18 @@ def adapter(bases, tmp_path: Path) -> Path:
 def test_what_is_no_plain_lora_is_refused(bases, adapter: Path, changes: dict[str, Any], says: str) -> None:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(CheckpointError) as caught:
-        logits(bases("plain"), adapters=adapter)
-    assert says in str(caught.value)
+    with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
+        with_adapters(open_checkpoint(bases("plain")), adapter)
     assert str(adapter) in str(caught.value)
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "one of two": (lambda s: s.pop(f"base_model.model.{FIRST}.lora_A.weight"), f"{FIRST} has up .*, expected two matrices"),
     "another module": (set_tensor("model.layers.7.mlp.w.lora_A.weight", torch.ones(4, 4)), "is not a LoRA matrix"),
-    "another layer": (set_tensor("model.layers.7.input_layernorm.weight", torch.ones(64)), "the model has None"),
     "bias": (set_tensor(f"{FIRST}.base_layer.bias", torch.ones(64)), "the model has None"),
     "dora": (set_tensor(f"{FIRST}.lora_magnitude_vector", torch.ones(64)), "is not a LoRA matrix .*; merge it into its base"),
-    "lora bias": (set_tensor(f"{FIRST}.lora_B.bias", torch.ones(64)), "is not a LoRA matrix"),
-    "no prefix": (lambda s: s.update({"x.lora_A.weight": torch.ones(4, 4)}), "is not a LoRA matrix"),
     "integers": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4, 64, dtype=torch.int8)), "not finite floating-point"),
     "vector": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4)), r"shape \(\)"),
-    "number": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(())), r"down \(\)"),
-    "width": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4, 60)), r"shape \(64, 60\), but the model has \(64, 64\)"),
     "height": (set_tensor(f"{FIRST}.lora_B.weight", torch.ones(32, 4)), "pass the model that it was trained on"),
     "inner": (set_tensor(f"{FIRST}.lora_B.weight", torch.ones(64, 3)), r"shape \(\)"),
     "not finite": (set_tensor(f"{FIRST}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
@@ -408,34 +398,6 @@ def test_other_gguf_files_are_refused(bases, tmp_path: Path, metadata: dict[str,
     _, lora = simple(bases("plain"), tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=re.escape(says)):
         logits(bases("plain"), adapters=gguf_adapter(tmp_path / "a.gguf", lora, **metadata))
-
-
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json", "a.gguf"])
-def test_a_cut_or_damaged_adapter_is_refused_or_harmless(bases, tmp_path: Path, file: str) -> None:
-    path, lora = simple(bases("plain"), tmp_path / "adapter", modules=named("q_proj"))
-    target = gguf_adapter(tmp_path / "a.gguf", lora) if file == "a.gguf" else path / file
-    if file.endswith(".bin"):
-        torch.save(load_file(path / "adapter_model.safetensors"), target)
-        (path / "adapter_model.safetensors").unlink()
-    data, base, refused = target.read_bytes(), open_checkpoint(bases("plain")), 0
-    for spot in sorted({len(data) * i // 23 for i in range(23)} | {0, 1, 9, len(data) - 1}):
-        for content in (data[:spot], data[:spot] + bytes([data[spot] ^ 1 << spot % 8]) + data[spot + 1 :]):
-            target.write_bytes(content)
-            try:
-                with_adapters(base, target if file == "a.gguf" else path)
-            except LlamaError:
-                refused += 1
-    assert refused >= 23
-
-
-# ------------------------------------------------------------------------------------------------------ the commands
-def test_the_commands_say_what_is_merged(bases, adapter: Path, tmp_path: Path, clearllama) -> None:
-    file = tiny.write_gguf(tmp_path / "model.gguf", quantization="F32")
-    done = clearllama("generate", "-m", str(file), "--adapter", f"{adapter}:0.5", "-n", "1", "--raw", "hello")
-    lines = done.stderr.decode().splitlines()
-    assert done.returncode == 0, lines
-    merged = f"adapter {adapter}, scale 0.5"
-    assert any(merged in line for line in lines)
 
 
 # ------------------------------------------------------------------------------------------------------------- peft
