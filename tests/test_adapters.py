@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import llama
-from llama import loader
+from llama import cli, loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.adapters import with_adapters
 from llama.engine import kernels
@@ -398,6 +398,27 @@ def test_other_gguf_files_are_refused(bases, tmp_path: Path, metadata: dict[str,
     _, lora = simple(bases("plain"), tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=re.escape(says)):
         logits(bases("plain"), adapters=gguf_adapter(tmp_path / "a.gguf", lora, **metadata))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_damaged_adapter_is_refused_or_harmless(bases, tmp_path: Path, kind: str) -> None:
+    path, lora = simple(bases("plain"), tmp_path / "adapter", modules=named("q_proj"))
+    target = gguf_adapter(tmp_path / "a.gguf", lora) if kind == "gguf" else path / "adapter_model.safetensors"
+    data, base, refused = target.read_bytes(), open_checkpoint(bases("plain")), 0
+    for spot in range(0, len(data), len(data) // 12):
+        for content in (data[:spot], data[:spot] + bytes([data[spot] ^ 1 << spot % 8]) + data[spot + 1 :]):
+            target.write_bytes(content)
+            try:
+                with_adapters(base, target if kind == "gguf" else path)
+            except LlamaError:
+                refused += 1
+    assert refused >= 12
+
+
+def test_the_command_says_what_is_merged(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tiny.write_gguf(tmp_path / "model.gguf", quantization="F32")
+    assert cli.main(["generate", "-m", str(file), "--adapter", f"{adapter}:0.5", "-n", "1", "--raw", "hello"]) == 0
+    assert f"adapter {adapter}, scale 0.5" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------- peft

@@ -6,8 +6,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from llama.chat import TEMPLATES
 from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
 from llama.checkpoint import write as checkpoint_write
 from llama.checkpoint.architectures import FAMILIES
-from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.quant.gguf_types import MIXES
 from llama.system import temporary
@@ -95,7 +92,6 @@ NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "S
 @pytest.mark.parametrize("kind", [None, *MIXES])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
-    """Each matrix, dequantized by the gguf package, is close to the one that transformers saved."""
     model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)
     path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path
     with torch.no_grad():
@@ -108,13 +104,6 @@ def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: s
     assert types["blk.1.attn_norm.weight"] == "F32"
     field = reader.fields["general.file_type"].contents()
     assert field == (0 if kind is None else MIXES[kind].file_type)
-    theirs = dict(model.named_parameters())
-    for tensor in reader.tensors:
-        if tensor.name in ("blk.2.ffn_up.weight", "blk.3.attn_v.weight"):
-            ours = {"blk.2.ffn_up.weight": "layers.2.mlp.up_proj", "blk.3.attn_v.weight": "layers.3.self_attn.v_proj"}
-            weight = theirs[f"model.{ours[tensor.name]}.weight"].detach().numpy()
-            gap = np.abs(gguf.quants.dequantize(tensor.data, tensor.tensor_type) - weight).max()
-            assert gap <= np.abs(weight).max() * {"F32": 0, "Q8_0": 1 / 250}.get(tensor.tensor_type.name, 1 / 6)
 
 
 LISTS = {"short_factor": test_huggingface.SHORT, "long_factor": test_huggingface.LONG}
@@ -205,21 +194,17 @@ def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None
     assert theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids == ours.encode(text)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 21])
-def test_a_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
-    convert(source, tmp_path / "hf", "hf", shards=count)
-    sizes = [len(load_file(file)) for file in (tmp_path / "hf").glob("*.safetensors")]
-    assert (len(sizes), sum(sizes), max(sizes) - min(sizes) <= 1) == (count, 21, True)
-    assert torch.equal(logits(tmp_path / "hf"), logits(source))
-
-
-def test_a_large_model_is_split(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [0, 2, 21])
+def test_a_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, monkeypatch, count: int) -> None:
     monkeypatch.setattr(huggingface_write, "FILE_SIZE", 100_000)
-    convert(source, tmp_path / "hf", "hf")
-    sizes = [sum(t.nbytes for t in load_file(f).values()) for f in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    convert(source, tmp_path / "hf", "hf", shards=count)
+    states = [load_file(file) for file in (tmp_path / "hf").glob("*.safetensors")]
+    total = sum(tensor.nbytes for state in states for tensor in state.values())
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert sum(sizes) == index["metadata"]["total_size"] > 200_000
-    assert len(sizes) == -(-sum(sizes) // 100_000)
+    assert index["metadata"]["total_size"] == total > 200_000
+    assert len(states) == (count or -(-total // 100_000))
+    sizes = [len(state) for state in states]
+    assert (sum(sizes), max(sizes) - min(sizes) <= 1) == (21, True)
     assert torch.equal(logits(tmp_path / "hf"), logits(source))
 
 
@@ -265,10 +250,6 @@ def test_the_other_files_of_a_folder_have_the_keys_of_transformers(source: Path,
         ({}, {"to": "meta"}, "unknown format 'meta'; known: hf, gguf"),
         ({}, {"shards": 2}, "written as one file"),
         ({}, {"to": "hf", "shards": 22}, "21 weights can't be split into 22 files"),
-        ({}, {"quantize": "q8_0", "dtype": torch.float16}, "--quantize q8_0 needs --to gguf and no --dtype"),
-        ({}, {"quantize": "q8_0", "to": "hf"}, "--quantize q8_0 needs --to gguf"),
-        ({}, {"quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0"),
-        ({"intermediate_size": 90}, {"quantize": "q8_0"}, "w_down.weight has rows of 90 weights"),
         ({"large": 1e6}, {"dtype": torch.float16}, "norm.weight holds values beyond float16's limit"),
     ],
     ids=str,
@@ -337,12 +318,9 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
         write(source, tmp_path / "file", force=True)
     with pytest.raises(UsageError, match="new is a folder, which"):
         convert(source, target, "gguf", force=True)
-    for name in ("thesis.txt", "model.safetensors.bak", "photos/a.jpg"):
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).touch()
-        with pytest.raises(UsageError, match=f"new contains {name.split('/')[0]}, which"):
-            write(source, target, force=True)
-        (target / name).unlink()
+    (target / "thesis.txt").touch()
+    with pytest.raises(UsageError, match=r"new contains thesis\.txt, which"):
+        write(source, target, force=True)
 
 
 def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,25 +398,6 @@ def test_a_configuration_that_computes_something_else_is_no_proof(change: dict[s
     check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, norm_eps=1e-5 * (1 + 1e-8)))
     with pytest.raises(ConfigError, match=message):
         check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))
-
-
-@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
-    script = (
-        "import sys; from llama.tools.convert import convert; from llama import loader;"
-        "convert(sys.argv[1], sys.argv[2], 'hf');"
-        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
-    )
-    peaks = [
-        int(subprocess.check_output([sys.executable, "-c", script, str(path), str(tmp_path / f"new {path.name}")]))
-        for path in (make_tiny.make(tmp_path / "tiny", "llama-3-8b"), source)
-    ]
-    size = (source / "consolidated.00.pth").stat().st_size
-    assert size > 75e6
-    assert (peaks[1] - peaks[0]) * 1024 < 0.35 * size
 
 
 def test_tokens_without_a_row_stay_in_hf_and_are_an_error_in_gguf(tmp_path: Path) -> None:

@@ -82,21 +82,11 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
     "--dtype": ({}, ["--dtype", "bfloat16"], 'made with dtype "float32", weights '),
     "--quantize": ({}, ["--quantize", "int8"], 'made with quantization "none", weights '),
     "--kv-cache": ({}, ["--kv-cache", "int8"], 'made with kv_cache "model"; this run has "int8": '),
-    "--max-seq-len": ({}, ["--max-seq-len", "99"], "made with context 256; this run has 99: "),
-    "--rope-theta": ({}, ["--rope-theta", "20000"], "made with rope_theta 10000.0; this run has 20000.0: "),
-    "--rope-scaling": ({}, ["--rope-scaling", "linear", "--rope-factor", "2"], "made with context 256, rope_scaling none"),
     "--chat-format": ({}, ["--chat-format", "jinja"], 'made with chat_format none; this run has "jinja": '),
-    "--raw": ({}, ["--raw"], "made with raw false; this run has true: "),
     "--system": ({}, ["--system", "x"], 'made with system none; this run has "x": '),
     "-n": ({}, ["-n", "2"], "made with max_new_tokens 1; this run has 2: "),
     "--temp": ({}, ["--temp", "0.5"], "made with temperature 0.0; this run has 0.5: "),
-    "--top-k": ({}, ["--top-k", "9"], "made with top_k 0; this run has 9: "),
-    "--top-p": ({}, ["--top-p", "0.5"], "made with top_p 1.0; this run has 0.5: "),
-    "--min-p": ({}, ["--min-p", "0.5"], "made with min_p 0.0; this run has 0.5: "),
-    "--repetition-penalty": ({}, ["--repetition-penalty", "2"], "made with repetition_penalty 1.0; this run has 2.0: "),
-    "--seed": ({}, ["--seed", "3"], "made with seed none; this run has 3: "),
     "--stop": ({}, ["--stop", "e"], 'made with stop []; this run has ["e"]: '),
-    "--logprobs": ({}, ["--logprobs"], "made with logprobs false; this run has true: "),
 }  # fmt: skip
 RESUMED = {
     "nothing": [],
@@ -188,9 +178,7 @@ def test_fresh_starts_anew_and_deletes_only_answers(
     assert second["out"] != first["out"]
     assert second["out"].count(b"\n") == 2
     assert second["out.run.json"] != first["out.run.json"]
-    assert batch(model="other seed") == 0
-    dataset = b'{"id": 1, "text": "a"}\n'
-    for content in (b"a poem", b"[1]\n", b'{"id": 1}\n', dataset, b"[" * 100_000):
+    for content in (b"a poem", b'{"id": 1, "text": "a"}\n', b"[" * 100_000):
         (tmp_path / "out").write_bytes(content)
         assert batch("--fresh") == 2
         assert "does not contain answers, so --fresh does not delete it" in capsys.readouterr().err
@@ -205,12 +193,10 @@ ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
 FIRST = b'"first": "%s", "lines": {}}' % hashlib.sha256(ANSWER).hexdigest().encode()
 RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether --fresh may replace it)
     (None, "out.run.json, which records their model and options, is missing", True),
-    (b"notes", "out.run.json is not valid JSON", False),
     (b"[]", "out.run.json must be an object", False),
     (b"{}", "out.run.json is not the record of a run", False),
     (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
     (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
-    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "does not belong to the answers in", True),
     (b'{"clearllama_run": "1", "settings": {}, ' + FIRST, "was made with add_bos none", True),
     (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, ", True),
 ]
@@ -242,29 +228,6 @@ def test_answers_without_a_valid_record_are_not_continued(
     if replaced:
         assert batch("--fresh") == 0
         assert batch() == 0
-
-
-def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another output may be moved to the name of the first, whose record stays there."""
-    out, record = tmp_path / "out", tmp_path / "out.run.json"
-    assert batch("-n", "2") == 0
-    other = out.read_bytes().partition(b"\n")[0] + b"\n"
-    assert batch("--fresh") == 0
-    out.write_bytes(other)
-    before = state(tmp_path)
-    for args in ([], ["-n", "2"]):
-        assert batch(*args) == 2
-        error = capsys.readouterr().err
-        assert "out.run.json does not belong to the answers in " in error
-        assert error.count("\n") == 1
-        assert "--fresh" in error
-        assert state(tmp_path) == before
-    out.write_bytes(b"")  # no answers, so any record of a run may be replaced
-    assert batch() == 0
-    assert batch() == 0
-    assert json.loads(record.read_text())["first"] == hashlib.sha256(out.read_bytes().splitlines(True)[0]).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions
@@ -317,31 +280,20 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     session.save(tmp_path / "s", llm.model)
     loaded = Session.load(tmp_path / "s", llm.model)
     before = (tmp_path / "s").read_bytes()
-    for name, (model, options) in {**SESSION, "an equal model": ("plain", {})}.items():
-        other = loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options})
+    for name in ("theta", "plain"):  # an equal model is another model, too
+        other = loader.load(models[name], dtype="float32", device="cpu")
         for used in (session, loaded):
-            with pytest.raises(
-                UsageError, match=r"this session holds the keys of another model.*; create a session for"
-            ):
+            with pytest.raises(UsageError, match=r"holds the keys of another model.*; create a session for"):
                 pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
         with pytest.raises(UsageError, match="this session holds the keys of another model"):
             pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")
         assert not session.busy
-    assert (tmp_path / "s").read_bytes() == before
-    assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
-
-
-def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: dict[str, Path]) -> None:
-    llm = loader.load(models["plain"], dtype="float32", device="cpu")
-    session = Session()
-    list(llm.stream("hello", session=session, max_new_tokens=2))
     llm.model.runner.cache_kind = "int8"
     with pytest.raises(UsageError, match=r"another model \(kv_cache model instead of int8\); create a session"):
         list(llm.stream("hello", session=session, max_new_tokens=2))
     llm.model.runner.cache_kind = "model"
-    llm.model.bfloat16()
-    with pytest.raises(UsageError, match=r"another model \(dtype float32 instead of bfloat16\); create a session"):
-        list(llm.stream("hello", session=session, max_new_tokens=2))
+    assert (tmp_path / "s").read_bytes() == before
+    assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache
