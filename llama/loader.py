@@ -304,7 +304,7 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
         world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")
         sharded = ShardedCheckpoint(checkpoint, world.rank)
         if scheme is not None or (keep and placement.output.type in ("cpu", "cuda")):
-            sharded.check_groups(None if scheme is None else scheme.group)
+            sharded.check_groups(None if scheme is None else scheme.format.group)
         checkpoint = sharded
     context = reach(sizes) if options.max_seq_len is None else options.max_seq_len
     if sizes.sliding_window is not None and context > sizes.sliding_window:

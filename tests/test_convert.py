@@ -121,7 +121,6 @@ ROPES = [
 ] + [
     {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
     {"rope_type": "yarn", "original_max_position_embeddings": 32},
-    {"rope_type": "linear", "factor": 0.5},
     {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32, **LISTS},
     {"rope_type": "ntk", "factor": 3.0},
 ]
@@ -341,7 +340,6 @@ def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monk
 
 
 # ----------------------------------------------------------------------------------------------------------- the proof
-@pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize(
     ("module", "write"),
     [
@@ -351,16 +349,14 @@ def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monk
         (gguf_write, lambda source, target: convert(source, target, "gguf", quantize="q8_0")),
     ],
 )
-def test_the_proof_finds_a_wrong_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, write: Any, bit: int
-) -> None:
+def test_the_proof_finds_a_wrong_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, write: Any) -> None:
     source = tiny.write_gguf(tmp_path / "source.gguf", tiny.WIDE)
     original, calls = module.raw_bytes, list[int]()
 
     def change_a_bit(tensor: Tensor) -> Any:
         raw = original(tensor).copy()
         calls.append(1)
-        raw[-1 if bit else 0] ^= (len(calls) == 5) << bit
+        raw[-1] ^= (len(calls) == 5) << 7
         return raw
 
     monkeypatch.setattr(module, "raw_bytes", change_a_bit)
@@ -382,11 +378,8 @@ def test_the_proof_finds_a_missing_permutation(tmp_path: Path, monkeypatch: pyte
     [
         ({"norm_eps": 1.1e-5}, "its norm_eps 1e-05 would become 1.1e-05"),
         ({"rope_theta": 10001.0}, "its RoPE for texts of 1 tokens would change"),
-        ({"max_seq_len": 255}, "its max_seq_len 256 would become 255"),
-        ({"n_kv_heads": 4}, "its n_kv_heads 2 would become 4"),
         ({"tie_embeddings": True}, "its tie_embeddings False would become True"),
         ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "its RoPE for texts of 1 tokens"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, "its RoPE for texts of 1 tok"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
                               "original_max_position_embeddings": 100, "attention_factor": 1.0}},

@@ -355,20 +355,7 @@ METHODS: dict[str, type[Method]] = {
 }  # fmt: skip
 
 
-def method_of(fields: Fields) -> Method:
-    """The method of a quantization_config. Raises ConfigError if it is not supported."""
-    if (kind := fields.get("quant_method", str)) not in METHODS:
-        raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
-    return METHODS[kind](fields)
-
-
 # ------------------------------------------------------------------------------------------------------ the reader
-SCHEMES = ("quantization_config", "compression_config")  # the second name is compressed-tensors' before 0.5
-# Ends of the names of tensors for activations and the KV cache, which are not quantized here
-UNUSED = (
-    ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub", ".output_scale", ".output_zero_point",
-    ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
-)  # fmt: skip
 OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
@@ -380,7 +367,7 @@ def recognizes(folder: Path) -> bool:
 def _scheme(folder: Path) -> Fields | None:
     """The description of the quantization; None if there is none. Raises CheckpointError, ConfigError."""
     settings = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    for key in SCHEMES:
+    for key in ("quantization_config", "compression_config"):  # the second is compressed-tensors' before 0.5
         if (scheme := settings.get(key, dict, None)) is not None:
             return Fields(scheme, f"{settings.where}: {key}")
     for name, method in OLD.items():
@@ -392,10 +379,16 @@ def _scheme(folder: Path) -> Fields | None:
 class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     """A folder with quantized weights. See Checkpoint for the members."""
 
-    unused = (*HuggingFaceCheckpoint.unused, *UNUSED)
+    unused = (  # scales for activations and the KV cache, which are not quantized here
+        *HuggingFaceCheckpoint.unused, ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub",
+        ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
+    )  # fmt: skip
 
     def __init__(self, folder: Path):
-        self._method = method_of(_scheme(folder) or Fields({}, str(folder)))
+        fields = _scheme(folder) or Fields({}, str(folder))
+        if (kind := fields.get("quant_method", str)) not in METHODS:
+            raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
+        self._method = METHODS[kind](fields)
         self.format = f"Hugging Face, quantized by {self._method.name}"
         self.suffixes = self._method.tensors
         super().__init__(folder)

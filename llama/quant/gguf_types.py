@@ -27,8 +27,38 @@ ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of
 # ------------------------------------------------------------------------------------------------------------- types
 def q4_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
-    head, quants = _two_levels(w)
-    return torch.cat((head, _bytes(quants.unflatten(-2, (4, 2))).flatten(-2)), -1).flatten(1)
+    groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
+    low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
+    width = groups.amax(-1, keepdim=True).clamp(min=0) - low
+    total = groups.sum(-1, keepdim=True)
+
+    def candidates() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for more in STEPS:
+            quants = ((groups - low) * _inverse(width / (15 + more))).round().clamp(0, 15)
+            # least squares for these quants: of scale and offset, or of the scale alone if the offset is above 0
+            sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
+            sum_qw = (quants * groups).sum(-1, keepdim=True)
+            scale = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
+            offset = (total - scale * sum_q) / 32
+            scale = torch.where(offset > 0, sum_qw * _inverse(sum_qq), scale).clamp(min=0)
+            offset = offset.clamp(max=0)
+            yield (scale * quants + offset - groups).square().sum(-1, keepdim=True), scale, offset
+
+    scale, offset = best(candidates())
+    d, dmin = (values.amax(-2, keepdim=True) / 63 for values in (scale, -offset))  # (R, blocks, 1, 1)
+    stored = d.half(), dmin.half()
+    d, dmin = (values.float() for values in stored)
+    sc, mn = ((v * _inverse(u)).round().clamp(0, 63) for v, u in ((scale, d), (-offset, dmin)))
+    quants = ((groups + dmin * mn) * _inverse(d * sc)).round().clamp(0, 15).to(torch.uint8)
+    sc, mn = (values.to(torch.uint8).squeeze(-1) for values in (sc, mn))  # (R, blocks, 8)
+    parts = (
+        *(values.view(torch.uint8).flatten(-2) for values in stored),
+        sc[..., :4] | sc[..., 4:] >> 4 << 6,
+        mn[..., :4] | mn[..., 4:] >> 4 << 6,
+        (sc[..., 4:] & 15) | (mn[..., 4:] & 15) << 4,
+        _bytes(quants.unflatten(-2, (4, 2))).flatten(-2),
+    )
+    return torch.cat(parts, -1).flatten(1)
 
 
 def q6_k(w: Tensor) -> Tensor:
@@ -56,41 +86,6 @@ def q6_k(w: Tensor) -> Tensor:
         stored.view(torch.uint8).flatten(-2),
     )
     return torch.cat(parts, -1).flatten(1)
-
-
-def _two_levels(w: Tensor) -> tuple[Tensor, Tensor]:
-    """d, dmin and the packed sc and mn (R, blocks, 16); quants from 0 to 15 (R, blocks, 8, 32)."""
-    top = 15
-    groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
-    low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
-    width = groups.amax(-1, keepdim=True).clamp(min=0) - low
-    total = groups.sum(-1, keepdim=True)
-
-    def candidates() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for more in STEPS:
-            quants = ((groups - low) * _inverse(width / (top + more))).round().clamp(0, top)
-            # least squares for these quants: of scale and offset, or of the scale alone if the offset is above 0
-            sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
-            sum_qw = (quants * groups).sum(-1, keepdim=True)
-            scale = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
-            offset = (total - scale * sum_q) / 32
-            scale = torch.where(offset > 0, sum_qw * _inverse(sum_qq), scale).clamp(min=0)
-            offset = offset.clamp(max=0)
-            yield (scale * quants + offset - groups).square().sum(-1, keepdim=True), scale, offset
-
-    scale, offset = best(candidates())
-    d, dmin = (values.amax(-2, keepdim=True) / 63 for values in (scale, -offset))  # (R, blocks, 1, 1)
-    stored = d.half(), dmin.half()
-    d, dmin = (values.float() for values in stored)
-    sc, mn = ((v * _inverse(u)).round().clamp(0, 63) for v, u in ((scale, d), (-offset, dmin)))
-    quants = ((groups + dmin * mn) * _inverse(d * sc)).round().clamp(0, top).to(torch.uint8)
-    sc, mn = (values.to(torch.uint8).squeeze(-1) for values in (sc, mn))  # (R, blocks, 8)
-    packed = (
-        sc[..., :4] | sc[..., 4:] >> 4 << 6,
-        mn[..., :4] | mn[..., 4:] >> 4 << 6,
-        (sc[..., 4:] & 15) | (mn[..., 4:] & 15) << 4,
-    )
-    return torch.cat((*(values.view(torch.uint8).flatten(-2) for values in stored), *packed), -1), quants
 
 
 def _bytes(pairs: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Integers:
 
     def floats(self, rows: slice) -> Tensor:
         weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
-        weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(_as_float(self.zero(rows)))
+        weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(torch.as_tensor(self.zero(rows)))
         return weight.mul_(self._by_column(self.scale[rows].float()))
 
     def _by_column(self, values: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Integers:
         error = (scale.half().float() - scale).abs().max()
         if group is None or not bool(error <= ROUNDING * scale.abs().max()):
             return None
-        if offset and not bool((scale * _as_float(zero)).half().isfinite().all()):
+        if offset and not bool((scale * torch.as_tensor(zero)).half().isfinite().all()):
             return None
         return BlockFormat(self.bits, group, offset)
 
@@ -94,7 +94,7 @@ class Integers:
             return None
         quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale[rows].float(), None
         if self.form.offset and self.zero is not None:
-            added = -scale * _as_float(self.zero(rows))
+            added = -scale * torch.as_tensor(self.zero(rows))
         group = self.form.group
         if group:  # a group of the file is one or several of the kernels'
             repeats, count = -(-self.group // group), -(-self.shape[1] // group)
@@ -106,10 +106,6 @@ class Integers:
 def repeated(values: Tensor, times: int, count: int) -> Tensor:
     """Each column several times: (n, G) -> (n, count)."""
     return values.repeat_interleave(min(times, count), 1)[:, :count]
-
-
-def _as_float(values: NDArray[Any] | None) -> Tensor:
-    return torch.from_numpy(np.asarray(values, np.float32))
 
 
 # ----------------------------------------------------------------------------------------------- integers in words

@@ -27,33 +27,26 @@ CLIPS = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 8: (1.0,)}
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bits per weight, inputs per group, and whether a group has an offset too.
+    """How weights are quantized.
 
     output  the scheme of the output layer and a tied embedding, if another: a token's logit depends on one row of it,
             and no later layer averages the error
     """
 
-    bits: int
-    group: int
-    offset: bool
+    format: BlockFormat
     about: str
     output: Scheme | None = None
 
     @property
-    def format(self) -> BlockFormat:
-        """The format of a weight that is quantized by the scheme."""
-        return BlockFormat(self.bits, self.group, self.offset)
-
-    @property
     def bits_per_weight(self) -> float:
         """Bits per weight, including scales and offsets, which have 16 bits each."""
-        return self.bits + 16 * (1 + self.offset) / self.group
+        return self.format.bits + 16 * (1 + self.format.offset) / self.format.group
 
 
 SCHEMES = {
-    "int8": Scheme(8, 32, True, "8 bits in groups of 32 with a zero point"),
-    "int4": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output in 8 bits",
-                   Scheme(8, 32, False, "8 bits in groups of 32, symmetric")),
+    "int8": Scheme(BlockFormat(8, 32, True), "8 bits in groups of 32 with a zero point"),
+    "int4": Scheme(BlockFormat(4, 32, True), "4 bits in groups of 32 with a zero point, output in 8 bits",
+                   Scheme(BlockFormat(8, 32, False), "8 bits in groups of 32, symmetric")),
 }  # fmt: skip
 
 
