@@ -385,19 +385,15 @@ def test_a_wrong_path_or_scale_is_refused(bases, adapter: Path) -> None:
             logits(bases("plain"), adapters=adapters)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "says"),
-    [
+def test_other_gguf_files_are_refused(bases, tmp_path: Path) -> None:
+    _, lora = simple(bases("plain"), tmp_path / "adapter")
+    for metadata, says in (
         ({"general.type": "model"}, "general.type is 'model', expected 'adapter'"),
         ({"adapter.type": "ia3"}, "adapter.type is 'ia3', expected 'lora'"),
-        ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2', expected 'llama'"),
         ({"adapter.alora.invocation_tokens": "x"}, "applies only after certain tokens"),
-    ],
-)
-def test_other_gguf_files_are_refused(bases, tmp_path: Path, metadata: dict[str, str], says: str) -> None:
-    _, lora = simple(bases("plain"), tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=re.escape(says)):
-        logits(bases("plain"), adapters=gguf_adapter(tmp_path / "a.gguf", lora, **metadata))
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            logits(bases("plain"), adapters=gguf_adapter(tmp_path / "a.gguf", lora, **metadata))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])

@@ -243,22 +243,6 @@ def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: st
 
 
 # ------------------------------------------------------------------------------------------------ errors and damage
-def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
-    source, target = str(sources["gguf"]), str(tmp_path / "q")
-    for args, code, message in (
-        ([source, target, "--scheme", "int3"], 2, "unknown quantization scheme 'int3'; known: int8, int4"),
-        ([source, target, "--shards", "-1"], 2, "shards must be an integer of at least 0, got -1"),
-        ([source, target, "--shards", "100"], 1, "21 weights can't be split into 100 files"),
-        ([source, source, "--force"], 2, "is the source"),
-    ):
-        assert main(["quantize", *args]) == code, args
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert message in err
-        assert len(err.splitlines()) == 1
-        assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_weight_that_cannot_be_quantized_is_named(
