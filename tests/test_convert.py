@@ -268,16 +268,6 @@ def test_what_can_not_be_written_is_refused(
     assert files(tmp_path) == before
 
 
-def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
-    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
-    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
-        convert(source, tmp_path / "hf", "hf")
-    exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
-    assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
-    proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
-    assert any("already quantized (Q4_0); quantizing the original would lose less" in w for w in proof.warnings)
-
-
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     with pytest.raises(CheckpointError, match="tokens, but the embedding has"):

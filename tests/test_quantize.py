@@ -16,6 +16,9 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from llama.checkpoint import base, huggingface_write, open_checkpoint
 from llama.checkpoint.write import Model
@@ -134,8 +137,6 @@ def test_this_holds_for_every_source_and_the_other_layout(
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
     """Read by the safetensors package and compared with weights quantized by the reference formula."""
-    from safetensors import safe_open
-
     quantize(sources["gguf, tied"], tmp_path / "q", scheme)
     with safe_open(tmp_path / "q" / "model.safetensors", "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -265,66 +266,51 @@ def test_a_weight_that_cannot_be_quantized_is_named(
 
 # ---------------------------------------------------------------------------------------------------------- damage
 UP = "model.layers.1.mlp.up_proj"
+Change = Callable[[Path], object]
 
 
-def edit_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change names, shapes or metadata in the header of the weights' file."""
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    raw = json.dumps(header).encode()
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + length :])
-
-
-def edit_metadata(**changes: Any) -> Callable[[Path], None]:
-    """Change the metadata of one weight; None removes a key."""
-
-    def change(header: dict[str, Any]) -> None:
-        metadata = {**json.loads(header["__metadata__"][f"{UP}.tiles"]), **changes}
-        kept = {key: value for key, value in metadata.items() if value is not None}
-        header["__metadata__"][f"{UP}.tiles"] = json.dumps(kept)
-
-    return lambda folder: edit_header(folder, change)
-
-
-def edit_quantization(**changes: Any) -> Callable[[Path], None]:
-    """Change entries of quantization_config; None removes a key."""
+def quantization(**changes: Any) -> Change:
+    """Change entries of quantization_config."""
 
     def change(folder: Path) -> None:
-        entries = {**json.loads((folder / "config.json").read_text())["quantization_config"], **changes}
-        edit(folder, quantization_config={key: value for key, value in entries.items() if value is not None})
+        edit(
+            folder,
+            quantization_config={**json.loads((folder / "config.json").read_text())["quantization_config"], **changes},
+        )
 
     return change
 
 
-def rename(old: str, new: str) -> Callable[[Path], None]:
-    return lambda folder: edit_header(folder, lambda header: header.update({new: header.pop(old)}))
+def tiles(of: Callable[[dict[str, Tensor]], object] = lambda state: None, **changes: Any) -> Change:
+    """Change the metadata of one weight, and tensors."""
 
+    def change(folder: Path) -> None:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            metadata = file.metadata()
+        state, own = load_file(folder / "model.safetensors"), json.loads(metadata[f"{UP}.tiles"])
+        of(state)
+        save_file(state, folder / "model.safetensors", {**metadata, f"{UP}.tiles": json.dumps({**own, **changes})})
 
-def copy_source_weights(folder: Path) -> None:
-    """Replace the quantized weights by those of the source."""
-    test_huggingface.write(folder.parent / "original", **ODD)
-    shutil.copy(folder.parent / "original" / "model.safetensors", folder)
+    return change
 
 
 META = rf"model\.safetensors: the metadata of {UP}\.tiles"
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no version": (edit_quantization(format_version=None), "the key format_version is missing"),
-    "another layout": (edit_quantization(layout="half"), "is not of version 1"),
-    "no scheme": (edit_quantization(scheme=None), "the key scheme is missing"),
+FAULTS: dict[str, tuple[Change, str]] = {
+    "no version": (quantization(format_version=None), "the key format_version is missing"),
+    "another layout": (quantization(layout="half"), "is not of version 1"),
+    "no scheme": (quantization(scheme=None), "the key scheme is missing"),
     "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"'.*\.tiles' is not part of"),
     "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings is set, but lm_head\.weight differs"),
-    "no metadata": (lambda d: edit_header(d, lambda h: h.pop("__metadata__")), r"metadata of .*\.tiles is not valid JSON"),
-    "no bits": (edit_metadata(bits=None), f"{META}: the key bits is missing"),
-    "4 bits with one scale per row": (edit_metadata(group=0), f"{META} is not of a supported format"),
-    "a shape of fractions": (edit_metadata(shape=[100.0, 64]), f"{META} is not of a supported format"),
-    "a huge shape": (edit_metadata(shape=[100, 2**70]), f"{META} is not of a supported format"),
-    "fewer rows": (edit_metadata(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\), but .* requires \(100, 64\)"),
-    "tiles of signed bytes": (lambda d: edit_header(d, lambda h: h[f"{UP}.tiles"].update(dtype="I8")), "is I8 .*expected U8"),
-    "tiles of a bias": (rename(f"{UP}.tiles", f"{UP}.bias.tiles"), r"up_proj\.bias\.tiles' is not part of a LLaMA"),
-    "the source's own weights": (copy_source_weights, r"\.weight is F32 .*, expected tiles; quantize the source again"),
+    "no bits": (tiles(bits=None), f"{META}: the key bits is missing"),
+    "4 bits with one scale per row": (tiles(group=0), f"{META} is not of a supported format"),
+    "a shape of fractions": (tiles(shape=[100.0, 64]), f"{META} is not of a supported format"),
+    "a huge shape": (tiles(shape=[100, 2**70]), f"{META} is not of a supported format"),
+    "fewer rows": (tiles(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\), but .* requires \(100, 64\)"),
+    "signed bytes": (tiles(lambda s: s.update({f"{UP}.tiles": s[f"{UP}.tiles"].view(torch.int8)})), "is I8 .*expected U8"),
+    "tiles of a bias": (tiles(lambda s: s.update({f"{UP}.bias.tiles": s.pop(f"{UP}.tiles")})), "is not part of a LLaMA"),
+    "floats": (
+        tiles(lambda s: s.update({f"{UP}.weight": s.pop(f"{UP}.tiles")[:, :64].float()})),
+        r"\.weight is F32 .*, expected tiles; quantize the source again"),
 }  # fmt: skip
 
 
