@@ -146,9 +146,6 @@ class GPTQ(Method):
 
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
-AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # rows of the 4-bit integers in a word, lowest bits first
-
-
 class AWQ(Method):
     """4 bits: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
 
@@ -171,7 +168,7 @@ class AWQ(Method):
         qzeros = layer["qzeros"].expect(("I32",), (groups, rows // 8))
 
         def unpacked(tensor: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
-            return lambda part: unpack_rows_of_words(tensor.read().numpy(), AWQ_ROWS, part)
+            return lambda part: unpack_rows_of_words(tensor.read().numpy(), part)
 
         return Integers((rows, columns), 4, group, unpacked(qweight), scales, unpacked(qzeros)).matrix("AWQ int4")
 

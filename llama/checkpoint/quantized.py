@@ -33,8 +33,6 @@ from .write import Model
 
 METHOD, VERSION = "clearllama", 1
 LAYOUT: Layout = "interleaved"
-TILES = ".tiles"
-FIELDS = ("bits", "group", "offset")  # of a format; those with a codebook or two levels of scales are not written
 GROUPS = (16, 32, 64, 128)  # supported by the kernels
 
 
@@ -104,9 +102,10 @@ def write(folder: Path, model: Model, formats: Mapping[str, BlockFormat], scheme
             continue
         rows, columns = model.shapes[name]
         shape = tiles_shape((rows, columns), formats[name])
-        metadata = json.dumps({"shape": [rows, columns], **dict(zip(FIELDS, formats[name], strict=False))})
+        bits, group, offset, *_ = formats[name]  # without a codebook or two levels of scales
+        metadata = json.dumps({"shape": [rows, columns], "bits": bits, "group": group, "offset": offset})
         entry = Entry("U8", shape, shape[0] * shape[1], partial(model.read, name), metadata)
-        entries[theirs.removesuffix(".weight") + TILES] = entry
+        entries[theirs.removesuffix("weight") + "tiles"] = entry
     huggingface_write.write_weights(folder, entries, shards)
     quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
     config = {**huggingface_write.config_json(model), "quantization_config": quantization}

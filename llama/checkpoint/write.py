@@ -44,8 +44,7 @@ class Model:
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrices."""
+    def dtype(self) -> torch.dtype:  # of the matrices
         return self.dtypes["tok_embeddings.weight"]
 
 

@@ -6,7 +6,7 @@ N rows (out features), K columns, G groups of a row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,16 +122,13 @@ def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None))
     return raw[..., first % each :][..., : last - first]
 
 
-def unpack_rows_of_words(words: NDArray[np.int32], order: Sequence[int], part: slice) -> NDArray[np.uint8]:
-    """Rows `part` of 4-bit integers, packed 8 rows to a word: (K, W) -> (n, K).
-
-    order  the row of the integer in the lowest 4 bits, in the next ones, ...
-    """
+def unpack_rows_of_words(words: NDArray[np.int32], part: slice) -> NDArray[np.uint8]:
+    """Rows `part` of 4-bit integers, packed 8 rows to a word in AutoAWQ's order: (K, W) -> (n, K)."""
     first, last, _ = part.indices(8 * words.shape[1])
     words = words[:, first // 8 : -(-last // 8)]
     columns = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)  # (W, K, bytes)
     rows = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
-    for i, row in enumerate(order):
+    for i, row in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
         byte = columns[..., i // 2]
         rows[:, row] = byte >> 4 if i % 2 else byte & 15
     return rows.reshape(-1, columns.shape[1])[first % 8 :][: last - first]
