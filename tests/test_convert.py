@@ -6,8 +6,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from torch import Tensor
 import llama
 from llama.chat import TEMPLATES
 from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
+from llama.checkpoint import write as checkpoint_write
 from llama.checkpoint.architectures import FAMILIES
-from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.quant.gguf_types import MIXES
 from llama.system import temporary
@@ -94,7 +92,6 @@ NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "S
 @pytest.mark.parametrize("kind", [None, *MIXES])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
-    """Each matrix, dequantized by the gguf package, is close to the one that transformers saved."""
     model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)
     path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path
     with torch.no_grad():
@@ -107,22 +104,23 @@ def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: s
     assert types["blk.1.attn_norm.weight"] == "F32"
     field = reader.fields["general.file_type"].contents()
     assert field == (0 if kind is None else MIXES[kind].file_type)
-    theirs = dict(model.named_parameters())
-    for tensor in reader.tensors:
-        if tensor.name in ("blk.2.ffn_up.weight", "blk.3.attn_v.weight"):
-            ours = {"blk.2.ffn_up.weight": "layers.2.mlp.up_proj", "blk.3.attn_v.weight": "layers.3.self_attn.v_proj"}
-            weight = theirs[f"model.{ours[tensor.name]}.weight"].detach().numpy()
-            gap = np.abs(gguf.quants.dequantize(tensor.data, tensor.tensor_type) - weight).max()
-            assert gap <= np.abs(weight).max() * {"F32": 0, "Q8_0": 1 / 250}.get(tensor.tensor_type.name, 1 / 6)
 
 
 LISTS = {"short_factor": test_huggingface.SHORT, "long_factor": test_huggingface.LONG}
-ROPES = [rope for rope in test_huggingface.ROPES if rope["rope_type"] != "dynamic"] + [
+REFUSED = [  # in GGUF
+    {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 0.5},
-    {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0},
+    {"rope_type": "yarn", "factor": 8.0, "truncate": False},
+]
+ROPES = [
+    rope
+    for rope in test_huggingface.ROPES
+    if not rope.keys() & {"beta_fast", "truncate"} and rope["rope_type"] != "dynamic"
+] + [
+    {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
     {"rope_type": "yarn", "original_max_position_embeddings": 32},
-    {"rope_type": "linear", "factor": 0.5},
     {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32, **LISTS},
     {"rope_type": "ntk", "factor": 3.0},
 ]
@@ -195,21 +193,17 @@ def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None
     assert theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids == ours.encode(text)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 21])
-def test_a_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [0, 2, 21])
+def test_a_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, monkeypatch, count: int) -> None:
+    monkeypatch.setattr(huggingface_write, "FILE_SIZE", 100_000)
     convert(source, tmp_path / "hf", "hf", shards=count)
-    sizes = [len(load_file(file)) for file in (tmp_path / "hf").glob("*.safetensors")]
-    assert (len(sizes), sum(sizes), max(sizes) - min(sizes) <= 1) == (count, 21, True)
-    assert torch.equal(logits(tmp_path / "hf"), logits(source))
-
-
-def test_a_file_of_more_than_the_limit_is_split(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_write, "LARGEST_FILE", 100_000)
-    convert(source, tmp_path / "hf", "hf")
-    sizes = [sum(t.nbytes for t in load_file(f).values()) for f in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    states = [load_file(file) for file in (tmp_path / "hf").glob("*.safetensors")]
+    total = sum(tensor.nbytes for state in states for tensor in state.values())
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert sum(sizes) == index["metadata"]["total_size"] > 200_000
-    assert max(sizes) <= 100_000
+    assert index["metadata"]["total_size"] == total > 200_000
+    assert len(states) == (count or -(-total // 100_000))
+    sizes = [len(state) for state in states]
+    assert (sum(sizes), max(sizes) - min(sizes) <= 1) == (21, True)
     assert torch.equal(logits(tmp_path / "hf"), logits(source))
 
 
@@ -251,14 +245,10 @@ def test_the_other_files_of_a_folder_have_the_keys_of_transformers(source: Path,
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, {}, "GGUF can't express the rope scaling 'dynamic'"),
+        *(({"rope": rope}, {}, f"GGUF can't express the rope scaling '{rope['rope_type']}'") for rope in REFUSED),
         ({}, {"to": "meta"}, "unknown format 'meta'; known: hf, gguf"),
         ({}, {"shards": 2}, "written as one file"),
         ({}, {"to": "hf", "shards": 22}, "21 weights can't be split into 22 files"),
-        ({}, {"quantize": "q8_0", "dtype": torch.float16}, "--quantize q8_0 needs --to gguf and no --dtype"),
-        ({}, {"quantize": "q8_0", "to": "hf"}, "--quantize q8_0 needs --to gguf"),
-        ({}, {"quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0"),
-        ({"intermediate_size": 90}, {"quantize": "q8_0"}, "w_down.weight has rows of 90 weights"),
         ({"large": 1e6}, {"dtype": torch.float16}, "norm.weight holds values beyond float16's limit"),
     ],
     ids=str,
@@ -276,16 +266,6 @@ def test_what_can_not_be_written_is_refused(
     with pytest.raises(LlamaError, match=message):
         convert(source, tmp_path / "out", **{"to": "hf" if large else "gguf", **options})
     assert files(tmp_path) == before
-
-
-def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
-    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
-    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
-        convert(source, tmp_path / "hf", "hf")
-    exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
-    assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
-    proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
-    assert any("already quantized (Q4_0); quantizing the original would lose less" in w for w in proof.warnings)
 
 
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
@@ -327,12 +307,9 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
         write(source, tmp_path / "file", force=True)
     with pytest.raises(UsageError, match="new is a folder, which"):
         convert(source, target, "gguf", force=True)
-    for name in ("thesis.txt", "model.safetensors.bak", "photos/a.jpg"):
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).touch()
-        with pytest.raises(UsageError, match=f"new contains {name.split('/')[0]}, which"):
-            write(source, target, force=True)
-        (target / name).unlink()
+    (target / "thesis.txt").touch()
+    with pytest.raises(UsageError, match=r"new contains thesis\.txt, which"):
+        write(source, target, force=True)
 
 
 def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +330,6 @@ def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monk
 
 
 # ----------------------------------------------------------------------------------------------------------- the proof
-@pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize(
     ("module", "write"),
     [
@@ -363,16 +339,14 @@ def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monk
         (gguf_write, lambda source, target: convert(source, target, "gguf", quantize="q8_0")),
     ],
 )
-def test_the_proof_finds_a_wrong_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, write: Any, bit: int
-) -> None:
+def test_the_proof_finds_a_wrong_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, write: Any) -> None:
     source = tiny.write_gguf(tmp_path / "source.gguf", tiny.WIDE)
     original, calls = module.raw_bytes, list[int]()
 
     def change_a_bit(tensor: Tensor) -> Any:
         raw = original(tensor).copy()
         calls.append(1)
-        raw[-1 if bit else 0] ^= (len(calls) == 5) << bit
+        raw[-1] ^= (len(calls) == 5) << 7
         return raw
 
     monkeypatch.setattr(module, "raw_bytes", change_a_bit)
@@ -381,12 +355,10 @@ def test_the_proof_finds_a_wrong_bit(
     assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
 
 
-@pytest.mark.parametrize(("module", "to"), [(huggingface_write, "hf"), (gguf_write, "gguf")])
-def test_the_proof_finds_a_missing_permutation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, to: str
-) -> None:
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_the_proof_finds_a_missing_permutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     test_architectures.write(tmp_path / "source", "Qwen2")
-    monkeypatch.setattr(module, "ROTATED", ())
+    monkeypatch.setattr(checkpoint_write, "ROTATED", ())
     with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.\w+ differs after"):
         convert(tmp_path / "source", tmp_path / "x", to)
 
@@ -396,11 +368,8 @@ def test_the_proof_finds_a_missing_permutation(
     [
         ({"norm_eps": 1.1e-5}, "its norm_eps 1e-05 would become 1.1e-05"),
         ({"rope_theta": 10001.0}, "its RoPE for texts of 1 tokens would change"),
-        ({"max_seq_len": 255}, "its max_seq_len 256 would become 255"),
-        ({"n_kv_heads": 4}, "its n_kv_heads 2 would become 4"),
         ({"tie_embeddings": True}, "its tie_embeddings False would become True"),
         ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "its RoPE for texts of 1 tokens"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, "its RoPE for texts of 1 tok"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
                               "original_max_position_embeddings": 100, "attention_factor": 1.0}},
@@ -412,25 +381,6 @@ def test_a_configuration_that_computes_something_else_is_no_proof(change: dict[s
     check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, norm_eps=1e-5 * (1 + 1e-8)))
     with pytest.raises(ConfigError, match=message):
         check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))
-
-
-@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
-    script = (
-        "import sys; from llama.tools.convert import convert; from llama import loader;"
-        "convert(sys.argv[1], sys.argv[2], 'hf');"
-        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
-    )
-    peaks = [
-        int(subprocess.check_output([sys.executable, "-c", script, str(path), str(tmp_path / f"new {path.name}")]))
-        for path in (make_tiny.make(tmp_path / "tiny", "llama-3-8b"), source)
-    ]
-    size = (source / "consolidated.00.pth").stat().st_size
-    assert size > 75e6
-    assert (peaks[1] - peaks[0]) * 1024 < 0.35 * size
 
 
 def test_tokens_without_a_row_stay_in_hf_and_are_an_error_in_gguf(tmp_path: Path) -> None:

@@ -59,14 +59,15 @@ def test_every_group_is_quantized_as_by_llama_cpp(type: str, kind: str) -> None:
     """The bytes of the package where it can quantize; otherwise an error of at most a step. Tiny groups become 0."""
     w = WEIGHTS[kind]
     raw = gguf_types.quantize(w, type)
-    assert raw.shape == (8, gguf_types.nbytes((512,), type))
+    block, size = gguf_types.block_of(type)
+    assert raw.shape == (8, 512 // block * size)
     back = dequantized(raw, type)
     assert torch.equal(READERS[type](raw.numpy()).weight, back)  # both readers agree on the bytes
     if type in ("Q8_0", "Q4_0", "Q5_0") and "tiny" not in kind:
         assert np.array_equal(raw.numpy(), gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[type]))
     steps = {"Q8_0": 127, "Q4_0": 8, "Q5_0": 16, "Q4_K": 7, "Q6_K": 30}[type]
-    largest = w.unflatten(1, (-1, gguf_types.block_of(type)[0])).abs().amax(-1, keepdim=True)
-    error = (back - w).unflatten(1, (-1, gguf_types.block_of(type)[0])).abs()
+    largest = w.unflatten(1, (-1, block)).abs().amax(-1, keepdim=True)
+    error = (back - w).unflatten(1, (-1, block)).abs()
     assert bool((error <= torch.where(largest < 1e-15, 1e-15, 1.02 * largest / steps)).all())
     assert not back[:, :256].any() or "tiny" not in kind
     assert not back[w == 0].any() or kind == "halves"
@@ -114,10 +115,8 @@ def test_the_types_are_those_that_llama_cpp_chose() -> None:
     assert table(nine, "q8_0") == {}
     assert table(dataclasses.replace(nine, tie_embeddings=True), "q4_0") == {"tok_embeddings": "Q6_K"}
     seventy = table(ModelConfig(256, 80, 4, 2, 64, 256, 266), "q4_k")
-    values = [seventy[f"layers.{i}.attention.wv"] for i in range(80)]
     down = [i for i in range(80) if f"layers.{i}.feed_forward.w_down" in seventy]
     assert down == [*range(10), *range(12, 70, 3), *range(70, 80)]
-    assert set(values) == {"Q6_K"}
     odd = ModelConfig(576, 3, 9, 3, 64, 1536, 266)
     types = types_of(expected_shapes(odd), odd, "q4_k")
     assert types["layers.0.attention.wq.weight"] == "Q5_0"
@@ -146,13 +145,6 @@ def test_a_file_is_read_by_the_gguf_package_and_by_us(source: Path, tmp_path: Pa
         assert checkpoint.stored(name) == types.get(name, "F32")
     before, after = (llama.load_model(path, dtype="float32", device="cpu")(TOKENS) for path in (source, proof.path))
     assert 0 < (before - after).square().mean() < 0.2 * before.var()
-    if kind == "q8_0":
-        second = convert(proof.path, tmp_path / "b.gguf", "gguf", quantize=kind)
-        assert second.warnings == [
-            "the source is already quantized (Q8_0); quantizing the original would lose less accuracy"
-        ]
-        again = open_checkpoint(second.path)
-        assert all(torch.equal(checkpoint.tensor(name), again.tensor(name)) for name in again.shapes)
 
 
 def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> None:

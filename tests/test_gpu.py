@@ -31,8 +31,7 @@ from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
 from llama.model import Transformer
 from llama.quant.blocks import READERS
-from llama.quant.rounding import quantize
-from llama.quant.schemes import SCHEMES, scheme_for
+from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.sampling import SamplingParams
 from llama.weights import Storage, dequantization_warning
 

@@ -82,21 +82,11 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
     "--dtype": ({}, ["--dtype", "bfloat16"], 'made with dtype "float32", weights '),
     "--quantize": ({}, ["--quantize", "int8"], 'made with quantization "none", weights '),
     "--kv-cache": ({}, ["--kv-cache", "int8"], 'made with kv_cache "model"; this run has "int8": '),
-    "--max-seq-len": ({}, ["--max-seq-len", "99"], "made with context 256; this run has 99: "),
-    "--rope-theta": ({}, ["--rope-theta", "20000"], "made with rope_theta 10000.0; this run has 20000.0: "),
-    "--rope-scaling": ({}, ["--rope-scaling", "linear", "--rope-factor", "2"], "made with context 256, rope_scaling none"),
     "--chat-format": ({}, ["--chat-format", "jinja"], 'made with chat_format none; this run has "jinja": '),
-    "--raw": ({}, ["--raw"], "made with raw false; this run has true: "),
     "--system": ({}, ["--system", "x"], 'made with system none; this run has "x": '),
     "-n": ({}, ["-n", "2"], "made with max_new_tokens 1; this run has 2: "),
     "--temp": ({}, ["--temp", "0.5"], "made with temperature 0.0; this run has 0.5: "),
-    "--top-k": ({}, ["--top-k", "9"], "made with top_k 0; this run has 9: "),
-    "--top-p": ({}, ["--top-p", "0.5"], "made with top_p 1.0; this run has 0.5: "),
-    "--min-p": ({}, ["--min-p", "0.5"], "made with min_p 0.0; this run has 0.5: "),
-    "--repetition-penalty": ({}, ["--repetition-penalty", "2"], "made with repetition_penalty 1.0; this run has 2.0: "),
-    "--seed": ({}, ["--seed", "3"], "made with seed none; this run has 3: "),
     "--stop": ({}, ["--stop", "e"], 'made with stop []; this run has ["e"]: '),
-    "--logprobs": ({}, ["--logprobs"], "made with logprobs false; this run has true: "),
 }  # fmt: skip
 RESUMED = {
     "nothing": [],
@@ -131,14 +121,6 @@ def test_an_output_is_resumed_only_with_what_it_was_made_with(
         assert (tmp_path / "out.run.json").read_bytes() == before["out.run.json"], name
 
 
-SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "stop ids of config.json": ("config.json", {"eos_token_id": [2, 7]}, "made with stop_ids [0, 2]"),
-    "stop ids of generation_config.json": ("generation_config.json", {"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]"),
-    "a default of the checkpoint": (
-        "generation_config.json", {"do_sample": True, "temperature": 0.5}, "made with temperature 0.0; this run has 0.5: "),
-}  # fmt: skip
-
-
 def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,16 +130,13 @@ def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     run = ["generate", "--prompts", str(prompts), "--output", str(output), "-m", str(folder), "-q", "-n", "1"]
     assert cli.main(run) == 0
-    output.write_bytes(output.read_bytes().partition(b"\n")[0] + b"\n")
-    before = output.read_bytes()
-    for name, (file, change, message) in SETTINGS.items():
-        old = (folder / file).read_bytes() if (folder / file).exists() else b"{}"
-        (folder / file).write_text(json.dumps({**json.loads(old), **change}))
-        assert cli.main(run) == 2, name
+    for change, message in (
+        ({"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]"),
+        ({"do_sample": True, "temperature": 0.5}, "made with temperature 0.0; this run has 0.5: "),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(change))
+        assert cli.main(run) == 2
         assert message in capsys.readouterr().err
-        assert output.read_bytes() == before
-        (folder / file).write_bytes(old)
-    assert cli.main(run) == 0
 
 
 def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
@@ -188,9 +167,7 @@ def test_fresh_starts_anew_and_deletes_only_answers(
     assert second["out"] != first["out"]
     assert second["out"].count(b"\n") == 2
     assert second["out.run.json"] != first["out.run.json"]
-    assert batch(model="other seed") == 0
-    dataset = b'{"id": 1, "text": "a"}\n'
-    for content in (b"a poem", b"[1]\n", b'{"id": 1}\n', dataset, b"[" * 100_000):
+    for content in (b"a poem", b'{"id": 1, "text": "a"}\n', b"[" * 100_000):
         (tmp_path / "out").write_bytes(content)
         assert batch("--fresh") == 2
         assert "does not contain answers, so --fresh does not delete it" in capsys.readouterr().err
@@ -203,68 +180,34 @@ def test_fresh_starts_anew_and_deletes_only_answers(
 
 ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
 FIRST = b'"first": "%s", "lines": {}}' % hashlib.sha256(ANSWER).hexdigest().encode()
-RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether --fresh may replace it)
-    (None, "out.run.json, which records their model and options, is missing", True),
-    (b"notes", "out.run.json is not valid JSON", False),
-    (b"[]", "out.run.json must be an object", False),
-    (b"{}", "out.run.json is not the record of a run", False),
-    (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
-    (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
-    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "does not belong to the answers in", True),
-    (b'{"clearllama_run": "1", "settings": {}, ' + FIRST, "was made with add_bos none", True),
-    (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, ", True),
+RECORDS: list[tuple[bytes | None, str]] = [
+    (None, "out.run.json, which records their model and options, is missing"),
+    (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'"""),
+    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "does not belong to the answers in"),
+    (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, "),
 ]
 
 
-@pytest.mark.parametrize(("content", "message", "replaced"), RECORDS)
+@pytest.mark.parametrize(("content", "message"), RECORDS)
 def test_answers_without_a_valid_record_are_not_continued(
-    batch: Batch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: bytes | None,
-    message: str,
-    replaced: bool,
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
 ) -> None:
-    """A file beside the output that is not a record is not replaced either, not even by --fresh."""
     (tmp_path / "out").write_bytes(ANSWER)
     if content is not None:
         (tmp_path / "out.run.json").write_bytes(content)
     before = state(tmp_path)
-    for args in ([], ["--fresh"])[: 1 if replaced else 2]:
-        assert batch(*args) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert ("--fresh" in error) == replaced
-        assert replaced or "is not replaced: move it away" in error
-        assert error.count("\n") == 1
-        assert error.strip().isprintable()
-        assert state(tmp_path) == before
-    if replaced:
-        assert batch("--fresh") == 0
-        assert batch() == 0
-
-
-def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another output may be moved to the name of the first, whose record stays there."""
-    out, record = tmp_path / "out", tmp_path / "out.run.json"
-    assert batch("-n", "2") == 0
-    other = out.read_bytes().partition(b"\n")[0] + b"\n"
+    assert batch() == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "--fresh" in error
+    assert error.count("\n") == 1
+    assert error.strip().isprintable()
+    assert state(tmp_path) == before
     assert batch("--fresh") == 0
-    out.write_bytes(other)
-    before = state(tmp_path)
-    for args in ([], ["-n", "2"]):
-        assert batch(*args) == 2
-        error = capsys.readouterr().err
-        assert "out.run.json does not belong to the answers in " in error
-        assert error.count("\n") == 1
-        assert "--fresh" in error
-        assert state(tmp_path) == before
-    out.write_bytes(b"")  # no answers, so any record of a run may be replaced
     assert batch() == 0
-    assert batch() == 0
-    assert json.loads(record.read_text())["first"] == hashlib.sha256(out.read_bytes().splitlines(True)[0]).hexdigest()
+    (tmp_path / "out.run.json").write_bytes(b"{}")  # not a record: it is not replaced
+    assert batch("--fresh") == 2
+    assert "is not replaced: move it away" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions
@@ -317,31 +260,20 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     session.save(tmp_path / "s", llm.model)
     loaded = Session.load(tmp_path / "s", llm.model)
     before = (tmp_path / "s").read_bytes()
-    for name, (model, options) in {**SESSION, "an equal model": ("plain", {})}.items():
-        other = loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options})
+    for name in ("theta", "plain"):  # an equal model is another model, too
+        other = loader.load(models[name], dtype="float32", device="cpu")
         for used in (session, loaded):
-            with pytest.raises(
-                UsageError, match=r"this session holds the keys of another model.*; create a session for"
-            ):
+            with pytest.raises(UsageError, match=r"holds the keys of another model.*; create a session for"):
                 pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
         with pytest.raises(UsageError, match="this session holds the keys of another model"):
             pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")
         assert not session.busy
-    assert (tmp_path / "s").read_bytes() == before
-    assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
-
-
-def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: dict[str, Path]) -> None:
-    llm = loader.load(models["plain"], dtype="float32", device="cpu")
-    session = Session()
-    list(llm.stream("hello", session=session, max_new_tokens=2))
     llm.model.runner.cache_kind = "int8"
     with pytest.raises(UsageError, match=r"another model \(kv_cache model instead of int8\); create a session"):
         list(llm.stream("hello", session=session, max_new_tokens=2))
     llm.model.runner.cache_kind = "model"
-    llm.model.bfloat16()
-    with pytest.raises(UsageError, match=r"another model \(dtype float32 instead of bfloat16\); create a session"):
-        list(llm.stream("hello", session=session, max_new_tokens=2))
+    assert (tmp_path / "s").read_bytes() == before
+    assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache

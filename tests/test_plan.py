@@ -23,8 +23,7 @@ from llama.config import ModelConfig
 from llama.engine.linears import BlockLinear
 from llama.errors import LlamaError, UsageError
 from llama.hub.families import official
-from llama.quant.rounding import quantize
-from llama.quant.schemes import SCHEMES, scheme_for
+from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.tools.plan import GPUS, Run, parse_gpus, plan, scheme_bits
 from llama.weights import expected_shapes
 

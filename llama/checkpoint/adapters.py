@@ -21,11 +21,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, UsageError
 from ..quant.blocks import Blocks
-from ..rope import to_half_layout, to_interleaved_layout
 from ..tokenizer import Tokenizer
 from .base import PIECE, Checkpoint
-from .lora import EMBEDDING, OUTPUT, Adapter, read
-from .write import ROTATED, raw_bytes
+from .lora import EMBEDDING, OUTPUT, Adapter, LowRank, read
+from .write import raw_bytes, to_layout
 
 # A path, "PATH:SCALE", or (path, scale); or several of them
 OneAdapter = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
@@ -45,18 +44,15 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
 def _parse(adapter: OneAdapter) -> tuple[Path, float]:
     """Split an adapter into path and scale. An existing path is never split at its colon."""
     path, scale = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"an adapter must be a path, 'PATH:SCALE' or (path, scale), got {adapter!r:.80}")
-    if isinstance(path, str) and not isinstance(adapter, tuple) and ":" in path and not os.path.lexists(path):
-        head, tail = path.rsplit(":", 1)
-        try:
-            path, scale = head, float(tail)
-        except ValueError:
-            if os.path.lexists(head):
-                raise UsageError(f"adapter {path}: the scale {tail!r:.40} is not a number") from None
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise UsageError(f"adapter {path}: the scale must be a finite number, got {scale!r:.40}")
-    return Path(path), float(scale)
+    if isinstance(adapter, str) and ":" in adapter and not os.path.lexists(adapter):
+        path, _, scale = adapter.rpartition(":")  # type: ignore[assignment]
+    try:
+        path, scale = Path(path), float(scale)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"an adapter must be PATH, PATH:SCALE or (path, scale), got {adapter!r:.200}") from None
+    if not math.isfinite(scale):
+        raise UsageError(f"adapter {path}: the scale must be a finite number, got {scale}")
+    return path, scale
 
 
 class AdaptedCheckpoint(Checkpoint):
@@ -78,26 +74,20 @@ class AdaptedCheckpoint(Checkpoint):
             self.shapes[OUTPUT] = self.shapes[EMBEDDING]
         for adapter, scale in adapters:
             self._check(adapter, scale)
-        self.adapters = [f"{one.path}: {one.about}, scale {scale:g}" for one, scale in adapters]
+        self.adapters = [f"{one.path}, scale {scale:g}" for one, scale in adapters]
         self.adapters_hash = _hash(adapters)
 
     def _check(self, adapter: Adapter, scale: float) -> None:
-        """Raise CheckpointError unless an adapter fits the base and the other adapters."""
+        """Raise an error unless an adapter fits the base and the other adapters."""
         where = f"adapter {adapter.path}"
-        changes: list[tuple[str, Any]] = [*adapter.low_rank.items(), *adapter.replaced.items()]
+        if adapter.replaced and (scale != 1 or len(self._adapters) > 1):
+            raise UsageError(f"{where} replaces complete weights: merge it alone, with scale 1")
+        changes: list[tuple[str, LowRank | Tensor]] = [*adapter.low_rank.items(), *adapter.replaced.items()]
         for name, change in changes:
-            shape = None if change.shape is None else tuple(change.shape)
-            if shape is None or shape != self.shapes.get(name):
+            if change.shape != self.shapes.get(name):
                 raise CheckpointError(
-                    f"{where} changes {self.file_name(name)} as a weight of shape {shape}, but the model has"
-                    f" {self.shapes.get(name)}; pass the model that it was trained on with --model"
-                )
-        for name in adapter.replaced:
-            if any(name in {*one.low_rank, *one.replaced} for one, _ in self._adapters if one is not adapter):
-                raise CheckpointError(f"{where} replaces {self.file_name(name)}, which another adapter also changes")
-            if scale != 1:
-                raise UsageError(
-                    f"{where} replaces {self.file_name(name)} completely, so its scale must be 1, got {scale:g}"
+                    f"{where} changes {self.file_name(name)} as a weight of shape {tuple(change.shape)}, but the model"
+                    f" has {self.shapes.get(name)}; pass the model that it was trained on with --model"
                 )
         for tensor in adapter.tensors.values():
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
@@ -115,14 +105,16 @@ class AdaptedCheckpoint(Checkpoint):
         return name in self._changed
 
     def tensor(self, name: str) -> Tensor:
-        everything = slice(None), slice(None)
-        return self.piece(name, *everything) if self.changed(name) else self.base.tensor(self._source(name))
+        everything = slice(None)
+        return self.piece(name, everything, everything) if self.changed(name) else self.base.tensor(self._source(name))
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        replaced = [self._ordered(name, one.replaced[name], one) for one, _ in self._adapters if name in one.replaced]
-        if replaced:
-            weight = replaced[0][rows] if replaced[0].dim() == 1 else replaced[0][rows, columns]
-        else:
+        head_dim, weight = self.config.head_dim, None
+        for one, _ in self._adapters:
+            if name in one.replaced:
+                complete = to_layout(name, one.replaced[name], head_dim, one.layout, self.layout)
+                weight = complete[rows] if complete.dim() == 1 else complete[rows, columns]
+        if weight is None:
             weight = self.base.piece(self._source(name), rows, columns)
         if not self.changed(name):
             return weight
@@ -130,18 +122,11 @@ class AdaptedCheckpoint(Checkpoint):
         for one, scale in self._adapters:
             if name in one.low_rank:
                 low = one.low_rank[name]
-                up, down = self._ordered(name, low.up, one)[rows].float(), low.down[:, columns].float()
-                step = max(1, PIECE // merged.shape[1])
+                up = to_layout(name, low.up, head_dim, one.layout, self.layout)[rows].float()
+                down, step = low.down[:, columns].float(), max(1, PIECE // merged.shape[1])
                 for first in range(0, len(merged), step):  # in pieces, to save memory
                     merged[first : first + step].addmm_(up[first : first + step], down, alpha=scale * low.scale)
         return merged
-
-    def _ordered(self, name: str, tensor: Tensor, adapter: Adapter) -> Tensor:
-        """A tensor with the rows in the base's order."""
-        if adapter.layout == self.layout or not name.endswith(ROTATED):
-            return tensor
-        reorder = to_half_layout if self.layout == "half" else to_interleaved_layout
-        return reorder(tensor, self.config.head_dim)
 
     def file_name(self, name: str) -> str:
         return self.base.file_name(name)

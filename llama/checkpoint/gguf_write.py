@@ -13,12 +13,11 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import ConfigError
-from ..rope import to_half_layout
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
 from .architectures import INTERVAL, LAYOUTS, every
 from .base import to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
-from .write import ROTATED, Model, dtype_name, raw_bytes
+from .write import Model, dtype_name, raw_bytes, to_layout
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
 
@@ -54,9 +53,7 @@ def write(
     for values in tables.values():
         writer.write_tensor_data(values)
     for name in model.shapes:
-        tensor = model.read(name)
-        if LAYOUTS[kind] == "half" and name.endswith(ROTATED):
-            tensor = to_half_layout(tensor, model.config.head_dim)
+        tensor = to_layout(name, model.read(name), model.config.head_dim, "interleaved", LAYOUTS[kind])
         writer.write_tensor_data(raw_bytes(tensor))
     writer.close()
 
@@ -105,44 +102,36 @@ def metadata(model: Model) -> dict[str, Any]:
 def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
     """The RoPE scaling as GGUF metadata, and as tensors that divide the frequencies.
 
-    llama.cpp computes linear and yarn from the metadata. All other scalings are written as divisors, including yarn
-    with parameters that llama.cpp 0.3.36 ignores or computes differently. Raises ConfigError for what depends on
-    the length of a text.
+    llama.cpp computes linear and yarn from the metadata. Raises ConfigError for what it can't compute: a scaling that
+    depends on the length of a text, and some parameters of yarn.
     """
     kind, scaling, prefix = kind_of(config.rope_scaling), config.rope_scaling or {}, "rope.scaling."
     if kind == "default":
         return {}, {}
-    if kind in ("dynamic", "proportional"):
-        raise ConfigError(f"GGUF can't express the rope scaling {kind!r}; convert the model to hf")
     if kind == "linear":
         return {f"{prefix}type": kind, f"{prefix}factor": float(scaling["factor"])}, {}
     trained = trained_length(config)
+    factor = float(scaling.get("factor") or config.max_seq_len / trained)
+    betas = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+    usual = betas == (32, 1) and scaling.get("truncate", True) and factor >= 1 and trained == int(trained)
+    if kind in ("dynamic", "proportional") or (kind == "yarn" and not usual):
+        raise ConfigError(f"GGUF can't express the rope scaling {kind!r} as given; convert the model to hf")
     plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
     scaled, attention_factor = inverse_frequencies(
         config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len
     )
-    original = {f"{prefix}original_context_length": int(trained)}
-    factor = float(scaling.get("factor") or config.max_seq_len / trained)
-    betas = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
-    if (
-        kind == "yarn"
-        and betas == (32, 1)
-        and scaling.get("truncate", True)
-        and factor >= 1
-        and trained == int(trained)
-    ):
+    original: dict[str, Any] = {f"{prefix}type": kind, f"{prefix}original_context_length": int(trained)}
+    if kind == "yarn":
         own = 0.1 * math.log(factor) + 1  # llama.cpp multiplies its own attention factor by the file's
-        attention = {f"{prefix}attn_factor": attention_factor / own}
-        return {f"{prefix}type": kind, f"{prefix}factor": factor, **attention, **original}, {}
-    divisors = (plain.double() / scaled.double()).tolist()
-    # Divisors do not say by how much a scaling stretches the context.
-    context = {"context_length": stretched(config.max_seq_len, scaling)}
-    if kind in ("llama3", "ntk", "divisors"):
-        return context, {ROPE_FREQS: np.array(divisors, np.float32)}
-    # No scaling factor: llama.cpp would apply it on top of the divisors.
-    long, short = (scaling["long_factor"], scaling["short_factor"]) if kind == "longrope" else (divisors, divisors)
-    rope = {f"{prefix}type": "longrope", f"{prefix}attn_factor": attention_factor, **original, **context}
-    return rope, {ROPE_LONG: np.array(long, np.float32), ROPE_SHORT: np.array(short, np.float32)}
+        return {f"{prefix}factor": factor, f"{prefix}attn_factor": attention_factor / own, **original}, {}
+    # Divisors do not say by how much a scaling stretches the context. A factor would be applied on top of them.
+    context: dict[str, Any] = {"context_length": stretched(config.max_seq_len, scaling)}
+    if kind == "longrope":
+        tables = {ROPE_LONG: scaling["long_factor"], ROPE_SHORT: scaling["short_factor"]}
+        context |= {f"{prefix}attn_factor": attention_factor, **original}
+    else:
+        tables = {ROPE_FREQS: (plain.double() / scaled.double()).tolist()}
+    return context, {name: np.array(table, np.float32) for name, table in tables.items()}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -159,9 +148,10 @@ def _tokenizer(model: Model) -> dict[str, Any]:
     n_vocab, rows = model.tokenizer.n_vocab, model.config.vocab_size
     if n_vocab > rows:
         raise ConfigError(f"the tokenizer has {n_vocab} tokens and the embedding {rows} rows; convert the model to hf")
-    entries = gguf_metadata(model.tokenizer, model.config.vocab_size)
-    kept = {key: value for key, value in entries.items() if not key.startswith(TEMPLATE)}  # a GGUF source has its own
+    entries = gguf_metadata(model.tokenizer, rows)
+    entries = {key: value for key, value in entries.items() if not key.startswith(TEMPLATE)}  # of a GGUF source
     template = model.chat_template
-    named = template if isinstance(template, Mapping) else {} if template is None else {"default": template}
-    keys = {name: TEMPLATE if name == "default" else f"{TEMPLATE}.{name}" for name in named}
-    return {**kept, **{keys[name]: source for name, source in named.items()}}
+    named = {"default": template} if isinstance(template, str) else template or {}
+    for name, source in named.items():
+        entries[TEMPLATE if name == "default" else f"{TEMPLATE}.{name}"] = source
+    return entries

@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError
-from ..rope import Layout, to_half_layout
+from ..rope import Layout
 from ..rope_scaling import kind_of
 from .architectures import FAMILIES, FULL, SLIDING
 from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
-from .write import ROTATED, Model, dtype_name, raw_bytes
+from .write import Model, dtype_name, raw_bytes, to_layout
 
-LARGEST_FILE = 5 * 10**9  # bytes of weights; the same limit as in transformers
+FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to write: its dtype by its safetensors name, and a function that returns its values."""
+class Entry(NamedTuple):
+    """A tensor to write.
+
+    dtype     its name in safetensors files
+    read      returns the values
+    metadata  an entry for the header of the file, under the tensor's name
+    """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     read: Callable[[], Tensor]
+    metadata: str = ""
 
 
 def write(folder: Path, model: Model, shards: int = 0) -> None:
-    """Fill an empty folder with `shards` files of weights; 0 means as many as needed for at most 5 GB each."""
+    """Fill an empty folder with `shards` files of weights; 0 means as many as needed for about 5 GB each."""
     write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
     write_json(folder / "config.json", config_json(model))
     write_tokenizer(folder, model)
@@ -44,26 +47,25 @@ def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
     """The entry of a floating-point weight."""
 
     def read() -> Tensor:
-        tensor = model.read(name)
-        reorder = layout == "half" and name.endswith(ROTATED)
-        return to_half_layout(tensor, model.config.head_dim) if reorder else tensor
+        return to_layout(name, model.read(name), model.config.head_dim, "interleaved", layout)
 
     return Entry(dtype_name(model.dtypes[name]), model.shapes[name], model.nbytes(name), read)
 
 
-def write_weights(
-    folder: Path, entries: Mapping[str, Entry], shards: int = 0, metadata: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Write one file, or several and an index. metadata: an entry per tensor, for the header of its file."""
-    parts = _parts(entries, shards)
+def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -> None:
+    """Write one file, or several with equally many tensors and an index."""
+    names, total = list(entries), sum(one.nbytes for one in entries.values())
+    count = shards or -(-total // FILE_SIZE)
+    if count > len(names):
+        raise ConfigError(f"{len(names)} weights can't be split into {count} files; lower --shards")
     weight_map: dict[str, str] = {}
-    for i, part in enumerate(parts):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        own = {name: metadata[name] for name in part if name in metadata}
-        write_safetensors(folder / file, {name: entries[name] for name in part}, own)
+    for i in range(count):
+        file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        part = {name: entries[name] for name in names[i * len(names) // count : (i + 1) * len(names) // count]}
+        metadata = {name: one.metadata for name, one in part.items() if one.metadata}
+        write_safetensors(folder / file, part, metadata)
         weight_map |= dict.fromkeys(part, file)
-    if len(parts) > 1:
-        total = sum(one.nbytes for one in entries.values())
+    if count > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
@@ -85,27 +87,13 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
             file.write(raw_bytes(one.read()).data)
 
 
-def _parts(entries: Mapping[str, Entry], shards: int) -> list[list[str]]:
-    """The tensors of each file, in the given order: equally many in each if `shards` is given."""
-    names, parts, size = list(entries), [list[str]()], 0
-    if shards > len(names):
-        raise ConfigError(f"{len(names)} weights can't be split into {shards} files; lower --shards")
-    if shards:
-        return [names[i * len(names) // shards : (i + 1) * len(names) // shards] for i in range(shards)]
-    for name in names:
-        if parts[-1] and size + entries[name].nbytes > LARGEST_FILE:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += entries[name].nbytes
-    return parts
-
-
 def config_json(model: Model) -> dict[str, Any]:
     """config.json with keys that both transformers 4 and 5 read."""
     config, tokenizer = model.config, model.tokenizer
     stops = sorted(tokenizer.stop_ids) if tokenizer else []
     kind, own = family_keys(config)
+    if (scaling := kind_of(config.rope_scaling)) in ("divisors", "ntk"):
+        raise ConfigError(f"config.json can't express the rope scaling {scaling!r}; convert the model to gguf")
     return {
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
@@ -118,7 +106,7 @@ def config_json(model: Model) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling(config),
+        "rope_scaling": config.rope_scaling and dict(config.rope_scaling),
         "max_position_embeddings": config.max_seq_len,
         "tie_word_embeddings": config.tie_embeddings,
         **own,
@@ -148,12 +136,6 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     return kind, keys if kind == "llama" else {**keys, "sliding_window": config.sliding_window}
 
 
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    if (kind := kind_of(config.rope_scaling)) in ("divisors", "ntk"):
-        raise ConfigError(f"config.json can't express the rope scaling {kind!r}; convert the model to gguf")
-    return None if config.rope_scaling is None else dict(config.rope_scaling)
-
-
 def write_tokenizer(folder: Path, model: Model) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json, if the model has a tokenizer."""
     tokenizer = model.tokenizer
@@ -167,10 +149,11 @@ def write_tokenizer(folder: Path, model: Model) -> None:
     write_json(folder / "generation_config.json", {**generation, **model.sampling})
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
     settings = {"model_max_length": model.config.max_seq_len, **tokenizer_config(tokenizer)}
-    if model.chat_template is not None:
-        named = model.chat_template if isinstance(model.chat_template, Mapping) else {}
-        listed = [{"name": name, "template": source} for name, source in named.items()]
-        settings["chat_template"] = listed or model.chat_template
+    template = model.chat_template
+    if isinstance(template, Mapping):
+        settings["chat_template"] = [{"name": name, "template": source} for name, source in template.items()]
+    elif template is not None:
+        settings["chat_template"] = template
     write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, DamagedError
@@ -38,7 +37,7 @@ NO_EFFECT = {
     "auto_mapping", "peft_version", "revision", "inference_mode", "task_type", "lora_dropout", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
     "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "base_model_name_or_path",
+    "base_model_name_or_path", "bias",
 }  # fmt: skip
 # Initializations that leave the base's weights unchanged. Others, such as pissa, belong to a changed base.
 UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -55,10 +54,10 @@ class LowRank:
     scale: float
 
     @property
-    def shape(self) -> tuple[int, int] | None:
-        """(out, in); None if `up @ down` is not defined."""
+    def shape(self) -> tuple[int, ...]:
+        """(out, in); () if `up @ down` is not defined."""
         fits = self.up.dim() == self.down.dim() == 2 and self.up.shape[1] == len(self.down)
-        return (len(self.up), self.down.shape[1]) if fits else None
+        return (len(self.up), self.down.shape[1]) if fits else ()
 
 
 @dataclass(frozen=True)
@@ -81,20 +80,15 @@ class Adapter:
         down = {f"{name} down {low.scale!r}": low.down for name, low in self.low_rank.items()}
         return {**self.replaced, **down, **{f"{name} up": low.up for name, low in self.low_rank.items()}}
 
-    @property
-    def about(self) -> str:
-        complete = f", {len(self.replaced)} complete tensors" if self.replaced else ""
-        return f"LoRA on {len(self.low_rank)} matrices{complete}"
-
 
 def read(path: Path, base: Checkpoint) -> Adapter:
     """The adapter at a path. Raises CheckpointError if it is damaged or can't be merged."""
     try:
         if (path / CONFIG).is_file():
-            return _read_peft(path, base)
+            return _read_peft(path, base.config.tie_embeddings)
         if path.suffix == ".gguf" and path.is_file():
             return _read_gguf(path)
-    except (ConfigError, OverflowError) as error:  # an integer of hundreds of digits
+    except (ConfigError, OverflowError, re.error) as error:  # an integer of hundreds of digits; no regular expression
         raise CheckpointError(f"adapter {path}: {error}") from None
     found = "is neither a PEFT folder with adapter_config.json nor a GGUF file" if path.exists() else "does not exist"
     raise CheckpointError(f"adapter {path} {found}")
@@ -126,20 +120,18 @@ def _read_gguf(path: Path) -> Adapter:
 
 
 # ---------------------------------------------------------------------------------------------------------------- PEFT
-def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
+def _read_peft(folder: Path, tied: bool) -> Adapter:
+    """tied: whether the base uses its embedding as the output matrix."""
     fields = Fields(read_json(folder / CONFIG), CONFIG)
     if (kind := fields.get("peft_type", object, None)) != "LORA":
-        raise CheckpointError(
-            f"adapter {folder} has the PEFT type {kind!r:.40}, expected 'LORA'; run or merge it with peft"
-        )
+        raise CheckpointError(f"adapter {folder} has the PEFT type {kind!r:.40}, expected 'LORA'; merge it with peft")
     if (start := fields.get("init_lora_weights", object, True)) not in UNCHANGED_BASE:
         raise CheckpointError(f"adapter {folder}: {start!r:.40} also changed the weights of its base; {MERGE}")
     rank, alpha = fields.get("r", int, 8), fields.get("lora_alpha", float, 8.0)
     ranks, alphas = (
         Fields(fields.get(f"{key}_pattern", dict, {}), f"{CONFIG}: {key}_pattern") for key in ("rank", "alpha")
     )
-    root = fields.get("use_rslora", bool, False)
-    saved, bias = fields.get("modules_to_save", list, []), fields.get("bias", str, "none")
+    root, saved = fields.get("use_rslora", bool, False), fields.get("modules_to_save", list, [])
     for key in fields.unknown():
         if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, ""):
             raise CheckpointError(f"adapter {folder}: {CONFIG} sets {key:.60}, which is not supported; {MERGE}")
@@ -153,42 +145,18 @@ def _read_peft(folder: Path, base: Checkpoint) -> Adapter:
             raise DamagedError(f"adapter {folder}: {module} has {found}, expected two matrices of rank {r!r:.20}")
         scale = _by_pattern(alphas, module, float, alpha) / (math.sqrt(r) if root else r)
         low_rank[name] = LowRank(pair["down"], pair["up"], scale)
-
-    def is_saved(name: str, modules: list[str]) -> bool:
-        return any(f"{module}." in to_file_name(name, NAMES, LAYERS) for module in modules)
-
-    # if the embedding or the output has a LoRA, peft also saves both, mostly unchanged, besides modules_to_save
-    besides = [name for name in (EMBEDDING, OUTPUT) if name in replaced and not is_saved(name, saved)]
-    for name in besides:
-        if _is_equal(replaced[name], base, name):
-            del replaced[name]
-    if missing := [module for module in saved if not any(is_saved(name, [module]) for name in replaced)]:
-        raise DamagedError(f"adapter {folder} lacks the weights of {missing[0]!r:.80}, which {CONFIG} names as trained")
-    biases = {name for name in base.shapes if name.endswith(".bias") and bias != "none"}
-    trained = {name for name in biases if bias == "all" or name.replace(".bias", ".weight") in low_rank}
-    if trained - replaced.keys():
-        raise DamagedError(f"adapter {folder} lacks the biases of some layers, which {CONFIG} names as trained")
-    names, some = (fields.get(key, object, None) for key in ("target_modules", "exclude_modules"))
-    some = some or fields.get("layers_to_transform", object, None)
-    ends = tuple(f".{name}.weight" for name in names) if isinstance(names, list) and not some else ()
-    absent = base.shapes.keys() - low_rank.keys() - replaced.keys()
-    if any(to_file_name(name, NAMES, LAYERS).endswith(ends) for name in absent):
-        raise CheckpointError(
-            f"adapter {folder} has no matrices for some layers of this model; pass the model that it was trained on"
-            " with --model"
-        )
-    if base.config.tie_embeddings and EMBEDDING in besides and EMBEDDING in replaced:
-        replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # the tied weight itself was saved, not a copy
+    complete = {name: to_file_name(name, NAMES, LAYERS) for name in replaced}
+    for module in saved:
+        if not any(f"{module}." in name for name in complete.values()):
+            raise DamagedError(f"adapter {folder} lacks the weights of {module!r:.80}, which {CONFIG} names as trained")
+    if tied and EMBEDDING in replaced and not any(f"{module}." in complete[EMBEDDING] for module in saved):
+        replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # peft saved the tied weight itself, not a trained copy
     return Adapter(folder, "half", low_rank, replaced)
 
 
 def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
     """The value of the first key that matches a module's name, by the rule of peft's get_pattern_key."""
-    try:
-        keys = (key for key in patterns.values if re.match(rf"(.*\.)?({key})$", module))
-        key = next(keys, None)
-    except re.error as error:
-        raise ConfigError(f"{patterns.where}: a key is no regular expression ({error})") from None
+    key = next((key for key in patterns.values if re.match(rf"(.*\.)?({key})$", module)), None)
     return default if key is None else patterns.get(key, type)
 
 
@@ -210,11 +178,3 @@ def _read_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str,
         else:
             replaced[name] = tensor
     return pairs, replaced
-
-
-def _is_equal(tensor: Tensor, base: Checkpoint, name: str) -> bool:
-    """Whether a tensor is the base's own, which then need not be replaced."""
-    own = name if name in base.shapes else EMBEDDING
-    equal = tuple(tensor.shape) == base.shapes[own] and torch.equal(tensor.float(), base.tensor(own).float())
-    base.release(own)
-    return equal

@@ -1,26 +1,358 @@
 """Reader of Hugging Face folders whose weights another program has quantized: GPTQ, AWQ, FP8, bitsandbytes, ...
 
-Several tensors store one weight; methods.py combines them. Integers go to the kernels unchanged if the kernels' formats
-can represent them; other weights are dequantized when they are read.
+Several tensors store one weight; a method of METHODS combines them. Integers go to the kernels unchanged if their
+formats can represent them; other weights are dequantized when they are read. Sources: the packages AutoGPTQ 0.7.1 and
+GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, and transformers 5.23 (FP8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..quant.matrices import Matrix
-from ..system.documents import Fields, read_json
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..checks import is_integer
+from ..errors import CheckpointError, ConfigError
+from ..quant.matrices import Integers, Matrix, repeated, unpack_rows_of_words, unpack_words
+from ..system.documents import Fields, describe, parse_json, read_json
 from . import huggingface, quantized
 from .huggingface import CONFIG, HuggingFaceCheckpoint, StoredTensor
-from .methods import ACT_ORDER, Layer, method_of
 
-SCHEMES = ("quantization_config", "compression_config")  # the second name is compressed-tensors' before 0.5
-# Ends of the names of tensors for activations and the KV cache, which are not quantized here
-UNUSED = (
-    ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub", ".output_scale", ".output_zero_point",
-    ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
-)  # fmt: skip
+FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
+INSTEAD = "run it with vLLM, or get the weights in BF16"
+
+
+class Layer(dict[str, StoredTensor]):
+    """The tensors of one quantized layer, by suffix. A missing one is a CheckpointError."""
+
+    def __missing__(self, suffix: str) -> StoredTensor:
+        other = next(iter(self.values()))
+        raise CheckpointError(f"{other.path}: {other.name} is there, but the layer's {suffix} is missing")
+
+    def matrix(self, suffix: str, dtypes: Sequence[str]) -> StoredTensor:
+        """A tensor that must have two dimensions, neither of them 0, and one of the dtypes."""
+        tensor = self[suffix]
+        if len(tensor.shape) != 2 or 0 in tensor.shape or tensor.dtype not in dtypes:
+            raise tensor.error(f"expected a matrix of {' or '.join(dtypes)}")
+        return tensor
+
+
+class Method:
+    """How the weights of a folder are stored, by its quantization_config.
+
+    name     display name
+    tensors  suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+
+    def __init__(self, fields: Fields):
+        """Read the configuration. Raises ConfigError."""
+
+    def matrix(self, layer: Layer) -> Matrix:
+        """The weight that a layer's tensors store. Reads little. Raises CheckpointError."""
+        raise NotImplementedError
+
+
+def _choice(fields: Fields, key: str, allowed: Sequence[Any]) -> Any:
+    """A value that must be one of `allowed`, ignoring case; the first of them if it is missing."""
+    value = fields.get(key, type(allowed[0]), allowed[0])
+    value = value.lower() if isinstance(value, str) else value
+    if value not in allowed:
+        choices = ", ".join(map(str, allowed))
+        raise ConfigError(f"{fields.where}: {key} is {describe(value)}; supported: {choices}; {INSTEAD}")
+    return value
+
+
+def _refuse(fields: Fields, *keys: str) -> None:
+    """Raise ConfigError if one of these entries, which change what is stored, is set."""
+    for key in keys:
+        if value := fields.get(key, object, None):
+            raise ConfigError(f"{fields.where}: {key} is {describe(value)}, expected none; {INSTEAD}")
+
+
+def _group_size(fields: Fields, key: str) -> int:
+    """The number of columns in a group; -1 for a complete row."""
+    size = fields.get(key, int)
+    if size != -1 and not 0 < size < 2**31:
+        raise ConfigError(f"{fields.where}: {key} must be above 0, or -1 for a complete row, got {size}")
+    return size
+
+
+def _order(index: StoredTensor | None, columns: int, group: int, groups: int) -> Tensor | None:
+    """The group of each column; None if every group is adjacent columns. Reads `columns` integers."""
+    if index is None:
+        return None
+    order = index.expect(("I32", "I64"), (columns,)).read().long()
+    if torch.equal(order, torch.arange(columns) // group) or bool((order == -1).all()):
+        return None
+    if int(order.min()) < 0 or int(order.max()) >= groups:
+        raise index.error(f"with numbers from {int(order.min())} to {int(order.max())}, expected 0 to {groups - 1}")
+    return order
+
+
+def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
+    """Rows of int8 as uint8, offset by 128."""
+    return lambda rows: weight.read()[rows].numpy().view(np.uint8) ^ np.uint8(128)
+
+
+# ------------------------------------------------------------------------------------------------------------ GPTQ
+class GPTQ(Method):
+    """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
+
+    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. The zero points of a symmetric model are
+    not read: files exist whose configuration names the wrong format.
+    """
+
+    name = "GPTQ"
+    tensors = ("qweight", "qzeros", "scales", "g_idx")
+
+    def __init__(self, fields: Fields):
+        self.bits = _choice(fields, "bits", (4, 8))
+        self.group = _group_size(fields, "group_size")
+        self.symmetric, self.reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
+        formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
+        self.subtracted = 0 if "gptq_v2" in formats else 1
+        _refuse(fields, "dynamic", "rotation")
+
+    def matrix(self, layer: Layer) -> Matrix:
+        qweight, bits = layer.matrix("qweight", ("I32",)), self.bits
+        columns, rows = qweight.shape[0] * 32 // bits, qweight.shape[1]
+        group = self.group if self.group > 0 else columns
+        groups = -(-columns // group)
+        scales = layer["scales"].expect(FLOATS, (groups, rows))
+        qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
+        order = _order(layer["g_idx"] if self.reorders else layer.get("g_idx"), columns, group, groups)
+
+        def zero(part: slice) -> Any:
+            # Carries into the next integer are intended: the writer subtracted this number from the whole word.
+            ones = np.uint32(self.subtracted * sum(1 << i for i in range(0, 32, bits)))
+            words = (qzeros.read().numpy().view(np.uint32) + ones).view(np.int32)
+            return unpack_words(words, bits, slice(*part.indices(rows))).T  # (n, G)
+
+        def quants(part: slice) -> Any:
+            return unpack_words(qweight.read()[:, part].numpy().T, bits)
+
+        zeros = None if self.symmetric else zero
+        integers = Integers((rows, columns), bits, group, quants, scales.read().T, zeros, order)
+        return integers.matrix(f"GPTQ int{bits}")
+
+
+# ------------------------------------------------------------------------------------------------------------- AWQ
+class AWQ(Method):
+    """4 bits: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+
+    name = "AWQ"
+    tensors = ("qweight", "qzeros", "scales")
+
+    def __init__(self, fields: Fields):
+        old = "w_bit" in fields.values
+        _choice(fields, "w_bit" if old else "bits", (4,))
+        self.group = _group_size(fields, "q_group_size" if old else "group_size")
+        for key in ("version", "format", "checkpoint_format"):
+            _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
+
+    def matrix(self, layer: Layer) -> Matrix:
+        qweight = layer.matrix("qweight", ("I32",))
+        columns, rows = qweight.shape[0], 8 * qweight.shape[1]
+        group = columns if self.group < 0 else min(self.group, columns)
+        groups = -(-columns // group)
+        scales = layer["scales"].expect(FLOATS, (groups, rows)).read().T
+        qzeros = layer["qzeros"].expect(("I32",), (groups, rows // 8))
+
+        def unpacked(tensor: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
+            return lambda part: unpack_rows_of_words(tensor.read().numpy(), part)
+
+        return Integers((rows, columns), 4, group, unpacked(qweight), scales, unpacked(qzeros)).matrix("AWQ int4")
+
+
+# ------------------------------------------------------------------------------------------------------ 8-bit floats
+def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[tuple[int, int]]) -> Matrix:
+    """A float8 weight with one scale for each block or, without blocks, one per row or for the matrix."""
+    rows, columns = weight.shape
+    block = {(rows,): (1, columns), (rows, 1): (1, columns), (): weight.shape, (1,): weight.shape, (1, 1): weight.shape}
+    if blocks:
+        block = {(-(-rows // down), -(-columns // across)): (down, across) for down, across in blocks}
+    if scale.shape not in block or scale.dtype not in (*FLOATS, "F8_E8M0"):
+        raise scale.error(f"expected a floating-point tensor of shape {' or '.join(map(str, block))}")
+    down, across = block[scale.shape]
+
+    def floats(part: slice) -> Tensor:
+        first, last, _ = part.indices(rows)
+        scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(first, last) // down]
+        return weight.read()[part].float().mul_(repeated(scales, across, columns))  # (n, K)
+
+    return Matrix("FP8", (rows, columns), floats)
+
+
+def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
+    """Rows and columns of a block, from a list of both; empty if there are no blocks."""
+    sizes = fields.get(key, list, [])
+    if len(sizes) not in (0, 2) or not all(is_integer(size) and 0 < size < 2**31 for size in sizes):
+        raise ConfigError(f"{fields.where}: {key} must be two sizes above 0, got {describe(sizes)}")
+    return [(sizes[0], sizes[1])] if sizes else []
+
+
+class FP8(Method):
+    """weight in float8, and weight_scale_inv or weight_scale: one number, one for each row, or one for each block."""
+
+    name = "FP8"
+    tensors = ("weight", "weight_scale_inv", "weight_scale")
+
+    def __init__(self, fields: Fields):
+        self.blocks = _block_sizes(fields, "weight_block_size")
+
+    def matrix(self, layer: Layer) -> Matrix:
+        scale = layer.get("weight_scale") or layer["weight_scale_inv"]
+        return _scaled_floats(layer.matrix("weight", FLOAT8), scale, self.blocks)
+
+
+# ---------------------------------------------------------------------------------------------- compressed-tensors
+class CompressedTensors(Method):
+    """Packed integers (weight_packed), or a weight in int8 or float8, with weight_scale and perhaps zero points.
+
+    weight_packed (N, K bits / 32), weight_zero_point (N bits / 32, G), weight_shape: N and K. Packed integers are
+    offset by 2^(bits - 1).
+    """
+
+    name = "compressed-tensors"
+    tensors = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+    def __init__(self, fields: Fields):
+        _choice(fields, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+        _refuse(fields, "transform_config")
+        where, found = f"{fields.where}: config_groups", fields.get("config_groups", dict, {})
+        groups = [Fields(Fields(found, where).get(key, dict), where) for key in found]
+        schemes = [group.get("weights", dict, {}) for group in groups] or [{}]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise ConfigError(f"{where}: the groups store weights in different ways; {INSTEAD}")
+        weights = Fields(schemes[0], where)
+        self.bits, self.symmetric = _choice(weights, "num_bits", (8, 4)), weights.get("symmetric", bool, True)
+        self.reorders = weights.get("actorder", object, None) == "group"
+        self.blocks = _block_sizes(weights, "block_structure")
+
+    def matrix(self, layer: Layer) -> Matrix:
+        scale = layer["weight_scale"]
+        zeros = layer.get("weight_zero_point") if self.symmetric else layer["weight_zero_point"]
+        if "weight_packed" in layer:
+            packed, bits = layer.matrix("weight_packed", ("I32",)), self.bits
+            rows, columns = layer["weight_shape"].expect(("I64", "I32"), (2,)).read().tolist()
+            if columns < 1 or packed.shape != (rows, -(-columns * bits // 32)):
+                raise packed.error(f"expected {bits} bits for the shape ({rows}, {columns}) in weight_shape")
+        else:
+            packed, bits = layer.matrix("weight", ("I8", *FLOAT8)), 8
+            rows, columns = packed.shape
+        groups = scale.shape[1] if len(scale.shape) == 2 else 1
+        group = -(-columns // (groups or 1))
+        if packed.dtype in FLOAT8:
+            return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
+        if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
+            raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")
+        order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
+
+        def unpacked(part: slice) -> Any:
+            return unpack_words(packed.read()[part].numpy(), bits, slice(columns))
+
+        quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
+        zero = None if zeros is None else _zero_points(zeros, scale.shape, bits, rows, groups)
+        scales = _by_row(scale.read(), rows, groups)
+        integers = Integers((rows, columns), bits, group, quants, scales, zero, order)
+        return integers.matrix(f"compressed-tensors int{bits}")
+
+
+def _zero_points(
+    zeros: StoredTensor, shape: tuple[int, ...], bits: int, rows: int, groups: int
+) -> Callable[[slice], Any]:
+    """Zero points (n, G) of some rows, which are packed like weights, or stored minus 2^(bits - 1) in int8."""
+    if zeros.dtype == "I32":
+        words = zeros.expect(("I32",), (-(-rows * bits // 32), groups)).read().numpy().T
+        return lambda part: unpack_words(words, bits, slice(*part.indices(rows))).T
+    signed = _by_row(zeros.expect(("I8",), shape).read(), rows, groups)
+    return lambda part: signed[part].numpy().astype(np.int16) + 2 ** (bits - 1)
+
+
+def _by_row(values: Tensor, rows: int, groups: int) -> Tensor:
+    """Values (N, G) of one number, one for each row, or (N, G)."""
+    return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
+
+
+# ---------------------------------------------------------------------------------------------------- bitsandbytes
+STATES = {"weight.quant_state.bitsandbytes__nf4": "NF4", "weight.quant_state.bitsandbytes__fp4": "FP4"}
+
+
+class BitsAndBytes(Method):
+    """4 bits: a codebook of 16 values and the largest value of each block, which may be quantized by another codebook.
+
+    8 bits: int8 with the largest value of each row, SCB.
+    """
+
+    name = "bitsandbytes"
+    tensors = (
+        *STATES, "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "weight",
+        "SCB", "weight_format",
+    )  # fmt: skip
+
+    def matrix(self, layer: Layer) -> Matrix:
+        if state := next((key for key in STATES if key in layer), None):
+            return self._codebook(layer, STATES[state], layer[state])
+        weight = layer.matrix("weight", ("I8",))
+        if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
+            raise layer["weight_format"].error("with another layout than that by rows, which is for GPU kernels")
+        rows, columns = weight.shape
+        scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
+        return Integers((rows, columns), 8, columns, _signed_bytes(weight), scale).matrix("bitsandbytes int8")
+
+    def _codebook(self, layer: Layer, label: str, state: StoredTensor) -> Matrix:
+        """A weight in 4 bits. Its quant_state is JSON with the shape and the sizes of the blocks."""
+        where, text = f"{state.path}: {state.name}", state.expect(("U8",), state.shape).read().numpy().tobytes()
+        fields = Fields(parse_json(text, where), where)
+        nested = "weight.nested_absmax" in layer
+        shape, block = tuple(fields.get("shape", list)), fields.get("blocksize", int)
+        inner = fields.get("nested_blocksize", int) if nested else 1
+        offset = fields.get("nested_offset", float) if nested else 0.0
+        sizes = (*shape, block, inner)
+        if len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in sizes) or shape[1] % 2:
+            raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {describe(list(sizes))}")
+        rows, columns = shape
+        weight, blocks = layer["weight"], -(-rows * columns // block)
+        if weight.read().nbytes != rows * columns // 2:
+            raise weight.error(f"expected {rows * columns // 2} bytes")
+        packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
+        values = layer["weight.quant_map"].expect(("F32",), (16,)).read()
+        absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,)).read()
+        if nested:
+            outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),)).read()
+            table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
+
+        def floats(part: slice) -> Tensor:
+            first, last = (row * columns for row in part.indices(rows)[:2])
+            pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
+            found = F.embedding(packed[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
+            start, end = first // block, -(-last // block)
+            largest = absmax[start:end]
+            if nested:
+                largest = table[largest.int()] * outer[torch.arange(start, end) // inner] + offset
+            found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
+            return found.view(-1, columns)
+
+        return Matrix(label, (rows, columns), floats)
+
+
+# quant_method -> method
+METHODS: dict[str, type[Method]] = {
+    "gptq": GPTQ, "awq": AWQ, "fp8": FP8, "fbgemm_fp8": FP8, "compressed-tensors": CompressedTensors,
+    "bitsandbytes": BitsAndBytes,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ the reader
 OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
@@ -32,7 +364,7 @@ def recognizes(folder: Path) -> bool:
 def _scheme(folder: Path) -> Fields | None:
     """The description of the quantization; None if there is none. Raises CheckpointError, ConfigError."""
     settings = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    for key in SCHEMES:
+    for key in ("quantization_config", "compression_config"):  # the second is compressed-tensors' before 0.5
         if (scheme := settings.get(key, dict, None)) is not None:
             return Fields(scheme, f"{settings.where}: {key}")
     for name, method in OLD.items():
@@ -44,10 +376,16 @@ def _scheme(folder: Path) -> Fields | None:
 class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     """A folder with quantized weights. See Checkpoint for the members."""
 
-    unused = (*HuggingFaceCheckpoint.unused, *UNUSED)
+    unused = (  # scales for activations and the KV cache, which are not quantized here
+        *HuggingFaceCheckpoint.unused, ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub",
+        ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
+    )  # fmt: skip
 
     def __init__(self, folder: Path):
-        self._method = method_of(_scheme(folder) or Fields({}, str(folder)))
+        fields = _scheme(folder) or Fields({}, str(folder))
+        if (kind := fields.get("quant_method", str)) not in METHODS:
+            raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
+        self._method = METHODS[kind](fields)
         self.format = f"Hugging Face, quantized by {self._method.name}"
         self.suffixes = self._method.tensors
         super().__init__(folder)
@@ -60,19 +398,7 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
 
     def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
         super()._add_tensors(tensors)
-        self.warnings += self._method.warnings
-        if not self._matrices:
-            self.warnings.append(f"{CONFIG} describes quantized weights, but all are floating-point")
-        if ordered := [matrix for matrix in self._matrices.values() if matrix.label.endswith(ACT_ORDER)]:
-            self.warnings.append(
-                f"{len(ordered)} of {len(self._matrices)} quantized weights are {ordered[0].label}, which the kernels"
-                " lack; they are dequantized and take four times the memory (use a version with desc_act false)"
-            )
-        self._drop_zero_biases()
-
-    def _drop_zero_biases(self) -> None:
-        """Remove zero biases that the configuration does not mention: some versions of AutoGPTQ saved them."""
-        config = self.config
+        config = self.config  # some versions of AutoGPTQ saved biases of zeros that it does not mention
         for name in [name for name in self._tensors if name.endswith(".bias")]:
             of_qkv = name.endswith((".wq.bias", ".wk.bias", ".wv.bias")) and config.qkv_bias
             expected = (config.attention_bias or of_qkv) if ".attention." in name else config.mlp_bias

@@ -12,16 +12,17 @@ Meta's files, not of Hugging Face's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from ..quant.blocks import BlockFormat
-from ..quant.matrices import Matrix, Tiles
-from ..quant.tiles import tiles_shape
+from ..quant.blocks import BlockFormat, Blocks
+from ..quant.matrices import Matrix
+from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from ..system.documents import Fields, parse_json, read_json
 from . import huggingface, huggingface_write
@@ -32,8 +33,6 @@ from .write import Model
 
 METHOD, VERSION = "clearllama", 1
 LAYOUT: Layout = "interleaved"
-TILES = ".tiles"
-FIELDS = ("bits", "group", "offset")  # of a format; those with a codebook or two levels of scales are not written
 GROUPS = (16, 32, 64, 128)  # supported by the kernels
 
 
@@ -76,7 +75,14 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
             raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
         tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
-        return Tiles(str(format), (shape[0], shape[1]), format, tiles.read)
+
+        def blocks(part: slice) -> Blocks:
+            first, last, _ = part.indices(shape[0])
+            start = first // TILE * TILE
+            some = tiles.read()[start // TILE : -(-last // TILE)]
+            return unpack(some, last - start, shape[1], format).rows(slice(first - start, None))
+
+        return Matrix(str(format), (shape[0], shape[1]), lambda part: blocks(part).weight, blocks)
 
     def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
         super()._add_tensors(tensors)
@@ -86,36 +92,22 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
 
 # ------------------------------------------------------------------------------------------------------- writing
-class Packed(NamedTuple):
-    """A weight to store as tiles, and a function that returns the tiles."""
-
-    format: BlockFormat
-    read: Callable[[], Tensor]
-
-
-def write(folder: Path, model: Model, packed: Mapping[str, Packed], scheme: str, shards: int = 0) -> None:
-    """Fill an empty folder. `packed` has the weights to store as tiles; model.read returns the others."""
-    entries, metadata = entries_of(model, packed)
-    huggingface_write.write_weights(folder, entries, shards, metadata)
-    quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
-    huggingface_write.write_json(
-        folder / CONFIG, {**huggingface_write.config_json(model), "quantization_config": quantization}
-    )
-    huggingface_write.write_tokenizer(folder, model)
-
-
-def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors to write, those with the strictest alignment first, and the metadata of the packed ones."""
-    entries, metadata = {}, {}
-    for name in sorted(model.shapes, key=lambda name: (name not in packed, -model.dtypes[name].itemsize)):
+def write(folder: Path, model: Model, formats: Mapping[str, BlockFormat], scheme: str, shards: int = 0) -> None:
+    """Fill an empty folder. formats: of the weights that model.read returns as tiles."""
+    entries = {}
+    for name in sorted(model.shapes, key=lambda name: (name not in formats, -model.dtypes[name].itemsize)):  # aligned
         theirs = to_file_name(name, NAMES, LAYERS)
-        if name not in packed:
+        if name not in formats:
             entries[theirs] = huggingface_write.entry(model, name, LAYOUT)
             continue
-        format, read = packed[name]
         rows, columns = model.shapes[name]
-        shape = tiles_shape((rows, columns), format)
-        theirs = theirs.removesuffix(".weight") + TILES
-        entries[theirs] = Entry("U8", shape, shape[0] * shape[1], read)
-        metadata[theirs] = json.dumps({"shape": [rows, columns], **dict(zip(FIELDS, format, strict=False))})
-    return entries, metadata
+        shape = tiles_shape((rows, columns), formats[name])
+        bits, group, offset, *_ = formats[name]  # without a codebook or two levels of scales
+        metadata = json.dumps({"shape": [rows, columns], "bits": bits, "group": group, "offset": offset})
+        entry = Entry("U8", shape, shape[0] * shape[1], partial(model.read, name), metadata)
+        entries[theirs.removesuffix("weight") + "tiles"] = entry
+    huggingface_write.write_weights(folder, entries, shards)
+    quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
+    config = {**huggingface_write.config_json(model), "quantization_config": quantization}
+    huggingface_write.write_json(folder / CONFIG, config)
+    huggingface_write.write_tokenizer(folder, model)

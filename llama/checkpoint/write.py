@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError
+from ..rope import Layout, to_half_layout, to_interleaved_layout
 from ..tokenizer import Tokenizer
 from .base import FLOATS
 
@@ -43,9 +44,15 @@ class Model:
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrices."""
+    def dtype(self) -> torch.dtype:  # of the matrices
         return self.dtypes["tok_embeddings.weight"]
+
+
+def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
+    """Reorder the rows of wq and wk from one RoPE layout to the other; return other tensors unchanged."""
+    if source == target or not name.endswith(ROTATED):
+        return tensor
+    return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
 
 
 def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -38,7 +38,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="with --to hf: number of weight files (default: files of at most 5 GB)",
+        help="with --to hf: number of weight files (default: files of about 5 GB)",
     )
     parser.add_argument(
         "--dtype",

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         own = {"quantize": None if scheme == "none" else scheme, "compile": False}
         model = loading.load(argparse.Namespace(**{**vars(args), **own})).model
         found = compare(base, perplexity.nats(args, model, parts, scheme), predicted)
-        goal = None if scheme == "none" else GOALS[pick_scheme(scheme).bits]
+        goal = None if scheme == "none" else GOALS[pick_scheme(scheme).format.bits]
         facts["schemes"].append(
             {
                 "quantize": own["quantize"],

@@ -36,7 +36,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     arguments.add_adapter_option(parser)
     parser.add_argument("--list", action="store_true", help="list all schemes with their bits per weight")
     parser.add_argument(
-        "--shards", type=int, default=0, metavar="N", help="number of weight files (default: files of at most 5 GB)"
+        "--shards", type=int, default=0, metavar="N", help="number of weight files (default: files of about 5 GB)"
     )
     arguments.add_tokenizer_option(parser)
     arguments.add_chat_template(parser)

@@ -260,7 +260,7 @@ def linear_blocks(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: i
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
-    """Quantize a weight (N, K) as quant.rounding.quantize does, and pack it. A NaN makes the scale of its group NaN."""
+    """Quantize a weight (N, K) as quant.schemes.quantize does, and pack it. A NaN makes the scale of its group NaN."""
     rows = weight.contiguous()
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()

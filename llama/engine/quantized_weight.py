@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks, joined
-from ..quant.rounding import check_range, check_scales, clips_of, quantize
+from ..quant.schemes import CLIPS, check_scales, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
@@ -33,7 +33,6 @@ class QuantizedWeight:
     format: BlockFormat
     rows: Callable[[slice, torch.device], Blocks]
     tiles: Callable[[], Tensor]
-    is_zero: Callable[[], bool] = lambda: True  # whether all entries are 0; only a weight that is being quantized knows
 
     @classmethod
     def from_tensor(cls, weight: Tensor, format: BlockFormat) -> QuantizedWeight:
@@ -54,22 +53,17 @@ class QuantizedWeight:
         def rows(part: slice, device: torch.device) -> Blocks:
             return quantize(read(part).to(device), format)
 
-        def is_zero() -> bool:
-            return not any(bool(read(part).any()) for part in _pieces(shape))
-
         def tiles() -> Tensor:
             if not kernels.ready():
                 return pack_rows(partial(rows, device=CPU), shape, format)
             parts = (read(part) for part in _pieces(shape, piece))
-            out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format[:3]) for part in parts), shape[0])
-            ranges = [values.aminmax() for values in scales_of(out, shape[1], format).unbind(2)]  # scale, offset
-            check_scales(*(end for ends in ranges for end in ends))
-            scale, *offset = (max(-float(low), float(high)) for low, high in ranges)
-            if format.group:
-                check_range(scale, sum(offset), is_zero)
+            out = _joined(
+                (kernels.quantize_to_tiles(part, CLIPS[format.bits], *format[:3]) for part in parts), shape[0]
+            )
+            check_scales(*scales_of(out, shape[1], format).aminmax())
             return out
 
-        return cls(shape, format, rows, tiles, is_zero)
+        return cls(shape, format, rows, tiles)
 
     @classmethod
     def from_file(
@@ -83,12 +77,7 @@ class QuantizedWeight:
     def blocks(self, device: torch.device = CPU) -> Blocks:
         """All rows on a device, with one byte per integer."""
         pieces = _pieces(self.shape, PIECE if device.type == "cpu" else LARGE_PIECE)
-        parts = [self.rows(part, device) for part in pieces]
-        offsets = [part.offset for part in parts if part.offset is not None]
-        if self.format.group:
-            scale = max(float(part.scale.max()) for part in parts)
-            check_range(scale, max((float(offset.abs().max()) for offset in offsets), default=0.0), self.is_zero)
-        return joined(parts)
+        return joined([self.rows(part, device) for part in pieces])
 
 
 def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int], format: BlockFormat) -> Tensor:

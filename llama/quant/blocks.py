@@ -170,6 +170,11 @@ def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
     return raw.view(np.float16).astype(np.float32)
 
 
+def _split(raw: NDArray[np.uint8], *sizes: int) -> list[NDArray[np.uint8]]:
+    """(R, bytes) -> the parts of every block, by their bytes: (R, blocks, size) each."""
+    return np.split(raw.reshape(len(raw), -1, sum(sizes)), np.cumsum(sizes[:-1]), axis=-1)
+
+
 def _blocks(
     quants: NDArray[np.uint8],
     scale: NDArray[np.float32],
@@ -194,13 +199,11 @@ def _legacy(
 
     weight = d q + m, d (q - 8) in Q4_0, d (q - 16) in Q5_0, d values[q] in IQ4_NL
     """
-    at = 4 if has_minimum else 2
-    blocks = raw.reshape(len(raw), -1, at + 4 * (bits - 4) + 16)
-    quants = _halves(blocks[..., -16:])
+    d, m, high, low = _split(raw, 2, 2 * has_minimum, 4 * (bits - 4), 16)
+    quants = _halves(low)  # (R, N / 32, 32)
     if bits == 5:
-        quants = quants + (np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little") << 4)  # (R, N / 32, 32)
-    offset = _floats(blocks[..., 2:4]) if has_minimum else None
-    return _blocks(quants, _floats(blocks[..., :2]), offset, bits, values=values)
+        quants = quants + (np.unpackbits(high, axis=-1, bitorder="little") << 4)
+    return _blocks(quants, _floats(d), _floats(m) if has_minimum else None, bits, values=values)
 
 
 def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
@@ -208,13 +211,12 @@ def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
 
     weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of group g.
     """
-    blocks = raw.reshape(len(raw), -1, 144 + 32 * (bits - 4))
-    packed = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
-    quants = _halves(packed).reshape(*blocks.shape[:2], 8, 32)
+    *scales, a, b, c, high, low = _split(raw, 2, 2, 4, 4, 4, 32 * (bits - 4), 128)
+    packed = low.reshape(*low.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
+    quants = _halves(packed).reshape(*low.shape[:2], 8, 32)
     if bits == 5:
-        quants = quants + (_fields(blocks[..., 16:48], 1) << 4)
-    d, dmin = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])  # (R, N / 256, 1)
-    a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # 4 bytes each
+        quants = quants + (_fields(high, 1) << 4)
+    d, dmin = map(_floats, scales)  # (R, N / 256, 1)
     sc = np.concatenate((a & 63, (c & 15) | (a >> 6 << 4)), axis=-1)  # (R, N / 256, 8)
     mn = np.concatenate((b & 63, (c >> 4) | (b >> 6 << 4)), axis=-1)
     return _blocks(quants, d * sc, -dmin * mn, bits, factors=(d, -dmin))
@@ -222,49 +224,43 @@ def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
 
 def q2_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
-    blocks = raw.reshape(len(raw), -1, 84)
-    d, dmin = _floats(blocks[..., 80:82]), _floats(blocks[..., 82:])  # (R, N / 256, 1)
-    scale, offset = d * (blocks[..., :16] & 15), -dmin * (blocks[..., :16] >> 4)
-    return _blocks(_quarters(blocks[..., 16:80]), scale, offset, 2, 16, factors=(d, -dmin))
+    pairs, low, *scales = _split(raw, 16, 64, 2, 2)
+    d, dmin = map(_floats, scales)  # (R, N / 256, 1)
+    return _blocks(_quarters(low), d * (pairs & 15), -dmin * (pairs >> 4), 2, 16, factors=(d, -dmin))
 
 
 def q3_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: high bits in 32 bytes, low bits in 64, 16 6-bit scales sc, d; weight = d (sc - 32) (q - 4)."""
-    blocks = raw.reshape(len(raw), -1, 110)
-    high = _fields(blocks[..., :32], 1)  # (R, N / 256, 8, 32)
-    low = _quarters(blocks[..., 32:96])  # (R, N / 256, 256)
-    quants = low + (high.reshape(low.shape) << 2)
-    top = _fields(blocks[..., 104:108], 2).reshape(*blocks.shape[:2], 16)  # bits 4 and 5 of the scales
-    sc = (_halves(blocks[..., 96:104]) | top << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 16)
-    d = _floats(blocks[..., 108:])
-    return _blocks(quants, d * sc, None, 3, 16, factors=(d,))
+    high, low, sc, sc_high, d = _split(raw, 32, 64, 8, 4, 2)
+    quants = _quarters(low)  # (R, N / 256, 256)
+    quants = quants + (_fields(high, 1).reshape(quants.shape) << 2)
+    top = _fields(sc_high, 2).reshape(*low.shape[:2], 16)  # bits 4 and 5 of the scales
+    scale = _floats(d) * ((_halves(sc) | top << 4).view(np.int8) - np.int8(32))  # (R, N / 256, 16)
+    return _blocks(quants, scale, None, 3, 16, factors=(_floats(d),))
 
 
 def q6_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: low bits in 128 bytes, high bits in 64, 16 signed scales sc, d; weight = d sc (q - 32)."""
-    blocks = raw.reshape(len(raw), -1, 210)
-    low = _halves(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # (R, N / 256, 2, 128)
-    high = _quarters(blocks[..., 128:192])  # (R, N / 256, 256)
-    d = _floats(blocks[..., 208:])
-    scale = d * blocks[..., 192:208].view(np.int8)
-    return _blocks(low.reshape(high.shape) + (high << 4), scale, None, 6, 16, factors=(d,))
+    low, high, sc, d = _split(raw, 128, 64, 16, 2)
+    quants = _halves(low.reshape(*low.shape[:2], 2, 64)).reshape(*low.shape[:2], 256)
+    quants = quants + (_quarters(high) << 4)
+    return _blocks(quants, _floats(d) * sc.view(np.int8), None, 6, 16, factors=(_floats(d),))
 
 
 def q8_0(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 32: scale d, 32 signed bytes; weight = d q."""
-    blocks = raw.reshape(len(raw), -1, 34)
-    return _blocks(blocks[..., 2:] ^ np.uint8(128), _floats(blocks[..., :2]), None, 8)
+    d, quants = _split(raw, 2, 32)
+    return _blocks(quants ^ np.uint8(128), _floats(d), None, 8)
 
 
 def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, 128 bytes; weight = d (sc - 32) values[q]."""
-    blocks = raw.reshape(len(raw), -1, 136)
-    low = np.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), axis=-1).reshape(*blocks.shape[:2], 8)
-    high = _fields(blocks[..., 2:4], 2).swapaxes(-1, -2).reshape(low.shape)
-    sc = (low | high << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 8)
-    quants = _halves(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))
-    d = _floats(blocks[..., :2])
-    return _blocks(quants, d * sc, None, 4, values=IQ4_VALUES, factors=(d,))
+    d, sc_high, sc_low, packed = _split(raw, 2, 2, 4, 128)
+    low = np.stack((sc_low & 15, sc_low >> 4), axis=-1).reshape(*packed.shape[:2], 8)
+    high = _fields(sc_high, 2).swapaxes(-1, -2).reshape(low.shape)
+    scale = _floats(d) * ((low | high << 4).view(np.int8) - np.int8(32))  # (R, N / 256, 8)
+    quants = _halves(packed.reshape(*packed.shape[:2], 8, 16))
+    return _blocks(quants, scale, None, 4, values=IQ4_VALUES, factors=(_floats(d),))
 
 
 # GGUF type -> function that reads its blocks (R, bytes) without changing a weight. The kernels compute with the result.

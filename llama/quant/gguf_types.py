@@ -7,18 +7,16 @@ Layouts: ggml-quants.c of https://github.com/ggml-org/ggml; choice of types: lla
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import gguf
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError
-from .rounding import check_scales
+from .schemes import best, check_scales
 
 PIECE = 2**18  # entries that are quantized at once; with their copies, they fit into the cache
 SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
@@ -29,24 +27,55 @@ ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of
 # ------------------------------------------------------------------------------------------------------------- types
 def q4_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
-    head, quants = _two_levels(w)
-    return torch.cat((head, _bytes(quants.unflatten(-2, (4, 2))).flatten(-2)), -1).flatten(1)
+    groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
+    low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
+    width = groups.amax(-1, keepdim=True).clamp(min=0) - low
+    total = groups.sum(-1, keepdim=True)
+
+    def candidates() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for more in STEPS:
+            quants = ((groups - low) * _inverse(width / (15 + more))).round().clamp(0, 15)
+            # least squares for these quants: of scale and offset, or of the scale alone if the offset is above 0
+            sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
+            sum_qw = (quants * groups).sum(-1, keepdim=True)
+            scale = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
+            offset = (total - scale * sum_q) / 32
+            scale = torch.where(offset > 0, sum_qw * _inverse(sum_qq), scale).clamp(min=0)
+            offset = offset.clamp(max=0)
+            yield (scale * quants + offset - groups).square().sum(-1, keepdim=True), scale, offset
+
+    scale, offset = best(candidates())
+    d, dmin = (values.amax(-2, keepdim=True) / 63 for values in (scale, -offset))  # (R, blocks, 1, 1)
+    stored = d.half(), dmin.half()
+    d, dmin = (values.float() for values in stored)
+    sc, mn = ((v * _inverse(u)).round().clamp(0, 63) for v, u in ((scale, d), (-offset, dmin)))
+    quants = ((groups + dmin * mn) * _inverse(d * sc)).round().clamp(0, 15).to(torch.uint8)
+    sc, mn = (values.to(torch.uint8).squeeze(-1) for values in (sc, mn))  # (R, blocks, 8)
+    parts = (
+        *(values.view(torch.uint8).flatten(-2) for values in stored),
+        sc[..., :4] | sc[..., 4:] >> 4 << 6,
+        mn[..., :4] | mn[..., 4:] >> 4 << 6,
+        (sc[..., 4:] & 15) | (mn[..., 4:] & 15) << 4,
+        _bytes(quants.unflatten(-2, (4, 2))).flatten(-2),
+    )
+    return torch.cat(parts, -1).flatten(1)
 
 
 def q6_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 16 groups: weight = d sc (q - 32), with 8 bits for sc and 6 for q."""
     groups = w.unflatten(1, (-1, 16, 16))  # (R, blocks, groups, 16)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale, least = -largest / ENDS[0], torch.full_like(largest, torch.inf)
-    for end in ENDS:
-        quants = (groups * _inverse(-largest / end)).round().clamp(-32, 31)
-        fitted = (quants * groups).sum(-1, keepdim=True) * _inverse(quants.square().sum(-1, keepdim=True))
-        error = (fitted * quants - groups).square().sum(-1, keepdim=True)
-        better = error < least
-        scale, least = torch.where(better, fitted, scale), torch.where(better, error, least)
+
+    def candidates() -> Iterator[tuple[Tensor, Tensor]]:
+        for end in ENDS:
+            quants = (groups * _inverse(-largest / end)).round().clamp(-32, 31)
+            fitted = (quants * groups).sum(-1, keepdim=True) * _inverse(quants.square().sum(-1, keepdim=True))
+            yield (fitted * quants - groups).square().sum(-1, keepdim=True), fitted
+
+    (scale,) = best(candidates())
     d = scale.gather(-2, scale.abs().argmax(-2, keepdim=True)) / -128  # (R, blocks, 1, 1)
-    stored = _half(d)
-    d = stored.view(torch.float16).float()
+    stored = d.half()
+    d = stored.float()
     sc = (scale * _inverse(d)).round().clamp(-128, 127)
     q = ((groups * _inverse(d * sc)).round().clamp(-32, 31) + 32).to(torch.uint8).flatten(-2)  # (R, blocks, 256)
     high = (q >> 4).unflatten(-1, (2, 4, 32)) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
@@ -54,44 +83,9 @@ def q6_k(w: Tensor) -> Tensor:
         _bytes(q.unflatten(-1, (2, 2, 64)) & 15).flatten(-2),
         high.sum(-2, dtype=torch.uint8).flatten(-2),
         sc.to(torch.int8).view(torch.uint8).flatten(-2),
-        stored.flatten(-2),
+        stored.view(torch.uint8).flatten(-2),
     )
     return torch.cat(parts, -1).flatten(1)
-
-
-def _two_levels(w: Tensor) -> tuple[Tensor, Tensor]:
-    """d, dmin and the packed sc and mn (R, blocks, 16); quants from 0 to 15 (R, blocks, 8, 32)."""
-    top = 15
-    groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
-    low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
-    width = groups.amax(-1, keepdim=True).clamp(min=0) - low
-    scale, offset, least = width / top, low, torch.full_like(low, torch.inf)
-    total = groups.sum(-1, keepdim=True)
-    for more in STEPS:
-        quants = ((groups - low) * _inverse(width / (top + more))).round().clamp(0, top)
-        # least squares for these quants: of the scale and the offset, or of the scale alone if the offset is above 0
-        sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
-        sum_qw = (quants * groups).sum(-1, keepdim=True)
-        fitted = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
-        moved = (total - fitted * sum_q) / 32
-        fitted = torch.where(moved > 0, sum_qw * _inverse(sum_qq), fitted).clamp(min=0)
-        moved = moved.clamp(max=0)
-        error = (fitted * quants + moved - groups).square().sum(-1, keepdim=True)
-        better = error < least
-        scale, offset = torch.where(better, fitted, scale), torch.where(better, moved, offset)
-        least = torch.where(better, error, least)
-    d, dmin = (values.amax(-2, keepdim=True) / 63 for values in (scale, -offset))  # (R, blocks, 1, 1)
-    stored = _half(d), _half(dmin)
-    d, dmin = (values.view(torch.float16).float() for values in stored)
-    sc, mn = ((v * _inverse(u)).round().clamp(0, 63) for v, u in ((scale, d), (-offset, dmin)))
-    quants = ((groups + dmin * mn) * _inverse(d * sc)).round().clamp(0, top).to(torch.uint8)
-    sc, mn = (values.to(torch.uint8).squeeze(-1) for values in (sc, mn))  # (R, blocks, 8)
-    packed = (
-        sc[..., :4] | sc[..., 4:] >> 4 << 6,
-        mn[..., :4] | mn[..., 4:] >> 4 << 6,
-        (sc[..., 4:] & 15) | (mn[..., 4:] & 15) << 4,
-    )
-    return torch.cat((*(values.flatten(-2) for values in stored), *packed), -1), quants
 
 
 def _bytes(pairs: Tensor) -> Tensor:
@@ -104,24 +98,9 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0, 1 / x)
 
 
-def _half(x: Tensor) -> Tensor:
-    """The bytes of scales in float16: (.., 1) -> (.., 2). Raises CheckpointError if one is not finite."""
-    half = x.half()
-    check_scales(half)
-    return half.view(torch.uint8)
-
-
 def _by_package(type: str) -> Callable[[Tensor], Tensor]:
-    """Quantization by the gguf package, whose integers are llama.cpp's. A block begins with its scale in float16."""
-    kind = gguf.GGMLQuantizationType[type]
-
-    def quantize(w: Tensor) -> Tensor:
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite scales are refused below
-            raw = torch.from_numpy(gguf.quantize(w.numpy(), kind))
-        check_scales(raw.unflatten(1, (-1, block_of(type)[1]))[..., :2].contiguous().view(torch.float16))
-        return raw
-
-    return quantize
+    """Quantization by the gguf package, whose integers are llama.cpp's."""
+    return lambda w: torch.from_numpy(gguf.quantize(w.numpy(), gguf.GGMLQuantizationType[type]))
 
 
 # Type -> weights that share a scale, and the function that quantizes rows (R, N) float32 to bytes (R, ..)
@@ -140,25 +119,20 @@ def block_of(type: str) -> tuple[int, int]:
     return block, size
 
 
-def nbytes(shape: tuple[int, ...], type: str) -> int:
-    """The bytes of a weight in a type."""
-    block, size = block_of(type)
-    return math.prod(shape) // block * size
-
-
 def quantize(weight: Tensor, type: str) -> Tensor:
     """A weight (R, N) in a GGUF type: (R, bytes of a row) uint8. Raises CheckpointError if a weight is not finite.
 
     Groups below SMALLEST become 0, as in llama.cpp: the reciprocals of their scales would overflow.
     """
     group, function = TYPES[type]
-    rows, columns = weight.shape
-    out = torch.empty(rows, nbytes((columns,), type), dtype=torch.uint8)
+    (rows, columns), (block, size) = weight.shape, block_of(type)
+    out = torch.empty(rows, columns // block * size, dtype=torch.uint8)
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         groups = weight[first : first + step].float().unflatten(1, (-1, group))  # (R, groups, group)
-        tiny = groups.abs().amax(-1, keepdim=True) < SMALLEST
-        out[first : first + step] = function(torch.where(tiny, 0, groups).flatten(1))
+        largest = groups.abs().amax(-1, keepdim=True)
+        check_scales((largest / 8).half())  # of all types, Q4_0 has the largest scales
+        out[first : first + step] = function(torch.where(largest < SMALLEST, 0, groups).flatten(1))
     return out
 
 
@@ -182,7 +156,7 @@ SMALLER = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: str) -> dict[str, str]:
-    """The type of each matrix, as llama.cpp chooses it, but for Q5_K in Llama 70B, which is Q6_K here.
+    """The type of each matrix, as llama.cpp chooses it, but for the value projections of Llama 70B.
 
     Raises CheckpointError if rows can't be divided into blocks.
     """
@@ -193,8 +167,9 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
             continue
         type = mix.output if name == output else mix.type
         if kind == "q4_k" and name.endswith(("attention.wv.weight", "feed_forward.w_down.weight")):
-            seventy = "wv" in name and config.n_layers == 80 and config.n_heads != config.n_kv_heads
-            if seventy or _more_bits(int(name.split(".")[1]), config.n_layers):  # in a 70B, 8 heads share a value head
+            # more bits for the first and last eighth of the layers, and every third between them
+            layer, eighth = int(name.split(".")[1]), config.n_layers // 8
+            if layer < eighth or layer >= 7 * config.n_layers // 8 or (layer - eighth) % 3 == 2:
                 type = "Q6_K"
         if shape[1] % block_of(type)[0]:
             type = SMALLER.get(type, type)
@@ -202,8 +177,3 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
             raise CheckpointError(f"{name} has rows of {shape[1]} weights, no multiple of 32; leave out --quantize")
         types[name] = type
     return types
-
-
-def _more_bits(layer: int, count: int) -> bool:
-    """Whether Q4_K_M gives a layer more bits: the first and last eighth, and every third between them."""
-    return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2

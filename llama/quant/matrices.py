@@ -1,85 +1,83 @@
-"""Quantized matrices as other programs store them: integers in groups, 8-bit floats with scales, codebooks.
+"""Quantized matrices in files, read on demand, and integers in groups as other programs store them.
 
-A matrix is read from its files on demand: `floats` returns the dequantized weight of some rows, `blocks` the same rows
-for the kernels, if they can compute with the stored integers. N rows (out features), K columns, G groups of a row.
+N rows (out features), K columns, G groups of a row.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocks import BlockFormat, Blocks
-from .tiles import TILE, unpack
 
 GROUPS = (128, 64, 32, 16)  # columns that share a scale in the kernels, the largest first
 ROUNDING = 2.0**-11  # largest accepted rounding of a scale to float16, as a part of the weight's largest scale
 
 
-@dataclass(frozen=True)
-class Matrix(ABC):
-    """A quantized weight (N, K). label: how it is stored, for display."""
+class Matrix(NamedTuple):
+    """A quantized weight (N, K).
+
+    label   how it is stored, for display
+    floats  returns the dequantized rows in a slice: (n, K) float32
+    blocks  returns the rows as integers for the kernels; None if the kernels can't represent this weight
+    """
 
     label: str
     shape: tuple[int, int]
-
-    @abstractmethod
-    def floats(self, rows: slice) -> Tensor:
-        """The dequantized rows: (n, K) float32."""
-
-    def blocks(self, rows: slice) -> Blocks | None:
-        """The rows as integers for the kernels; None if the kernels can't represent this weight."""
-        return None
+    floats: Callable[[slice], Tensor]
+    blocks: Callable[[slice], Blocks | None] = lambda rows: None
 
 
 @dataclass(frozen=True)
-class Integers(Matrix):
+class Integers:
     """weight[n, k] = scale[n, g] * (quant[n, k] - zero[n, g]), where column k belongs to group g.
 
     bits    4 or 8
     group   columns in a group; the last group may have fewer
     quants  (n, K) uint8 of some rows
-    scale   (n, G) float32 of some rows
+    scale   (N, G) in any floating-point dtype
     zero    (n, G) integers of some rows; None: 2^(bits - 1) for all groups
     order   (K,) the group of each column, if the columns of a group are not adjacent (act order); otherwise None
     """
 
+    shape: tuple[int, int]
     bits: int
     group: int
     quants: Callable[[slice], NDArray[np.uint8]]
-    scale: Callable[[slice], Tensor]
+    scale: Tensor
     zero: Callable[[slice], NDArray[Any]] | None = None
     order: Tensor | None = None
 
+    def matrix(self, label: str) -> Matrix:
+        return Matrix(label if self.order is None else f"{label} in act order", self.shape, self.floats, self.blocks)
+
     def floats(self, rows: slice) -> Tensor:
         weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
-        weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(_as_float(self.zero(rows)))
-        return weight.mul_(self._by_column(self.scale(rows)))
+        weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(torch.as_tensor(self.zero(rows)))
+        return weight.mul_(self._by_column(self.scale[rows].float()))
 
     def _by_column(self, values: Tensor) -> Tensor:
         """(n, G) -> (n, K)."""
-        return _repeated(values, self.group, self.shape[1]) if self.order is None else values[:, self.order]
+        return repeated(values, self.group, self.shape[1]) if self.order is None else values[:, self.order]
 
     @functools.cached_property
     def form(self) -> BlockFormat | None:
         """The kernels' format of this weight; None if no format represents it.
 
-        Needs the scales and zero points of all rows. Scales that are not float16 are rounded to it, and so is the
-        product of scale and zero point.
+        Needs all scales and zero points. Scales that are not float16 are rounded to it, and so is the product of scale
+        and zero point.
         """
         if self.order is not None:
             return None
-        everything, single = slice(None), self.group >= self.shape[1]
-        scale, zero = self.scale(everything), None if self.zero is None else self.zero(everything)
+        single, scale = self.group >= self.shape[1], self.scale.float()
+        zero = None if self.zero is None else self.zero(slice(None))
         offset = zero is not None and bool((zero != 2 ** (self.bits - 1)).any())
         if single and self.bits == 8 and not offset:
             return BlockFormat(8, 0, False)
@@ -87,91 +85,27 @@ class Integers(Matrix):
         error = (scale.half().float() - scale).abs().max()
         if group is None or not bool(error <= ROUNDING * scale.abs().max()):
             return None
-        if offset and not bool((scale * _as_float(zero)).half().isfinite().all()):
+        if offset and not bool((scale * torch.as_tensor(zero)).half().isfinite().all()):
             return None
         return BlockFormat(self.bits, group, offset)
 
     def blocks(self, rows: slice) -> Blocks | None:
         if self.form is None:
             return None
-        quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale(rows), None
+        quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale[rows].float(), None
         if self.form.offset and self.zero is not None:
-            added = -scale * _as_float(self.zero(rows))
+            added = -scale * torch.as_tensor(self.zero(rows))
         group = self.form.group
         if group:  # a group of the file is one or several of the kernels'
             repeats, count = -(-self.group // group), -(-self.shape[1] // group)
-            scale = _repeated(scale, repeats, count)
-            added = None if added is None else _repeated(added, repeats, count)
+            scale = repeated(scale, repeats, count)
+            added = None if added is None else repeated(added, repeats, count)
         return Blocks(quants, scale, added, self.bits, group)
 
 
-@dataclass(frozen=True)
-class ScaledFloats(Matrix):
-    """weight[n, k] = scale[n // b, k // c] * value[n, k], with values of few bits and blocks of b x c entries.
-
-    values  (N, K) in any floating-point dtype
-    scale   (ceil(N / b), ceil(K / c)) float32
-    """
-
-    block: tuple[int, int]
-    values: Callable[[], Tensor]
-    scale: Callable[[], Tensor]
-
-    def floats(self, rows: slice) -> Tensor:
-        first, last, _ = rows.indices(self.shape[0])
-        down, across = self.block
-        scale = self.scale()[torch.arange(first, last) // down]  # (n, ceil(K / c))
-        return self.values()[rows].float().mul_(_repeated(scale, across, self.shape[1]))
-
-
-@dataclass(frozen=True)
-class Codebook(Matrix):
-    """weight = absmax[i // block] * values[code[i]], with i counting all entries row by row.
-
-    packed  (N K / 2,) bytes of two codes, the first in the high 4 bits
-    values  (16,) float32
-    absmax  float32 of some blocks
-    """
-
-    block: int
-    packed: Callable[[], Tensor]
-    values: Callable[[], Tensor]
-    absmax: Callable[[slice], Tensor]
-
-    def floats(self, rows: slice) -> Tensor:
-        first, last = (row * self.shape[1] for row in rows.indices(self.shape[0])[:2])
-        pairs = torch.cartesian_prod(self.values(), self.values())  # (256, 2), by byte
-        weight = F.embedding(self.packed()[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
-        start = first // self.block
-        absmax = self.absmax(slice(start, -(-last // self.block)))
-        weight *= absmax.repeat_interleave(self.block)[first - start * self.block :][: last - first]
-        return weight.view(-1, self.shape[1])
-
-
-@dataclass(frozen=True)
-class Tiles(Matrix):
-    """A weight that tiles.py packed: (tiles, bytes of a tile) uint8."""
-
-    format: BlockFormat
-    packed: Callable[[], Tensor]
-
-    def floats(self, rows: slice) -> Tensor:
-        return self.blocks(rows).weight
-
-    def blocks(self, rows: slice) -> Blocks:
-        first, last, _ = rows.indices(self.shape[0])
-        start = first // TILE * TILE
-        tiles = self.packed()[start // TILE : -(-last // TILE)]
-        return unpack(tiles, last - start, self.shape[1], self.format).rows(slice(first - start, None))
-
-
-def _repeated(values: Tensor, times: int, count: int) -> Tensor:
+def repeated(values: Tensor, times: int, count: int) -> Tensor:
     """Each column several times: (n, G) -> (n, count)."""
     return values.repeat_interleave(min(times, count), 1)[:, :count]
-
-
-def _as_float(values: NDArray[Any] | None) -> Tensor:
-    return torch.from_numpy(np.asarray(values, np.float32))
 
 
 # ----------------------------------------------------------------------------------------------- integers in words
@@ -188,16 +122,13 @@ def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None))
     return raw[..., first % each :][..., : last - first]
 
 
-def unpack_rows_of_words(words: NDArray[np.int32], order: Sequence[int], part: slice) -> NDArray[np.uint8]:
-    """Rows `part` of 4-bit integers, packed 8 rows to a word: (K, W) -> (n, K).
-
-    order  the row of the integer in the lowest 4 bits, in the next ones, ...
-    """
+def unpack_rows_of_words(words: NDArray[np.int32], part: slice) -> NDArray[np.uint8]:
+    """Rows `part` of 4-bit integers, packed 8 rows to a word in AutoAWQ's order: (K, W) -> (n, K)."""
     first, last, _ = part.indices(8 * words.shape[1])
     words = words[:, first // 8 : -(-last // 8)]
     columns = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)  # (W, K, bytes)
     rows = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
-    for i, row in enumerate(order):
+    for i, row in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
         byte = columns[..., i // 2]
         rows[:, row] = byte >> 4 if i % 2 else byte & 15
     return rows.reshape(-1, columns.shape[1])[first % 8 :][: last - first]

@@ -20,46 +20,54 @@ TILE = 16  # rows of a tile, as in cpp/blocks.h
 PER_ROW = 64  # inputs per group in a tile if a row has one scale
 
 
-class Layout(NamedTuple):
-    """Inputs per group, groups per block, low bits per weight, units per block, and bytes of each part of a block.
+class TileLayout(NamedTuple):
+    """How a row of 16 weights is divided into blocks.
 
-    low, high  bytes of a unit's low bits and of its other bits; a block has `units` units
-    integers   of two levels of scales
-    numbers    scales and offsets, or factors
+    width     inputs per group
+    groups    groups per block
+    units     units per block
+    planes    parts of a unit: bits of every weight, the lowest of them, first byte, bytes
+    integers  bytes of two levels of scales
+    numbers   bytes of scales and offsets, or factors
     """
 
     width: int
     groups: int
-    low_bits: int
     units: int
-    low: int
-    high: int
+    planes: tuple[tuple[int, int, int, int], ...]
     integers: int
     numbers: int
 
     @classmethod
-    def of(cls, format: BlockFormat) -> Layout:
+    def of(cls, format: BlockFormat) -> TileLayout:
         bits, group, offset, _, levels = format
-        width, low_bits = group or PER_ROW, 8 if bits == 8 else 4 if bits >= 4 else 2
+        width, low = group or PER_ROW, 8 if bits == 8 else 4 if bits >= 4 else 2
         groups = BLOCK // width if levels else 1
-        unit = 32 // (bits - low_bits) if bits > low_bits else groups * width  # 64 bytes hold the other bits of a unit
+        unit = 32 // (bits - low) if bits > low else groups * width  # 64 bytes hold the other bits of a unit
+        first = unit * TILE * low // 8
+        planes = ((low, 0, 0, first), (bits - low, low, first, unit * TILE * (bits - low) // 8))
         integers = groups * TILE * (1 + (offset and bits > 2)) if levels else 0
-        low, high = unit * TILE * low_bits // 8, unit * TILE * (bits - low_bits) // 8
         numbers = 2 * TILE * (1 + offset) if group else 0
-        return cls(width, groups, low_bits, groups * width // unit, low, high, integers, numbers)
+        return cls(width, groups, groups * width // unit, planes[: 1 + (bits > low)], integers, numbers)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of a block's weights."""
+        return self.units * sum(size for *_, size in self.planes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
-        return self.units * (self.low + self.high) + self.integers + self.numbers
+        return self.weights + self.integers + self.numbers
 
-    def parts(self, body: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks (.., bytes) as weights (.., units, bytes), integers and numbers (.., bytes)."""
-        sizes = [self.units * (self.low + self.high), self.numbers]
-        if self.integers:  # two levels of scales
-            numbers, integers, weights = body.split([self.numbers, self.integers, sizes[0]], -1)
+    def parts(self, tiles: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tiles as weights (tiles, blocks, units, bytes), integers and numbers (tiles, blocks, bytes)."""
+        count = self.blocks(columns)
+        body = tiles[:, : count * self.nbytes].unflatten(1, (count, -1))
+        if self.integers:
+            numbers, integers, weights = body.split([self.numbers, self.integers, self.weights], -1)
         else:
-            (weights, numbers), integers = body.split(sizes, -1), body[..., :0]
+            (weights, numbers), integers = body.split([self.weights, self.numbers], -1), body[..., :0]
         return weights.unflatten(-1, (self.units, -1)), integers, numbers
 
     def blocks(self, columns: int) -> int:
@@ -69,29 +77,25 @@ class Layout(NamedTuple):
 
 def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
     """Pack a weight into tiles: (tiles, bytes of a tile) uint8, `out` if it is given. Rows and columns are padded."""
-    format = blocks.format
-    layout, bits = Layout.of(format), blocks.bits
-    rows, columns = blocks.quants.shape
-    tiles, count, width = -(-rows // TILE), layout.blocks(columns), layout.groups * layout.width
+    format, bits, (rows, columns) = blocks.format, blocks.bits, blocks.quants.shape
+    layout = TileLayout.of(format)
+    tiles, count = -(-rows // TILE), layout.blocks(columns)
+    missing = tiles * TILE - rows
     if out is None:
         out = torch.empty(tiles, tile_bytes(columns, format), dtype=torch.uint8)
     zero = 0 if blocks.offset is not None or blocks.values is not None else 2 ** (bits - 1)
     # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
     # are copied in a quarter of the time of their bytes.
-    quants = _pad(blocks.quants, tiles * TILE - rows, count * width - columns, zero).contiguous().numpy()
-    weights, integers, numbers = layout.parts(_body(out, columns, layout))
-    parts = [(quants, layout.low_bits, 0, layout.low)]
-    if layout.high:
-        low = quants & np.uint8((1 << layout.low_bits) - 1)
-        high = quants >> np.uint8(layout.low_bits), bits - layout.low_bits
-        parts = [(low, layout.low_bits, 0, layout.low), (*high, layout.low, layout.high)]
-    for part, each, first, size in parts:
+    padded = _pad(blocks.quants, missing, count * layout.groups * layout.width - columns, zero)
+    quants = padded.contiguous().numpy()
+    weights, integers, numbers = layout.parts(out, columns)
+    for each, lowest, first, size in layout.planes:
+        part = quants if each == bits else quants >> np.uint8(lowest) & np.uint8((1 << each) - 1)
         to = weights[..., first : first + size].view(torch.int32).unflatten(-1, (-1, TILE)).numpy()
         words = _dense(part, each).reshape(tiles, TILE, count, layout.units, -1)
         to[...] = words.transpose(0, 2, 3, 4, 1)
     if not blocks.group:
-        scale = _pad(blocks.scale[:, :1], tiles * TILE - rows)
-        out[:, -4 * TILE :].view(torch.float32).copy_(scale.view(tiles, TILE))
+        out[:, -4 * TILE :].view(torch.float32).copy_(_pad(blocks.scale[:, :1], missing).view(tiles, TILE))
         return out
     if blocks.values is not None:
         out[:, -4 * TILE :] = (torch.tensor(blocks.values) + 128).repeat(4)
@@ -99,12 +103,11 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
     if blocks.factors is not None:
         factors = list(blocks.factors.unbind(-1))
         found = [_integers(*each, tiles, count, layout.groups) for each in zip(stored, factors, strict=True)]
-        packed = [found[0] | found[1] << 4] if layout.low_bits == 2 and blocks.offset is not None else found
+        packed = [found[0] | found[1] << 4] if bits == 2 and blocks.offset is not None else found
         integers.copy_(torch.cat(packed, dim=2).flatten(2).view(torch.uint8))
         stored = factors
     for values, to in zip(stored, numbers.view(torch.float16).split(TILE, -1), strict=True):
-        padded = _pad(values, tiles * TILE - rows).view(tiles, TILE, count)
-        to.copy_(padded.transpose(1, 2))
+        to.copy_(_pad(values, missing).view(tiles, TILE, count).transpose(1, 2))
     return out
 
 
@@ -139,7 +142,7 @@ def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
 
 def tile_bytes(columns: int, format: BlockFormat) -> int:
     """Bytes of one tile of a weight with `columns` columns."""
-    layout = Layout.of(format)
+    layout = TileLayout.of(format)
     return layout.blocks(columns) * layout.nbytes + (4 * TILE if format.codebook or not format.group else 0)
 
 
@@ -156,15 +159,8 @@ def scales_of(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
     """
     if not format.group:
         return tiles[:, -4 * TILE :].contiguous().view(torch.float32).view(-1, 1, 1, TILE)
-    layout = Layout.of(format)
-    numbers = layout.parts(_body(tiles, columns, layout))[2].contiguous()
+    numbers = TileLayout.of(format).parts(tiles, columns)[2].contiguous()
     return numbers.view(torch.float16).unflatten(-1, (-1, TILE))
-
-
-def _body(tiles: Tensor, columns: int, layout: Layout) -> Tensor:
-    """The blocks of tiles: (tiles, blocks, bytes)."""
-    count = layout.blocks(columns)
-    return tiles[:, : count * layout.nbytes].unflatten(1, (count, -1))
 
 
 def unpack(tiles: Tensor, rows: int, columns: int, format: BlockFormat) -> Blocks:
@@ -179,23 +175,22 @@ def unpack_rows(tiles: Tensor, ids: Tensor, columns: int, format: BlockFormat) -
 
 def _unpacked(tiles: Tensor, columns: int, format: BlockFormat, lanes: Tensor | None = None) -> Blocks:
     """The 16 rows of each tile, or one of them: the one with the number in lanes (tiles,)."""
-    layout = Layout.of(format)
-    weights, packed, _ = layout.parts(_body(tiles, columns, layout))
+    layout = TileLayout.of(format)
+    weights, packed, _ = layout.parts(tiles, columns)
 
     def by_rows(values: Tensor, axis: int) -> Tensor:  # (tiles, .., 16, ..) -> (N, ..)
         values = values.movedim(axis, 1)
         return values.flatten(0, 1) if lanes is None else values[torch.arange(len(tiles), device=tiles.device), lanes]
 
-    def bits(first: int, size: int, each: int) -> Tensor:  # (N, K)
-        return _sparse(by_rows(weights[..., first : first + size].unflatten(-1, (-1, TILE, 4)), 4), each)
-
-    quants = bits(0, layout.low, layout.low_bits)
-    if layout.high:
-        quants = quants | bits(layout.low, layout.high, format.bits - layout.low_bits) << layout.low_bits
+    planes = []  # (N, K)
+    for each, lowest, first, size in layout.planes:
+        words = by_rows(weights[..., first : first + size].unflatten(-1, (-1, TILE, 4)), 4)
+        planes.append(_sparse(words, each) << lowest)
+    quants = planes[0] if len(planes) == 1 else planes[0] | planes[1]
     numbers, factors = by_rows(scales_of(tiles, columns, format), 3).float(), None  # (N, groups or blocks, 1 or 2)
     if format.levels:
         packed = packed.unflatten(-1, (-1, layout.groups, TILE))  # (tiles, blocks, 1 or 2, groups, 16)
-        if layout.low_bits == 2 and format.offset:
+        if format.bits == 2 and format.offset:
             packed = torch.cat((packed & 15, packed >> 4), dim=2)
         integers, factors = by_rows(packed, 4).view(torch.int8), numbers  # (N, blocks, 1 or 2, groups)
         products = (integers * factors[..., None]).transpose(2, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
-from ..checkpoint.quantized import LAYOUT, Packed, write
+from ..checkpoint.quantized import LAYOUT, write
 from ..checkpoint.write import Model
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..hub import resolve
@@ -81,8 +80,7 @@ def quantize(
         return written.tensor(name) if tiles is None else tiles
 
     def write_folder(path: Path, recorded: Model) -> None:
-        packed = {name: Packed(format, partial(recorded.read, name)) for name, format in formats.items() if format}
-        write(path, recorded, packed, scheme, shards)
+        write(path, recorded, {name: format for name, format in formats.items() if format}, scheme, shards)
 
     try:
         with new_target(target, True) as path:

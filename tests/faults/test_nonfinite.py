@@ -22,8 +22,7 @@ from llama.generation.batch import Batch, Ended, Request
 from llama.generation.session import Session
 from llama.generation.speculative import ModelDraft, NGramDraft, speculate
 from llama.model import Transformer
-from llama.quant.rounding import quantize
-from llama.quant.schemes import pick_scheme
+from llama.quant.schemes import pick_scheme, quantize
 from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -152,7 +151,7 @@ def tile(scheme: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
     """Return a function that makes a TileLinear with a damaged scale from a linear layer."""
 
     def make(linear: torch.nn.Linear) -> torch.nn.Module:
-        chosen = pick_scheme(scheme)
+        chosen = pick_scheme(scheme).format
         blocks = quantize(linear.weight, chosen)
         blocks.scale[4, 0] = math.nan
         shape = linear.out_features, linear.in_features
@@ -163,7 +162,7 @@ def tile(scheme: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
 
 def block(linear: torch.nn.Linear) -> torch.nn.Module:
     """Return a BlockLinear with a damaged scale."""
-    layer = BlockLinear(quantize(linear.weight, pick_scheme("int8")))
+    layer = BlockLinear(quantize(linear.weight, pick_scheme("int8").format))
     layer.scale[4, 0] = math.inf
     return layer
 
