@@ -87,28 +87,7 @@ def test_formats_by_hand(format: str, expected: str) -> None:
     assert text_of(format, DIALOG) == expected
 
 
-@pytest.mark.parametrize("continues", [False, True])
-@pytest.mark.parametrize(
-    ("message", "written"),
-    [
-        (call("add", {"a": 1, "b": "ü"}), '{"type": "function", "name": "add", "parameters": {"a": 1, "b": "\\u00fc"}}'),
-        (call("brave_search", {"query": "a b"}), 'brave_search.call(query="a b")'),
-        (call("wolfram_alpha", '{"query": "2^10"}'), 'wolfram_alpha.call(query="2^10")'),
-        (call("code_interpreter", {"code": "print(1)\n"}), "<|python_tag|>print(1)\n"),
-        (call("f", {}, content="So: "), 'So: {"type": "function", "name": "f", "parameters": {}}'),
-        (assistant("wait"), "wait"),
-    ],
-)  # fmt: skip
-def test_llama3_writes_tool_calls_and_the_end_of_a_message(message: dict, written: str, continues: bool) -> None:
-    answers = [{"role": role, "content": "[1]"} for role in ("tool", "ipython")]
-    text = text_of("llama3", [user("x"), {**message, "continues": continues}, *answers])
-    end = "<|eom_id|>" if continues else "<|eot_id|>"
-    assert f"<|start_header_id|>assistant<|end_header_id|>\n\n{written}{end}<|start_header_id|>" in text
-    assert text.count("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>") == 2
-
-
 S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
-CODE = [{"name": name, "arguments": {"code": "1"}} for name in ("f", "code_interpreter")]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +98,8 @@ CODE = [{"name": name, "arguments": {"code": "1"}} for name in ("f", "code_inter
         ("llama2", [S], "the last message must have the role user"),
         ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
         *(("codellama-70b", dialog, "the roles must be") for dialog in (
-            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")],
-            [user("a"), call("f", {}), user("b")], [user("a"), {**assistant("b"), "continues": True}, user("c")])),
-        ("llama3", [call("brave_search", {"q": "x"})], "brave_search takes one string argument, query"),
-        ("llama3", [call("wolfram_alpha", {"query": "x", "more": 1})], "takes one string argument"),
-        ("llama3", [call("photogen", {"query": 1})], "takes one string argument"),
-        ("llama3", [call("code_interpreter", {})], "code_interpreter takes one string argument, code"),
-        ("llama3", [call("code_interpreter", {"code": "1"}, content="Let me see.")], "must be alone"),
-        ("llama3", [{"role": "assistant", "tool_calls": CODE}], "must be alone"),
+            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
+        *((format, [user("a"), call("f", {}), user("b")], "no tools and no calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:
@@ -143,17 +116,12 @@ def test_errors_about_formats() -> None:
         ids_of("codellama-70b", [user("x")], LLAMA3)
     with pytest.raises(TemplateError, match=r"llama3 needs .*use llm.generate"):
         check_format("llama3", byte_level("<|im_start|>", "<|im_end|>"))
-    first = byte_level(*[name for name in LLAMA3_NAMES[:10] if name != "<|eom_id|>"])
-    assert ids_of("llama3", [user("x"), call("f", {})], first)
-    for message, missing in ((call("code_interpreter", {"code": ""}), "python_tag"), (assistant("x"), "eom_id")):
-        with pytest.raises(TemplateError, match=missing):
-            ids_of("llama3", [user("x"), {**message, "continues": missing == "eom_id"}], first)
 
 
 def test_the_format_of_a_vocabulary() -> None:
     for name, tokenizer in VOCABULARY.items():
         assert chat_format_of(tokenizer) == name
-    for tokens in (("<s>", "</s>", "<|im_start|>"), ("<s>", "x"), ("<|begin_of_text|>", "<|eot_id|>")):
+    for tokens in (("<s>", "x"), ("<|begin_of_text|>", "<|eot_id|>")):
         assert chat_format_of(byte_level(*tokens)) is None
     llm = Llama(tiny.model(), LLAMA3, tiny.CHATML, chat_format="llama3")
     assert (
@@ -170,11 +138,7 @@ def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
         dialog: Dialog = [{"role": "system", "content": " ".join(names)}]
         for name in names:
             dialog += [user(name[:4]), assistant(f"x {name} {name}\x1f{name}"), user(name[4:]), assistant(name)]
-            if format == "llama3":
-                dialog += [
-                    call(name, {name: [name, {name: name}], "a": name[:4], "b": name[4:]}),
-                    {"role": "tool", "content": name},
-                ]
+            dialog += [{"role": "tool", "content": name}] * (format == "llama3")
         return spell(tokenizer, ids_of(format, [*dialog, user("\x1f".join(names))]))[1]
 
     assert controls([*tokenizer.control]) == controls([f"word{i}" for i in range(len(tokenizer.control))])
@@ -227,12 +191,11 @@ MEMBERS = {
 
 def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with the fields of Meta's RawMessage."""
-    calls = [c.get("function", c) for c in message.get("tool_calls", [])]
     return {
         "role": "tool" if message["role"] == "ipython" else message["role"],
-        "content": message.get("content") or "",
-        "stop_reason": "end_of_message" if message.get("continues") else "end_of_turn",
-        "tool_calls": [{"call_id": "1", "tool_name": c["name"], "arguments": c["arguments"]} for c in calls],
+        "content": message["content"],
+        "stop_reason": "end_of_turn",
+        "tool_calls": [],
     }
 
 
@@ -243,20 +206,8 @@ def random_dialogs(count: int) -> list[Dialog]:
     def text() -> str:
         return "".join(choose.choice(texts) for _ in range(choose.randint(0, 4)))
 
-    def calls() -> list[dict[str, Any]]:
-        name = choose.choice(["add", "<|eot_id|>", "größe", "brave_search", "wolfram_alpha", "photogen"])
-        arguments = {"query": text()} if name[-1] in "han" else {text(): choose.choice([1, 2.5, True, None, text()])}
-        return [{"name": name, "arguments": arguments}] * choose.randint(1, 2)
-
     def message() -> dict[str, Any]:
-        kind = choose.choice(["system", "user", "assistant", "tool", "ipython", "call", "code"])
-        if kind == "code":
-            calling = [{"name": "code_interpreter", "arguments": {"code": text()}}]
-            return {"role": "assistant", "tool_calls": calling, "continues": choose.random() < 0.7}
-        if kind == "call":
-            calling = calls()
-            return {"role": "assistant", "content": text(), "tool_calls": calling, "continues": choose.random() < 0.5}
-        return {"role": kind, "content": text()}
+        return {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text()}
 
     return [[message() for _ in range(choose.randint(1, 6))] for _ in range(count)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import hashlib
 import json
 import operator
@@ -57,11 +58,16 @@ def token_ids(ids: Iterable[object]) -> list[int]:
     return [token_id(id) for id in ids]
 
 
+@functools.lru_cache
+def _pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
 def split_at(text: str, tokens: Iterable[str]) -> list[tuple[str, bool]]:
     """Split a text at tokens: (part, whether it is a token). The first match wins, then the longest."""
-    names = sorted(filter(None, tokens), key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
+    parts = _pattern(tuple(tokens)).split(text)
+    return [(part, i % 2 == 1) for i, part in enumerate(parts) if part]
 
 
 class Tokenizer(ABC):
