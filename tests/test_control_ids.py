@@ -14,7 +14,8 @@ from llama.chat import encode_chat
 from llama.errors import TokenizerError, UsageError
 from llama.text import Llama
 from llama.tokenizer import Decoder, Named, Tokenizer
-from llama.tokenizer.gguf import BYTE_OF, from_metadata
+from llama.tokenizer.common import BYTE_OF
+from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import PIECE, SentencePieceModelTokenizer, read_fields, write_field
 from llama.tokenizer.tiktoken import TiktokenTokenizer

@@ -14,7 +14,7 @@ from tokenizers import normalizers, pre_tokenizers
 from llama.errors import TokenizerError
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer, write_field
-from llama.tokenizer.steps import GROWTH, LARGEST_GROWTH, growth, longest_replacement
+from llama.tokenizer.growth import GROWTH, LARGEST_GROWTH, growth, longest_replacement
 
 from .test_tokenizer_files import MODEL, added, source
 

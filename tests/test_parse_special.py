@@ -88,7 +88,7 @@ def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
     one_by_one = tiny_llm.generate([PROMPT], parse_special=True, session=None, draft="ngram", max_new_tokens=6)
     assert one_by_one[0].tokens == tiny_llm.chat([{"role": "user", "content": "hello"}], max_new_tokens=6).tokens
     assert tiny_llm.generate(PROMPT, **options).stats.prompt_tokens > len(
-        tiny_llm.tokenizer(PROMPT, parse_special=True)
+        tiny_llm.tokenizer.encode(PROMPT, parse_special=True)
     )
     with pytest.raises(UsageError, match="'parse_special' does not apply to this call"):
         tiny_llm.chat([{"role": "user", "content": "hello"}], parse_special=True)

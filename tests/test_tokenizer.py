@@ -19,7 +19,8 @@ from tokenizers import Tokenizer as Backend
 
 from llama.errors import TokenizerError, UsageError
 from llama.tokenizer import Decoder, Tokenizer, open_tokenizer
-from llama.tokenizer.gguf import BYTE_OF, from_metadata
+from llama.tokenizer.common import BYTE_OF
+from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.tiktoken import RUN, pieces
 
@@ -162,9 +163,9 @@ def test_byte_level_kinds_have_the_same_attributes(byte_kinds: list[Tokenizer], 
     for ours in byte_kinds:
         assert list(ours.control) == CONTROL
         assert (ours.bos_id, ours.eos_id, ours.stop_ids, ours.add_bos) == (n, n + 1, {n + 1, n + 8, n + 9}, True)
-        assert ours("a", True, True) == [n, *ours.encode("a"), n + 1]
+        assert ours.encode("a", True, True) == [n, *ours.encode("a"), n + 1]
         assert ours.encode_prompt("") == [n]
-        assert ours.encode_prompt(f"{CONTROL[0]}a", parse_special=True) == ours.encode_prompt("a") == [n, *ours("a")]
+        assert ours.encode_prompt(f"{CONTROL[0]}a", parse_special=True) == ours.encode_prompt("a") == [n, *ours.encode("a")]
         assert ours.decode([n, *ours.encode("a"), n + 9]) == "a"
 
 

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 
 from llama.errors import LlamaError, TokenizerError
 from llama.tokenizer import Named, Tokenizer, is_tokenizer, open_tokenizer
-from llama.tokenizer.common import NOTHING
-from llama.tokenizer.gguf import BYTE_OF, from_metadata
+from llama.tokenizer.common import BYTE_OF, NOTHING
+from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer, parse
@@ -99,7 +99,7 @@ def test_unknown_characters_follow_the_library() -> None:
     unknown = source()  # as in GPT-2's files, where an unknown byte ends the text
     unknown["model"]["unk_token"] = "<|eot_id|>"
     unknown["model"]["vocab"]["<|eot_id|>"] = unknown["model"]["vocab"].pop(chr(0x100 + 4))
-    with pytest.raises(TokenizerError, match=r"character 1 of the text, '\\x04', has the byte 0x04, for which"):
+    with pytest.raises(TokenizerError, match="the text has the byte 0x04, which has no token"):
         opened(unknown).encode("a\x04b")
 
 
@@ -301,7 +301,7 @@ def test_settings_of_the_wrong_type_are_rejected(settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": None}, "no tokenizer"), ({"model": "bert"}, "'bert' is not supported; supported: gpt2, llama"),
+        ({"model": None}, "no tokenizer"), ({"model": "bert"}, "'bert', expected gpt2 or llama"),
         ({"pre": "klingon"}, "klingon"), ({"tokens": None}, "tokens' is missing"), ({"token_type": [1]}, "can't be built"),
         ({"merges": None}, "merges' is missing"), ({"merges": ["h e", "l"]}, "not enough values"),
         ({"merges": ["q x"]}, "out of vocabulary"), ({"bos_token_id": 266}, "outside the vocabulary of 266 tokens"),

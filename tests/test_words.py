@@ -17,7 +17,7 @@ from transformers import Qwen2Tokenizer
 from llama.checkpoint import open_checkpoint
 from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
-from llama.tokenizer.words import PRE
+from llama.tokenizer.words import RULES
 
 from . import tiny
 
@@ -67,13 +67,6 @@ EXPRESSIONS = {
     **{name: [LLAMA3] for name in ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe")},
     **{name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen")},
     "tekken": [TEKKEN],
-    "deepseek-llm": [
-        r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+\Z",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
-    ],
-    "deepseek-coder": [
-        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
-    ],
     "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
 }  # fmt: skip
 
@@ -96,9 +89,9 @@ def words_by_regex(text: str, expressions: list[str]) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("name", PRE)
+@pytest.mark.parametrize("name", RULES)
 def test_words_are_those_of_the_regular_expressions(name: str) -> None:
-    splitter = PRE[name].words()
+    splitter = RULES[name].words
     for text in mixtures(300):
         found = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
         assert found == words_by_regex(text, EXPRESSIONS[name]), text
@@ -127,14 +120,14 @@ def trained() -> dict[str, Any]:
 def test_the_names_differ_in_the_ids(trained: dict[str, Any]) -> None:
     """Two rules differ in the ids of a text, so that a confusion of them would be noticed. The text decodes again."""
     ids: dict[Any, str] = {}
-    for name, rule in PRE.items():
+    for name, rule in RULES.items():
         tokenizer = from_metadata({**trained, "tokenizer.ggml.pre": name}, "x.gguf")
         assert tokenizer.add_bos == rule.add_bos == (name in ("tekken", "llama-bpe", "llama3", "llama-v3", "falcon3"))
         encoded = {text: tokenizer.encode(text) for text in [*mixtures(150), "e\u0301", " zebra"]}
-        assert all(tokenizer.decode(found) == (unicodedata.normalize("NFC", text) if rule.nfc else text)
+        assert all(tokenizer.decode(found) == (unicodedata.normalize("NFC", text) if rule.normalizer else text)
                    for text, found in encoded.items())  # fmt: skip
         assert (encoded[" zebra"] == [len(trained["tokenizer.ggml.tokens"]) - 1]) == rule.ignore_merges
-        assert PRE[ids.setdefault(tuple(map(tuple, encoded.values())), name)] == rule, name
+        assert RULES[ids.setdefault(tuple(map(tuple, encoded.values())), name)] == rule, name
     default = from_metadata(trained, "x.gguf")
     assert ids[tuple(tuple(default.encode(text)) for text in encoded)] == "default"
 

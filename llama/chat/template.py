@@ -135,7 +135,7 @@ def _rendered(
     """Texts with stand-ins for what each regular expression finds (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
     bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
-    values = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
+    values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
     values |= {"add_generation_prompt": add_generation_prompt, "cut": cut}
     # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
     characters = {*"".join(tokenizer.control)}

@@ -91,7 +91,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         self.kind = "tiktoken BPE (Llama 3)"
-        self._errors = library_errors(where, "the text can't be encoded")
+        self._where = where
         rank_of = parse(data, where)
         self._tokens = list(rank_of)
         self.control = {name: len(rank_of) + i for i, name in enumerate(control_strings())}
@@ -105,7 +105,7 @@ class TiktokenTokenizer(Tokenizer):
             self._encoding = tiktoken.Encoding(where, pat_str=LLAMA3_WORDS, mergeable_ranks=rank_of, special_tokens={})
 
     def _encode(self, text: str) -> list[int]:
-        with self._errors:
+        with library_errors(self._where, "the text can't be encoded"):
             return [id for piece in pieces(text) for id in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, id: int) -> bytes:
