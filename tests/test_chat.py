@@ -304,7 +304,7 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
         ([{"role": "ipython", "content": "x", "tool_call_id": ["a"]}], "tool_call_id must be a string"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
         ([{"role": "assistant", "tool_calls": ["f()"]}], "tool_calls 0 must be a mapping"),
-        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type must be"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type 'custom'"),
         ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "function must be a mapping"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),

@@ -239,7 +239,7 @@ def test_a_truncated_sentencepiece_model_is_rejected() -> None:
     [
         *((3, line, "line 4 is") for line in (b"not base64! 3", b"", b"YWJj", b"YWJjZ 3", b"YWJj -3", b"YWJj 3 1", b" 3")),
         (3, b"YWJj 4", "expected a new token in base64 and the rank 3"), (3, b"AA== 3", "line 4 is"),
-        (65, b"YWJjZGVm 65", "byte 0x41 is not a token"),
+        (65, b"YWJjZGVm 65", "b'A' is not a token"),
     ],
 )  # fmt: skip
 def test_damaged_lines_of_llama3_are_named(at: int, line: bytes, message: str) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, cast
 
-from ..checks import shown
+from ..checks import choice, shown
 from ..errors import UsageError
 
 # {"type": "function", "function": {"name": ..., "arguments": {...}}}, and an id if the input has one. The input may
@@ -95,10 +95,7 @@ def _call(call: Any, where: str) -> ToolCall:
     if isinstance(call, Mapping) and "function" not in call:  # only the inner mapping, perhaps with an id
         outer = {key: value for key, value in call.items() if key not in FUNCTION}
         call = {"type": "function", "function": {key: call.get(key) for key in FUNCTION}, **outer}
-    checked = _checked(call, CALL, where)
-    if checked.setdefault("type", "function") != "function":
-        raise UsageError(f"{where}: type must be 'function', got {shown(checked['type'])}")
-    return checked
+    return {**_checked(call, CALL, where), "type": "function"}
 
 
 def _function(function: Any, where: str) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def deeper(value: Any, levels: int) -> bool:
 # Key -> the function that checks its value
 Checks = dict[str, Callable[[Any, str], Any]]
 FUNCTION: Checks = {"name": _string, "arguments": _object}
-CALL: Checks = {"type": _string, "id": _string, "function": _function}
+CALL: Checks = {"type": lambda value, where: choice(where, value, ("function",)), "id": _string, "function": _function}
 MESSAGE: Checks = {"role": _string, "content": _string}
 TOOL: Checks = {"tool_call_id": _string, "name": _string}
 OF_ROLE: dict[str, Checks] = {"assistant": {"tool_calls": _calls}, "tool": TOOL, "ipython": TOOL}

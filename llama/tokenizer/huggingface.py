@@ -173,7 +173,7 @@ class HuggingFaceTokenizer(Tokenizer):
         setting = self.settings.get("add_bos_token")
         if setting is not None:
             return boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError)
-        if before and before != [self.token_of[self.bos_id] if self.bos_id is not None else None]:
+        if before and (self.bos_id is None or before != [self.token_of[self.bos_id]]):
             raise TokenizerError(
                 f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the bos_token;"
                 " set add_bos_token in tokenizer_config.json"

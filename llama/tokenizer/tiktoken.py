@@ -28,12 +28,10 @@ MAX_CHARACTERS = 400_000
 MAX_RUN = 25_000
 RUN = re.compile(r"\s+|\S+")
 
-LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,9})")
-
 
 def recognizes(start: bytes) -> bool:
     """Whether a file begins with a token in base64 and its rank."""
-    return LINE.match(start) is not None
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]", start) is not None
 
 
 def control_strings() -> list[str]:
@@ -56,13 +54,11 @@ def parse(data: bytes, where: str) -> dict[bytes, int]:
             token = b""
         if not token or number != b"%d" % rank or token in rank_of:
             raise TokenizerError(
-                f"{where}: line {rank + 1} is {line[:40]!r}, expected a new token in base64 and the rank {rank}; the"
-                " file is damaged or not Llama 3's tokenizer.model"
+                f"{where}: line {rank + 1} is {line[:40]!r}, expected a new token in base64 and the rank {rank}"
             )
         rank_of[token] = rank
-    missing = [byte for byte in range(256) if bytes([byte]) not in rank_of]
-    if missing:
-        raise TokenizerError(f"{where}: byte 0x{missing[0]:02X} is not a token, so some texts can't be encoded")
+    if missing := {bytes([byte]) for byte in range(256)} - rank_of.keys():
+        raise TokenizerError(f"{where}: {min(missing)!r} is not a token, so some texts can't be encoded")
     if len(rank_of) == LLAMA4_TOKENS:
         raise TokenizerError(f"{where}: this is the tokenizer of Llama 4, a model that is not supported")
     return rank_of
@@ -96,8 +92,7 @@ class TiktokenTokenizer(Tokenizer):
         self._tokens = list(rank_of)
         self.control = {name: len(rank_of) + i for i, name in enumerate(control_strings())}
         self.n_vocab = len(rank_of) + N_CONTROL
-        self.bos_id = self.control["<|begin_of_text|>"]
-        self.eos_id = self.control["<|end_of_text|>"]
+        self.bos_id, self.eos_id = self.control["<|begin_of_text|>"], self.control["<|end_of_text|>"]
         self.add_bos = True
         self.stop_ids = stop_ids(self.control, [self.eos_id, *named.stop_ids])
         with library_errors(where, "the vocabulary can't be built"):
