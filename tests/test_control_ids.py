@@ -74,23 +74,17 @@ TURNS: dict[str, Tokenizer] = {
     "GGUF, eot": from_metadata(turns_metadata(eot=257), "x"),
     "tokenizer.model": SentencePieceModelTokenizer(MODEL, "x", Named(stop_ids=[AT + 1], template=TEMPLATE)),
     "written as GGUF": from_metadata(
-        {
-            **gguf_metadata(HuggingFaceTokenizer(turns_json(), "x", {}, NAMED), 261),
-            "tokenizer.chat_template": TEMPLATE,
-        },
+        {**gguf_metadata(HuggingFaceTokenizer(turns_json(), "x", {}, NAMED), 261), "tokenizer.chat_template": TEMPLATE},
         "x",
     ),
 }
+TIKTOKEN = make_tiny.tiktoken_model(512)
 OTHERS: dict[str, Tokenizer] = {
     "GGUF": from_metadata(tiny.byte_vocabulary(), "x"),
     "GGUF, pieces": from_metadata(piece_metadata(), "x"),
     "tokenizer.json, pieces": HuggingFaceTokenizer(piece_json(metaspace=True), "x", {}, Named([1], [2, 260])),
     "tokenizer.model, plain": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "x", Named((), [300])),
-    "tiktoken": TiktokenTokenizer(
-        make_tiny.tiktoken_model(512),
-        "x",
-        Named((), [TiktokenTokenizer(make_tiny.tiktoken_model(512), "x").n_vocab - 1]),
-    ),
+    "tiktoken": TiktokenTokenizer(TIKTOKEN, "x", Named((), [TiktokenTokenizer(TIKTOKEN, "x").n_vocab - 1])),
 }
 TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, *TOKENS, "the</s><|im_end|><|eot_id|>", "".join(map(chr, range(128))))
 
@@ -153,10 +147,10 @@ def test_ids_of_other_types_are_errors() -> None:
 
 def test_a_stream_continues_the_ids_of_a_tensor(tiny_llm: Llama) -> None:
     ids = [*tiny_llm.tokenizer.encode("hell"), tiny_llm.tokenizer.encode("é")[0]]  # ends inside a character
-
-    def texts(prompt: Any) -> list[str]:
-        return [piece.text for piece in tiny_llm.stream_ids(prompt, max_new_tokens=8, seed=1)]
-
-    assert texts(torch.tensor(ids)) == texts(np.array(ids)) == texts(ids)
+    texts = [
+        [piece.text for piece in tiny_llm.stream_ids(prompt, max_new_tokens=8, seed=1)]
+        for prompt in (torch.tensor(ids), np.array(ids), ids)
+    ]
+    assert texts[0] == texts[1] == texts[2]
     with pytest.raises(UsageError, match="token id"):
         tiny_llm.stream_ids([65.7])  # type: ignore[list-item]

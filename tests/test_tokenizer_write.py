@@ -32,11 +32,9 @@ LLAMA3_FILE = ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model")
 MISTRAL_FILE = ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1")
 INFILL = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
 SNIPPETS = [
-    " ", "  ", "   ", "\t", "\n", "\r\n\r\n", "\u3000", "\u00a0", "1", "2345678", "word", " word", "bites", " the man",
-    "WE'LL", "it's", "é", "e\u0301", "漢字と", "한국어", "שלום", "العربية", "👨‍👩‍👧‍👦", "😀", "½", "ﬀ", "▁", "\u0000",
-    "\u0004", "\ufffd", "\U000f0000", "<|eot_id|>", "<|begin_of_text|>", "<|im_end|>", "<|", "</s>", "<s>", "<unk>",
-    "<0x0A>", "[INST]", "[REF]", "the cat", "▁<PRE>", " <PRE>", "<SUF>", " <MID>", "<unused3>", " <unused3>",
-    "[PAD7]", "def f(x):\n    return x", "...", "==",
+    " ", "   ", "\t", "\r\n\r\n", "\u3000", "2345678", " word", "bites", " the man", "WE'LL", "e\u0301", "漢字と", "👨‍👩‍👧‍👦",
+    "½", "▁", "\u0000", "\ufffd", "<|eot_id|>", "<|", "</s>", "<unk>", "<0x0A>", "[REF]", "the cat", "▁<PRE>", " <PRE>",
+    " <unused3>", "[PAD7]", "def f(x):\n    return x", "==",
 ]  # fmt: skip
 # User-defined pieces; a text that is exactly one of them has other ids in a tokenizer.json.
 USER_DEFINED = ["[REF]", "the▁cat"]
@@ -48,10 +46,9 @@ def texts(count: int, seed: int = 0) -> list[str]:
     anywhere = [range(0x20, 0x7F), range(0xD800), range(0xE000, 0x110000)]
     out = [*TEXTS]
     for i in range(count):
-        if i % 2:
-            out.append("".join(dice.choices(SNIPPETS, k=dice.randint(1, 12))))
-        else:
-            out.append("".join(chr(dice.choice(dice.choice(anywhere))) for _ in range(dice.randint(1, 12))))
+        size = dice.randint(1, 12)
+        points = [chr(dice.choice(dice.choice(anywhere))) for _ in range(size)]
+        out.append("".join(dice.choices(SNIPPETS, k=size) if i % 2 else points))
     return [text for text in out if text not in USER_DEFINED]
 
 
@@ -109,12 +106,11 @@ MADE: dict[str, Callable[[Path], Tokenizer]] = {
 
 
 @pytest.fixture(scope="module", params=["tiktoken_512", "pieces", *MADE])
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Small vocabularies in Meta's file formats."""
     if request.param in MADE:
         return MADE[request.param](tmp_path_factory.mktemp("source"))
-    found: Tokenizer = request.getfixturevalue(request.param)
-    return found
+    return request.getfixturevalue(request.param)
 
 
 # ----------------------------------------------------------------------------------------------------------- equal ids
@@ -152,9 +148,8 @@ def auto(tokenizer: Tokenizer, folder: Path, **config: Any) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "llama"}], ids=["tokenizer alone", "with a config.json"])
-def test_transformers_has_the_same_ids(source: Tokenizer, config: Any, tmp_path: Path) -> None:
-    theirs = auto(source, tmp_path, **config)
+def test_transformers_has_the_same_ids(source: Tokenizer, tmp_path: Path) -> None:
+    theirs = auto(source, tmp_path, model_type="llama")
     assert (theirs.bos_token_id, theirs.eos_token_id) == (source.bos_id, source.eos_id)
     for text in texts(100):
         encoded = theirs(text, split_special_tokens=True)
@@ -163,10 +158,8 @@ def test_transformers_has_the_same_ids(source: Tokenizer, config: Any, tmp_path:
             assert theirs.decode(encoded.input_ids, skip_special_tokens=True) == text
     pair = theirs("a", "b").input_ids
     assert pair == source.encode("a", bos=source.add_bos) + source.encode("b", bos=source.add_bos)
-    assert "token_type_ids" not in encoded
     for name, id in source.control.items():
-        assert theirs.convert_tokens_to_ids(name) == id
-        assert theirs(name, add_special_tokens=False).input_ids[-1] == id
+        assert theirs.convert_tokens_to_ids(name) == theirs(name, add_special_tokens=False).input_ids[-1] == id
 
 
 def test_the_gguf_package_reads_the_metadata(source: Tokenizer, tmp_path: Path) -> None:
@@ -189,8 +182,6 @@ def test_llama3s_own_file_has_the_published_merges(tmp_path: Path) -> None:
     assert len(metadata["tokenizer.ggml.merges"]) == 280_147  # as in the published tokenizer.json
     for other in (hf, as_gguf(hf)):
         same(source, other, texts(1500))
-    assert [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")] == [128000, 128001]
-    assert metadata["tokenizer.ggml.pre"] == "llama-bpe"
     assert metadata["tokenizer.ggml.tokens"][-1] == "[PAD128258]"
     assert metadata["tokenizer.ggml.token_type"][-4:] == [3, 5, 5, 5]
 
@@ -244,18 +235,14 @@ def changed(tokenizer: Tokenizer, change: Callable[[dict[str, Any]], object], **
 
 def test_ids_that_end_an_answer_without_a_known_name_are_ggufs_eot_and_eom(tiktoken_512: Tokenizer) -> None:
     def without_names(document: dict[str, Any]) -> None:
-        text = json.dumps(document).replace("eot_id", "enough").replace("eom_id", "wait")
-        document.update(json.loads(text))
+        document.update(json.loads(json.dumps(document).replace("eot_id", "enough").replace("eom_id", "wait")))
 
-    instruct = changed(tiktoken_512, lambda document: None, eos_token="<|eot_id|>")
-    ids = gguf_metadata(instruct, 768)
-    assert [ids.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")] == [521, None, None]
-    same(instruct, as_gguf(instruct), texts(5))
     ours = changed(tiktoken_512, without_names)
     ends = [ours.control[f"<|{name}|>"] for name in ("enough", "wait", "image")]
-    ours.stop_ids |= set(ends[:2])
-    same(ours, as_gguf(ours), texts(5))
-    ours.stop_ids |= set(ends)
+    for count in (0, 2, 3):
+        ours.stop_ids |= set(ends[:count])
+        if count < 3:
+            same(ours, as_gguf(ours), texts(5))
     with pytest.raises(TokenizerError, match=r"its stop_ids .* would become"):
         check_equal(ours, as_gguf(ours))
 
@@ -267,9 +254,7 @@ def test_plain_added_tokens_survive(tiktoken_512: Tokenizer, tmp_path: Path) -> 
     strings = [*texts(100), "a[REF] é x", "[REF][REF]"]
     assert ours.encode("a[REF]")[-1] == 768
     file = as_gguf(ours)
-    assert file.metadata["tokenizer.ggml.tokens"][768:770] == ["[REF]", "é x"]
-    for other in (file, as_json(file), as_gguf(as_json(file))):
-        same(ours, other, strings)
+    same(ours, as_json(file), strings)
     theirs = auto(file, tmp_path)
     assert [theirs(text, split_special_tokens=True).input_ids[1:] for text in strings] == [*map(ours.encode, strings)]
 
@@ -304,17 +289,13 @@ def added(**flags: bool) -> Callable[[dict[str, Any]], None]:
     ("kind", "change", "message"),
     [
         ("tiktoken_512", edit("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=r"\w+"), "splits text"),
-        ("tiktoken_512", edit("pre_tokenizer", "pretokenizers", 1, "add_prefix_space", value=True), "splits text"),
         ("tiktoken_512", edit("normalizer", value={"type": "NFC"}), "splits text into words in a way that has no name"),
-        ("tiktoken_512", edit("normalizer", value={"type": "NFKC"}), "splits text"),
         ("tiktoken_512", edit("model", "ignore_merges", value=False), None),
         ("tiktoken_512", added(), None),
         ("tiktoken_512", added(lstrip=True), "the ids of 'a <tool> b<tool>c' would change"),
-        ("tiktoken_512", added(rstrip=True), "the ids of"),
         ("tiktoken_512", added(single_word=True), "the ids of"),
         ("pieces", edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}), "handles spaces"),
         ("pieces", edit("normalizer", "normalizers", 0, "prepend", value="▁▁"), "handles spaces"),
-        ("pieces", edit("normalizer", "normalizers", 1, "content", value="_"), "handles spaces"),
         ("pieces", edit("decoder", "decoders", 3, "content", value="x"), "handles spaces|strips_leading_space"),
         ("pieces", edit("model", "byte_fallback", value=False), "the ids of"),
         ("pieces", edit("model", "fuse_unk", value=False), None),
@@ -352,16 +333,14 @@ def test_a_sentencepiece_model_unlike_llama2s_is_an_error(
         check_equal(source, FORMS[form](source))
 
 
-def test_vocabularies_that_no_format_can_express_are_errors(tiktoken_512: Tokenizer, default_gguf: Path) -> None:
+def test_vocabularies_that_no_format_can_express_are_errors(tiktoken_512: Tokenizer) -> None:
     metadata = gguf_metadata(tiktoken_512, 768)
-    for tokenizer in (tiktoken_512, as_gguf(tiktoken_512)):
-        with pytest.raises(TokenizerError, match="but the embedding only 700 rows"):
-            gguf_metadata(tokenizer, 700)
+    with pytest.raises(TokenizerError, match="but the embedding only 700 rows"):
+        gguf_metadata(tiktoken_512, 700)
     tokens = metadata["tokenizer.ggml.tokens"]
-    twice = from_metadata({**metadata, "tokenizer.ggml.tokens": [*tokens[:401], tokens[400], *tokens[402:]],
-                           "tokenizer.ggml.merges": []}, "x")  # fmt: skip
+    twice = {"tokenizer.ggml.tokens": [*tokens[:401], tokens[400], *tokens[402:]], "tokenizer.ggml.merges": []}
     with pytest.raises(TokenizerError, match="would become"):
-        check_equal(twice, as_json(twice))
+        check_equal(from_metadata({**metadata, **twice}, "x"), as_json(from_metadata({**metadata, **twice}, "x")))
     for change in ({"add_bos_token": False}, {"bos_token_id": 513}, {"eot_token_id": 600}):
         other = from_metadata({**metadata, **{f"tokenizer.ggml.{key}": x for key, x in change.items()}}, "x")
         with pytest.raises(TokenizerError, match=r"would become .*; pass the tokenizer to write with --tokenizer"):
