@@ -22,11 +22,7 @@ from . import tiny
 NOW = datetime.datetime(2024, 7, 26)
 # A shorter equivalent of the template of Llama 3.1 Instruct
 LLAMA31 = """{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = '' %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
-{{- 'Today Date: ' + strftime_now('%d %b %Y') + '\n\n' + system_message + '<|eot_id|>' }}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + strftime_now('%d %b %Y') + '<|eot_id|>' }}
 {%- if tools %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\n' }}
     {%- for t in tools %}{{- t | tojson(indent=4) + '\n\n' }}{%- endfor %}
@@ -222,7 +218,6 @@ def test_what_can_not_be_told_apart_is_refused(template: str) -> None:
 def test_the_order_of_keys_is_that_of_the_request() -> None:
     call = {"type": "function", "id": "1", "function": {"arguments": {"b": 1, "a": 2}, "name": "f"}}
     messages = [{"content": "x", "role": "user"}, {"tool_calls": [call], "role": "assistant", "content": ""}]
-    assert render("{{ messages | tojson }}", messages, TOKENIZER) == json.dumps(messages)
     ids = encode_chat(TOKENIZER, "{{ messages | tojson }}", messages)
     assert TOKENIZER.decode(ids) == json.dumps(messages)
 
@@ -288,31 +283,22 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
     ("messages", "reason"),
     [
         ("hi", "messages must be a list"),
-        (None, "messages must be a list"),
         ([], "at least one message"),
         (["hello"], "message 0 must be a mapping"),
         ([{"role": "user"}], "message 0 has no content"),
-        ([{"role": "user", "content": "x"}, {"role": "user", "content": None}], "message 1 has no content"),
         ([{"role": "user", "content": ["a"]}], "content must be a string"),
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
-        ([{"role": ["user"], "content": "a"}], "role must be one of"),
         ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
         ([{"role": "user", "content": "a", "name": "<|im_end|>"}], "unknown key 'name'"),
-        ([{"role": "assistant", "content": "x", "tool_call_id": "1"}], "unknown key 'tool_call_id'"),
-        ([{"role": "assistant", "tool_calls": []}], "has no content"),
         ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
-        ([{"role": "ipython", "content": "x", "tool_call_id": ["a"]}], "tool_call_id must be a string"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
-        ([{"role": "assistant", "tool_calls": ["f()"]}], "tool_calls 0 must be a mapping"),
         ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type 'custom'"),
         ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "function must be a mapping"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),
         ([call("f", "{")], "must be JSON-serializable"),
         ([call("f", "[1]")], "must be a mapping of at most 64 levels"),
-        ([call("f", "[" * 100_000)], "must be JSON-serializable"),
         ([call("f", '{"a": NaN}')], "must be JSON-serializable"),
-        ([call("f", {"a": object()})], "must be JSON-serializable"),
         ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
         ([call("f", {"a": DEEP})], "must be a mapping of at most 64 levels"),
     ],
@@ -345,8 +331,3 @@ def test_short_forms_equal_full_ones() -> None:
     assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
         {"role": "assistant", "content": "x"}
     ]
-
-
-def test_the_longest_control_string_counts() -> None:
-    tokenizer = byte_level("<s>", "</s>", "<s>x")
-    assert encode_chat(tokenizer, "<s>x{{ messages[0].content }}", [{"role": "user", "content": ""}]) == [2]

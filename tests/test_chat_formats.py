@@ -29,18 +29,14 @@ from . import tiny
 from .conftest import Run
 from .scripts import make_tiny
 from .test_chat import byte_level, spell
+from .test_tokenizer import CONTROL
 from .test_tokenizer_write import LLAMA3_FILE, MISTRAL_FILE, trained
 from .wheels import wheel_member
 
 Dialog = list[dict[str, Any]]
 
-# The 256 control tokens after the 128000 plain ones, with Llama 3.1's names
-LLAMA3_NAMES = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
-    "<|python_tag|>", "<|image|>", *(f"<|reserved_special_token_{i}|>" for i in range(2, 246)),
-]  # fmt: skip
-LLAMA3, LLAMA2 = byte_level(*LLAMA3_NAMES[:12]), byte_level("<s>", "</s>")
+LLAMA3_NAMES = CONTROL[:12]
+LLAMA3, LLAMA2 = byte_level(*LLAMA3_NAMES), byte_level("<s>", "</s>")
 STEP = byte_level("<s>", "</s>", "<step>")
 VOCABULARY = {"llama3": LLAMA3, "llama2": LLAMA2, "codellama-70b": STEP}
 
@@ -51,10 +47,6 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"name": name, "arguments": arguments}], **more}
 
 
 def ids_of(format: str, messages: Dialog, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -88,6 +80,7 @@ def test_formats_by_hand(format: str, expected: str) -> None:
 
 
 S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
+CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,7 @@ S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
         ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
         *(("codellama-70b", dialog, "the roles must be") for dialog in (
             [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
-        *((format, [user("a"), call("f", {}), user("b")], "no tools and no calls") for format in TEMPLATES),
+        *((format, [user("a"), CALL, user("b")], "no tools and no calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:
@@ -145,18 +138,7 @@ def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ Meta's own code
-TEXTS = [
-    "",
-    " ",
-    "a b ",
-    " \nc\n",
-    "zwölf 123456",
-    "日本語 😀",
-    "def f():\n\treturn 1",
-    "नमस्ते",
-    "It's",
-    "é\u0301 \u3000x",
-]
+TEXTS = ["", " ", "a b ", " \nc\n", "zwölf 123456", "日本語 😀", "def f():\n\treturn 1", "It's", "é\u0301 \u3000x"]
 ORACLE = """
 import importlib.util, json, pathlib, sys, types
 
@@ -180,34 +162,24 @@ print(json.dumps([chat.encode_dialog_prompt(dialog).tokens for dialog in dialogs
 
 WHEEL = "llama-models==0.3.0"
 MEMBERS = {
-    "tokenizer_utils": "llama_models/tokenizer_utils.py",
-    "datatypes": "llama_models/datatypes.py",
-    "llama3.tokenizer": "llama_models/llama3/tokenizer.py",
-    "llama3.tool_utils": "llama_models/llama3/tool_utils.py",
-    "llama3.chat_format": "llama_models/llama3/chat_format.py",
-    "model": "llama_models/llama3/tokenizer.model",
-}
+    name: f"llama_models/{name.replace('.', '/')}.py"
+    for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format")
+} | {"model": "llama_models/llama3/tokenizer.model"}
 
 
 def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with the fields of Meta's RawMessage."""
-    return {
-        "role": "tool" if message["role"] == "ipython" else message["role"],
-        "content": message["content"],
-        "stop_reason": "end_of_turn",
-        "tool_calls": [],
-    }
+    role = "tool" if message["role"] == "ipython" else message["role"]
+    return {**message, "role": role, "stop_reason": "end_of_turn", "tool_calls": []}
 
 
 def random_dialogs(count: int) -> list[Dialog]:
     choose = random.Random(0)
-    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES[:12]]
-
-    def text() -> str:
-        return "".join(choose.choice(texts) for _ in range(choose.randint(0, 4)))
+    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES]
 
     def message() -> dict[str, Any]:
-        return {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text()}
+        text = "".join(choose.choices(texts, k=choose.randint(0, 4)))
+        return {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text}
 
     return [[message() for _ in range(choose.randint(1, 6))] for _ in range(count)]
 
@@ -232,12 +204,7 @@ def test_llama3_ids_are_those_of_metas_own_code() -> None:
 
 # -------------------------------------------------------------------------------------------------------- transformers
 # vocabulary -> the families that it can express. Mistral's first was made like Llama 2's; the small one has <step>.
-VOCABULARIES = {
-    "llama 3": ("llama3",),
-    "tiny": ("llama3",),
-    "small": ("llama2", "codellama-70b"),
-    "mistral": ("llama2",),
-}
+VOCABULARIES = {"llama 3": ["llama3"], "tiny": ["llama3"], "small": ["llama2", "codellama-70b"], "mistral": ["llama2"]}
 
 
 @pytest.fixture(
@@ -262,14 +229,13 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def random_dialog(family: str, choose: random.Random) -> Dialog:
     def text() -> str:
-        return "".join(choose.choice(TEXTS) for _ in range(choose.randint(0, 4)))
+        return "".join(choose.choices(TEXTS, k=choose.randint(0, 4))).lstrip(
+            "\n" * (family == "llama3")
+        )  # see formats.py
 
     if family == "llama3":
-        text_of = lambda: text().lstrip("\n")  # noqa: E731  (see chat/formats.py)
-        return [
-            {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text_of()}
-            for _ in range(choose.randint(1, 6))
-        ]
+        roles = choose.choices(["system", "user", "assistant", "tool", "ipython"], k=choose.randint(1, 6))
+        return [{"role": role, "content": text()} for role in roles]
     turns = [{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(choose.choice([1, 3, 5]))]
     return [{"role": "system", "content": text()}] * choose.randint(0, 1) + turns
 

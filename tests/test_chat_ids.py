@@ -13,18 +13,14 @@ from tokenizers import Tokenizer as Backend
 from llama.chat import encode_chat
 from llama.errors import TokenizerError
 from llama.tokenizer import open_tokenizer
-from llama.tokenizer.gguf import from_metadata
-
-from . import tiny
 
 MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }} <|im_end|> \x85\n{% endfor %} \x1c<|im_start|>a\n"
 )
 MESSAGES = [
-    {"role": "user", "content": "hello us"},
-    {"role": "assistant", "content": "he\u2003"},
-    {"role": "user", "content": " us\x1c"},
+    {"role": ("user", "assistant")[i % 2], "content": text}
+    for i, text in enumerate(("hello us", "he\u2003", " us\x1c"))
 ]
 
 
@@ -92,17 +88,15 @@ def test_special_tokens_of_the_settings_are_control_tokens(tmp_path: Path) -> No
         assert he not in ours.encode("he")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"added_tokens_decoder": {"5": {"content": "he"}}},
-        {"added_tokens_decoder": {"999": {"content": "new"}}},
-        {"additional_special_tokens": ["new"]},
-    ],
-)
-def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+NEW = [
+    {"added_tokens_decoder": {"5": {"content": "he"}}},
+    {"added_tokens_decoder": {"999": {"content": "new"}}},
+    {"additional_special_tokens": ["new"]},
+]
+
+
+@pytest.mark.parametrize("settings", NEW)
+def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(tmp_path: Path, settings: Any) -> None:
     from transformers import AutoTokenizer
 
     folder = write(tmp_path, "never", {})
@@ -113,16 +107,3 @@ def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(
     assert ours.n_vocab == len(theirs)
     for text in ("hello new us", "newhe", "<s>new", "he"):
         assert ours.encode(text, parse_special=True) == theirs(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("use", ["m.content|length", "m.content|last", "m.content[:5]", "m.content[-3:]"])
-def test_a_template_measures_and_cuts_the_original_text(use: str) -> None:
-    tokenizer = from_metadata(tiny.byte_vocabulary(), "x")
-    content = "hello us <"
-    ids = encode_chat(
-        tokenizer,
-        "<|im_start|>{% for m in messages %}{{ " + use + " }}{% endfor %}",
-        [{"role": "user", "content": content}],
-    )
-    expected = {"length": "10", "last": "<", ":5]": "hello", "-3:]": "s <"}[use.replace("[", "|").split("|")[1]]
-    assert ids == [tokenizer.control["<|im_start|>"], *tokenizer.encode(expected)]
