@@ -71,8 +71,7 @@ class Tokenizer(ABC):
     """Text to ids and ids to text.
 
     Text never becomes a control id, except on request (`parse_special`): every vocabulary encodes "<|im_end|>" as plain
-    characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. bos_id,
-    eos_id and the stop ids that have a token are control ids.
+    characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/.
 
     kind                  a description of the vocabulary
     n_vocab               number of ids; every id is smaller
@@ -159,7 +158,6 @@ class Tokenizer(ABC):
         return [*ids, self._required(self.eos_id, "end")] if eos else ids
 
     def _encode_special(self, text: str) -> list[int]:
-        """Ids of valid text, with control ids for the control strings in it."""
         return self.encode_pieces(self.split_control(text))
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:

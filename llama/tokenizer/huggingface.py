@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from ..checks import boolean
 from ..errors import TokenizerError
+from ..system.documents import parse_json
 from .base import Tokenizer
 from .common import (
     BYTE_OF,
@@ -45,17 +46,6 @@ OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuin
 def recognizes(start: bytes) -> bool:
     """Whether a file begins like a JSON object."""
     return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-
-
-def parse(data: bytes, where: str) -> dict[str, Any]:
-    """The parsed file, an object that has a model. Raises TokenizerError."""
-    try:
-        source = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{where} is not valid JSON ({error})") from None
-    if not isinstance(source.get("model"), dict):
-        raise TokenizerError(f"{where} is not a tokenizer.json: expected the key 'model'")
-    return source
 
 
 def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = frozenset()) -> Backend:
@@ -126,7 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _source(self) -> dict[str, Any]:
         """The content of the file, with the tokens that tokenizer_config.json adds."""
-        source = parse(self.data, self._where) if isinstance(self.data, bytes) else self.data
+        source = parse_json(self.data, self._where) if isinstance(self.data, bytes) else self.data
         added = {token["content"]: token for token in source.get("added_tokens") or []}
         for name, token in added_by_settings(self.settings).items():
             listed = added.get(name, {})

@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 
 from ..checks import boolean
 from ..errors import TokenizerError
-from .base import JOINER, Tokenizer, split_at
+from .base import Tokenizer, split_at
 from .common import (
     CODE_LLAMA_CONTROL,
     NOTHING,
@@ -166,25 +166,19 @@ class SentencePieceModelTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
-            if not self._plain:
-                return self.library.encode(text)
             ids: list[int] = []
             for part, is_token in split_at(text, self._plain):
-                ids += [self.added[part]] if is_token else self._encode_part(part, first=not ids)
+                if is_token:
+                    ids.append(self.added[part])
+                else:
+                    ids += self._encode_after_control(part) if ids else self.library.encode(part)
             return ids
-
-    def _encode_part(self, text: str, first: bool) -> list[int]:
-        """Ids of text without added tokens; first is True if no token precedes it."""
-        if first or self._space_after_control:
-            return self.library.encode(text)
-        return self.library.encode(JOINER + text)[len(self.library.encode(JOINER)) :]
 
     def _encode_after_control(self, text: str) -> list[int]:
         return self._encode(text) if self._space_after_control else self._encode_joined(text)
 
     def token_bytes(self, id: int) -> bytes:
-        id = self._check_id(id)
-        return self._bytes[id]
+        return self._bytes[self._check_id(id)]
 
 
 def user_defined(pieces: Sequence[str], messages: Sequence[bytes], template: str) -> list[str]:

@@ -151,8 +151,6 @@ def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
             raise TokenizerError(f"tokenizer.json handles spaces in another way than a SentencePiece model; {REMEDY}")
         scores = _scores_of_merges(tokens, types, merges)
         return {"model": "llama", "pre": "default", **kind, "scores": scores, "add_space_prefix": prefix}
-    if spaced := [pair for pair in merges if " " in "".join(pair)]:
-        raise TokenizerError(f"GGUF can't express the merge {spaced[0]!r}: it separates the two tokens by a space")
     rules = normalizer, words, bool(model.get("ignore_merges"))
     names = [name for name, r in RULES.items() if rules == (_steps(r.normalizer), _steps(r.words), r.ignore_merges)]
     if not names:
