@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,17 @@ def test_formats_by_hand(format: str, expected: str) -> None:
     assert text_of(format, DIALOG) == expected
 
 
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
+    tokenizer = VOCABULARY[format]
+    names = [*tokenizer.control]
+    hostile = [user("\x1f".join(names)), assistant(f"{''.join(names)}<"), user(f"|{names[-1]}")]
+    harmless = [user("x"), assistant("x"), user("x")]
+    found = [spell(tokenizer, ids_of(format, dialog)) for dialog in (hostile, harmless)]
+    assert found[0][1] == found[1][1]
+    assert "\x1f".join(names) in found[0][0]
+
+
 S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
 CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
 
@@ -122,34 +133,16 @@ def test_the_format_of_a_vocabulary() -> None:
     )
 
 
-@pytest.mark.parametrize("format", TEMPLATES)
-def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
-    """All control strings in every field: the control ids equal those with harmless words, and the text is complete."""
-    tokenizer = VOCABULARY[format]
-
-    def controls(names: Sequence[str]) -> list[str]:
-        dialog: Dialog = [{"role": "system", "content": " ".join(names)}]
-        for name in names:
-            dialog += [user(name[:4]), assistant(f"x {name} {name}\x1f{name}"), user(name[4:]), assistant(name)]
-            dialog += [{"role": "tool", "content": name}] * (format == "llama3")
-        return spell(tokenizer, ids_of(format, [*dialog, user("\x1f".join(names))]))[1]
-
-    assert controls([*tokenizer.control]) == controls([f"word{i}" for i in range(len(tokenizer.control))])
-
-
 # ------------------------------------------------------------------------------------------------------ Meta's own code
 TEXTS = ["", " ", "a b ", " \nc\n", "zwölf 123456", "日本語 😀", "def f():\n\treturn 1", "It's", "é\u0301 \u3000x"]
 ORACLE = """
 import importlib.util, json, pathlib, sys, types
 
 files = json.loads(sys.argv[1])
-image = types.ModuleType("PIL.Image")
-image.Image = object
-sys.modules["PIL"] = types.ModuleType("PIL")
-sys.modules["PIL"].Image = image
-for package in ("llama_models", "llama_models.llama3"):
-    sys.modules[package] = types.ModuleType(package)
-    sys.modules[package].__path__ = []
+for name in ("PIL", "PIL.Image", "llama_models", "llama_models.llama3"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+sys.modules["PIL.Image"].Image = object
 for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format"):
     spec = importlib.util.spec_from_file_location("llama_models." + name, files[name])
     module = importlib.util.module_from_spec(spec)
@@ -192,12 +185,8 @@ def test_llama3_ids_are_those_of_metas_own_code() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", ORACLE, json.dumps({name: str(path) for name, path in files.items()})],
         input=json.dumps([[as_meta(message) for message in dialog] for dialog in dialogs]),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
+        stdout=subprocess.PIPE, text=True, timeout=120, check=True,
+    )  # fmt: skip
     for dialog, expected in zip(dialogs, json.loads(answer.stdout), strict=True):
         assert ids_of("llama3", dialog, real) == expected, dialog
 
@@ -287,29 +276,31 @@ def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Pat
     source = shutil.copytree(meta, tmp_path / name)
     own = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     for write in (quantize, partial(convert, to="hf")):
-        proof = write(source, tmp_path / "auto", force=True)
-        [warning] = proof.warnings
+        [warning] = write(source, tmp_path / "auto", force=True).warnings
         assert warning.startswith(f"wrote {'the' if 'Instruct' in name else 'no'} chat template")
-        assert open_checkpoint(proof.path).chat_template == (TEMPLATES["llama3"] if "Instruct" in name else None)
         for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"]), (own, own)):
             proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)
             assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], chosen)
-    assert open_checkpoint(convert(tmp_path / "chosen", tmp_path / "again", "hf").path).chat_template == own
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("llama2", r"the chat format llama2 needs tokens that this vocabulary does not have \(<s>, </s>\)"),
+        ("{% for m in messages %}", "the chat template: "),
+        ('{"a": 1}', "does not contain the message"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_not_written(meta: Path, tmp_path: Path, choice: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        convert(meta, tmp_path / "new", "gguf", chat_template=choice)
 
 
 def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    for file, source in (("own", tiny.CHATML), ("broken", "{% for m in messages %}"), ("other", '{"a": 1}')):
-        (tmp_path / file).write_text(source)
-    for choice, code, message in (
-        (str(tmp_path / "own"), 0, b""),
-        ("llama2", 1, b"the chat format llama2 needs tokens that this vocabulary does not have (<s>, </s>)"),
-        ("llama4", 2, b"--chat-template must be auto, none, llama3, "),
-        (str(tmp_path / "broken"), 1, b"the chat template: "),
-        (str(tmp_path / "other"), 1, b"does not contain the message"),
-    ):
-        result = clearllama(
-            "convert", str(meta), str(tmp_path / choice), "--to", "gguf", "--force", "--chat-template", choice
-        )
-        assert result.returncode == code
-        assert message in result.stderr
-    assert open_checkpoint(tmp_path / "own").chat_template == tiny.CHATML
+    (tmp_path / "own").write_text(tiny.CHATML)
+    convert = ("convert", str(meta), str(tmp_path / "new"), "--to", "gguf", "--chat-template")
+    assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
+    assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
+    unknown = clearllama(*convert, "llama4")
+    assert unknown.returncode == 2
+    assert b"--chat-template must be auto, none, llama3, " in unknown.stderr

@@ -123,26 +123,17 @@ def test_a_stop_id_that_must_stay_text_is_an_error() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ types of ids
-@pytest.mark.parametrize("name", [*TURNS, *OTHERS])
-def test_ids_of_every_integer_type_are_decoded(name: str) -> None:
-    tokenizer = {**TURNS, **OTHERS}[name]
-    ids = tokenizer.encode("Hello the dog é")
-    text = tokenizer.decode(ids)
-    assert "Hello" in text
-    for form in (torch.tensor(ids), np.array(ids), np.array(ids, dtype=np.uint16), iter(ids), tuple(ids)):
-        assert tokenizer.decode(form) == text  # type: ignore[arg-type]
-    decoder = Decoder(tokenizer)
-    assert "".join(decoder.feed(id) for id in torch.tensor(ids)) == text
-    assert tokenizer.token_bytes(torch.tensor(ids[0])) == tokenizer.token_bytes(ids[0])
-
-
-def test_ids_of_other_types_are_errors() -> None:
+def test_ids_of_every_integer_type_are_decoded() -> None:
     tokenizer = OTHERS["GGUF"]
-    two_dimensions = torch.zeros(2, 2, dtype=torch.long)
-    for ids in ([65.7], ["a"], "ab", [None], [True], 5, torch.tensor([65.0]), two_dimensions):
+    ids = tokenizer.encode("Hello the dog é")
+    for form in (torch.tensor(ids), np.array(ids), np.array(ids, dtype=np.uint16), iter(ids), tuple(ids)):
+        assert tokenizer.decode(form) == "Hello the dog é"  # type: ignore[arg-type]
+    decoder = Decoder(tokenizer)
+    assert "".join(decoder.feed(id) for id in torch.tensor(ids)) == "Hello the dog é"
+    for wrong in ([65.7], ["a"], "ab", [None], [True], 5, torch.tensor([65.0]), torch.zeros(2, 2, dtype=torch.long)):
         for read in (tokenizer.decode, lambda ids: Decoder(tokenizer, ids)):
             with pytest.raises(UsageError, match="token id"):
-                read(ids)  # type: ignore[operator]
+                read(wrong)  # type: ignore[operator]
 
 
 def test_a_stream_continues_the_ids_of_a_tensor(tiny_llm: Llama) -> None:

@@ -154,9 +154,9 @@ def test_malformed_messages_are_errors_with_their_line(tiny_gguf: Path, tmp_path
     outcome.refused("in.jsonl line 1", "message 0: role must be one of", code=2)
 
 
-def test_a_message_of_a_megabyte_is_rejected(tmp_path: Path, attempt: Try) -> None:
-    path = tiny.write_gguf(tmp_path / "t.gguf")
-    attempt("generate", *RUN, "-m", path, stdin=b"hello " * 175_000).refused("characters", "the context holds at most")
+def test_a_message_of_a_megabyte_is_rejected(tiny_gguf: Path, attempt: Try) -> None:
+    text = b"hello " * 175_000
+    attempt("generate", *RUN, "-m", tiny_gguf, stdin=text).refused("characters", "the context holds at most")
 
 
 def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
