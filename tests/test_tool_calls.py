@@ -56,7 +56,7 @@ FORMATS = [
      [F, F, ("f", {})]),
     ('{"name": "f", "parameters": {"a": 1}}\n{"name": "a-b.c", "parameters": {}}', "", [F, ("a-b.c", {})]),
     ('{"name": "f", "parameters": {"a": 1}}\n\nDone. ', "\n\nDone. ", [F]),
-    ('{"name": "f", "parameters": {"a": 1}}; done', "; done", [F]),
+    ('{"name": "f", "parameters": {"a": 1}};{"name": "g", "parameters": {}}', ';{"name": "g", "parameters": {}}', [F]),
     ('I will look.\n<|python_tag|> {"name": "f", "parameters": {"a": 1}}', "I will look.", [F]),
     ('<|python_tag|>[f(a=1)]', "", [F]),
     ('[ f(a=1), get_weather(city="S]F", at=\'it\\\'s\', on=[True, None, -1.5, {"k": (1,)}]) ]', "",
@@ -185,36 +185,32 @@ def test_every_value_comes_back(writer: str, arguments: dict[str, Any]) -> None:
     assert parsed(WRITERS[writer]("get_weather", arguments)) == ("", [("get_weather", arguments)])
 
 
-def test_calls_are_messages_and_an_undeclared_function_is_text() -> None:
+def test_calls_are_messages() -> None:
     text = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call>'
     content, calls = parse_tool_calls(text, TOOLS)
     assert calls == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "x"}]
     (message,) = check_messages([{"role": "assistant", "content": content, "tool_calls": calls}])
     assert message["tool_calls"] == calls
-    text = '{"name": "f", "parameters": {}};{"name": "g", "parameters": {}}'
-    assert parsed(text) == (';{"name": "g", "parameters": {}}', [("f", {})])
-    for tool in ({}, {"function": {}}, {"name": 3}, {"function": "f"}, {"name": ""}):
+    for tool in ({}, {"name": 3}, {"function": "f"}):
         with pytest.raises(UsageError, match="must have a function with a name"):
             ToolCallStream([tool])
 
 
 # ------------------------------------------------------------------------------------------------------ huge texts
-HUGE = {
-    "brackets": "[" * 8_000, "marks": "<tool_call>" * 800, "spaces": " " * 8_000, "space and marks": "  <" * 2_400,
-    "a string": '{"name": "f", "parameters": {"a": "' + "x" * 8_000, "calls": '{"name": "f", "parameters": {}}' * 240,
-    "python": "[f(a=" + "[" * 8_000, "nested": '<tool_call>{"a": "' * 400,
-}  # fmt: skip
+HUGE = [
+    "[" * 8_000, "<tool_call>" * 800, "  <" * 2_400, '{"name": "f", "parameters": {"a": "' + "x" * 8_000,
+    '{"name": "f", "parameters": {}}' * 240, "[f(a=" + "[" * 8_000, '<tool_call>{"a": "' * 400,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HUGE)
-def test_huge_texts_take_linear_time(name: str) -> None:
+@pytest.mark.parametrize("text", HUGE, ids=[text[:12] for text in HUGE])
+def test_huge_texts_take_linear_time(text: str) -> None:
     def seconds(text: str) -> float:
         start = time.process_time()
         streamed(list(text))
         return time.process_time() - start
 
-    part = HUGE[name][: len(HUGE[name]) // 4]
-    assert seconds(HUGE[name]) < 0.5 + 12 * seconds(part)  # 16 times if quadratic
+    assert seconds(text) < 0.5 + 12 * seconds(text[: len(text) // 4])  # 16 times if quadratic
 
 
 # ------------------------------------------------------------------------------------------------- control tokens
