@@ -50,8 +50,6 @@ def token_id(id: object) -> int:
 
 def token_ids(ids: Iterable[object]) -> list[int]:
     """Ids as a list of ints. Raises UsageError."""
-    if not isinstance(ids, Iterable):
-        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}")
     return [token_id(id) for id in ids]
 
 

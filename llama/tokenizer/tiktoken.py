@@ -14,11 +14,13 @@ from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import LLAMA3_WORDS, NOTHING, Named, library_errors, stop_ids
 
+# The 256 control strings in the order of their ids; the unnamed ones are numbered from 2
 N_CONTROL = 256
-NAMED_CONTROL = (
+NAMED = (
     "begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id",
     "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image",
 )  # fmt: skip
+UNNAMED = [f"reserved_special_token_{2 + i}" for i in range(N_CONTROL - len(NAMED))]
 
 # Llama 4's file has the same format and this many lines, but another word pattern and other control strings.
 LLAMA4_TOKENS = 200_000
@@ -32,12 +34,6 @@ RUN = re.compile(r"\s+|\S+")
 def recognizes(start: bytes) -> bool:
     """Whether a file begins with a token in base64 and its rank."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]", start) is not None
-
-
-def control_strings() -> list[str]:
-    """The 256 control strings in the order of their ids; the unnamed ones are numbered from 2."""
-    reserved = [f"reserved_special_token_{2 + i}" for i in range(N_CONTROL - len(NAMED_CONTROL))]
-    return [f"<|{name}|>" for name in (*NAMED_CONTROL, *reserved)]
 
 
 def parse(data: bytes, where: str) -> dict[bytes, int]:
@@ -90,7 +86,7 @@ class TiktokenTokenizer(Tokenizer):
         self._where = where
         rank_of = parse(data, where)
         self._tokens = list(rank_of)
-        self.control = {name: len(rank_of) + i for i, name in enumerate(control_strings())}
+        self.control = {f"<|{name}|>": len(rank_of) + i for i, name in enumerate((*NAMED, *UNNAMED))}
         self.n_vocab = len(rank_of) + N_CONTROL
         self.bos_id, self.eos_id = self.control["<|begin_of_text|>"], self.control["<|end_of_text|>"]
         self.add_bos = True
