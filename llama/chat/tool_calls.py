@@ -140,7 +140,7 @@ class ToolCallStream:
         """Add text; return the text and the calls that are certain."""
         for character in text:
             if not self._add(character):
-                rejected = self._taken()
+                rejected = self._take()
                 self._text(rejected)
                 if not rejected or not self._add(character):  # it may begin another call
                     self._text(character)
@@ -149,7 +149,7 @@ class ToolCallStream:
 
     def end(self) -> list[Event]:
         """The events at the end of the answer."""
-        self._text(self._taken())
+        self._text(self._take())
         if not self._after_call:
             self._show(self._space)
         self._space = ""
@@ -181,14 +181,14 @@ class ToolCallStream:
             self._pending.append(character)
         return True
 
-    def _taken(self) -> str:
-        """The pending text, which is no longer pending."""
+    def _take(self) -> str:
+        """Remove and return the pending text."""
         text, self._pending, self._begun, self._value = "".join(self._pending), [], "", None
         return text
 
     def _finish(self) -> None:
         """Turn the pending text into its calls, or into text. The mark after a call is dropped."""
-        text = self._taken()
+        text = self._take()
         with contextlib.suppress(*ERRORS):
             if not (self._after_call and text == AFTER):
                 self._events += _calls(text, self.names)
