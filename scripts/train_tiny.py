@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from llama.config import ModelConfig
 from llama.model import Transformer
 from llama.rope import to_half_layout
-from llama.tokenizer.gguf import BYTE_OF
+from llama.tokenizer.common import BYTE_OF
 
 CONFIG = ModelConfig(
     dim=128,

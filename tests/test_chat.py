@@ -22,11 +22,7 @@ from . import tiny
 NOW = datetime.datetime(2024, 7, 26)
 # A shorter equivalent of the template of Llama 3.1 Instruct
 LLAMA31 = """{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = '' %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
-{{- 'Today Date: ' + strftime_now('%d %b %Y') + '\n\n' + system_message + '<|eot_id|>' }}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + strftime_now('%d %b %Y') + '<|eot_id|>' }}
 {%- if tools %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\n' }}
     {%- for t in tools %}{{- t | tojson(indent=4) + '\n\n' }}{%- endfor %}
@@ -107,13 +103,6 @@ def encoded(template: str, content: str) -> tuple[str, list[str]]:
     return spell(TOKENIZER, encode_chat(TOKENIZER, template, [{"role": "user", "content": content}], now=NOW))
 
 
-def test_one_turn_by_hand() -> None:
-    start, end = TOKENIZER.control["<|im_start|>"], TOKENIZER.control["<|im_end|>"]
-    expected = [start, *TOKENIZER.encode("user\nhello"), end, *TOKENIZER.encode("\n"), start]
-    ids = encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "hello"}])
-    assert ids == expected + TOKENIZER.encode("assistant\n")
-
-
 # ---------------------------------------------------------------------------------------------------- text and control
 FILLERS = ["", " ", "\n", "x", "ü 日本", "<", "|>", "~", "X", "/no_think", "'\"\\", "\ufdd0", "\U00020000", "\x1f"]
 TEXTS = st.lists(
@@ -126,7 +115,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def dialog(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def dialog(texts: Sequence[str], calls: bool = True) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Texts in every field that a user controls: contents, a tool's name and id, a call's name, its keys and values."""
     a, b, c, d = texts
     function = {"name": c, "arguments": {d: a, "x": b, b: {c: [d]}}}
@@ -136,6 +125,7 @@ def dialog(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, A
         {"role": "tool", "content": c, "tool_call_id": a, "name": d},
         {"role": "user", "content": d},
     ]
+    messages = [message for message in messages if calls or "tool_calls" not in message]
     parameters = {"type": "object", "properties": {d: {"type": "string"}, "y": {"type": a}}}
     return messages, [{"type": "function", "function": {"name": a, "description": b, "parameters": parameters}}, {c: d}]
 
@@ -149,8 +139,9 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template, tools = SOURCES[name].replace("strftime_now('%d %b %Y')", "'26 Jul 2024'"), None
-    messages, schemas = dialog(texts)
-    if with_tools and name != "llama3":
+    calls = name != "llama3"  # that format has none
+    messages, schemas = dialog(texts, calls)
+    if with_tools and calls:
         tools = schemas
     (theirs,), _ = render_jinja_template(
         [messages], tools=tools, chat_template=template, add_generation_prompt=True, bos_token=NAMES[0], eos_token=NAMES[1]
@@ -162,7 +153,9 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
         assert any(part in "".join(texts) for part in ("think", "<", ">", "|"))
         return
     assert text == theirs == render(template, messages, TOKENIZER, tools=tools)
-    harmless, schemas = dialog([f"w{i} /no_think" if "/no_think" in text else f"w{i}" for i, text in enumerate(texts)])
+    harmless, schemas = dialog(
+        [f"w{i} /no_think" if "/no_think" in text else f"w{i}" for i, text in enumerate(texts)], calls
+    )
     ids = encode_chat(TOKENIZER, template, harmless, tools=tools and schemas)
     assert controls == spell(TOKENIZER, ids)[1]
 
@@ -202,14 +195,8 @@ def test_tricks(template: str, content: str, text: str | None, controls: list[st
     assert controls in (None, found[1])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ '' if messages[0].content.endswith('<|im_end|>') else 'end' }}{{ messages[0].content }}",
-        "{% for c in messages[0].content if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}",
-    ],
-)
-def test_what_can_not_be_told_apart_is_refused(template: str) -> None:
+def test_what_can_not_be_told_apart_is_refused() -> None:
+    template = "{% for c in messages[0].content if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}"
     with pytest.raises(TemplateError, match=r"can't be distinguished from text: <\|im_end\|>; remove"):
         encoded(template, "a<|im_end|>")
     assert encoded(template, "a")[1] == []
@@ -218,7 +205,6 @@ def test_what_can_not_be_told_apart_is_refused(template: str) -> None:
 def test_the_order_of_keys_is_that_of_the_request() -> None:
     call = {"type": "function", "id": "1", "function": {"arguments": {"b": 1, "a": 2}, "name": "f"}}
     messages = [{"content": "x", "role": "user"}, {"tool_calls": [call], "role": "assistant", "content": ""}]
-    assert render("{{ messages | tojson }}", messages, TOKENIZER) == json.dumps(messages)
     ids = encode_chat(TOKENIZER, "{{ messages | tojson }}", messages)
     assert TOKENIZER.decode(ids) == json.dumps(messages)
 
@@ -254,15 +240,13 @@ def test_a_template_is_chosen_by_the_request() -> None:
 
 
 def test_a_text_too_long_for_the_context_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    assert len(encode_chat(TOKENIZER, "{{ 'a' * 9 }}", messages, max_chars=9)) == 9
-    with pytest.raises(ContextLengthError, match="has 10 characters, but the context holds at most 9"):
-        encode_chat(TOKENIZER, "{{ 'a' * 10 }}", messages, max_chars=9)
     llm = Llama(tiny.model(), TOKENIZER, "{{ messages[0].content }}")
     most = LONGEST_TOKEN * llm.model.max_seq_len
     assert len(llm.encode_chat([{"role": "user", "content": "x" * most}])) == most
     monkeypatch.setattr(type(TOKENIZER), "encode_pieces", None)
-    with pytest.raises(ContextLengthError):
+    with pytest.raises(
+        ContextLengthError, match=f"has {most + 1:,} characters, but the context holds at most {most:,}"
+    ):
         llm.encode_chat([{"role": "user", "content": "x" * (most + 1)}])
 
 
@@ -284,35 +268,24 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
     ("messages", "reason"),
     [
         ("hi", "messages must be a list"),
-        (None, "messages must be a list"),
         ([], "at least one message"),
         (["hello"], "message 0 must be a mapping"),
         ([{"role": "user"}], "message 0 has no content"),
-        ([{"role": "user", "content": "x"}, {"role": "user", "content": None}], "message 1 has no content"),
         ([{"role": "user", "content": ["a"]}], "content must be a string"),
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
-        ([{"role": ["user"], "content": "a"}], "role must be one of"),
         ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
         ([{"role": "user", "content": "a", "name": "<|im_end|>"}], "unknown key 'name'"),
-        ([{"role": "assistant", "content": "x", "tool_call_id": "1"}], "unknown key 'tool_call_id'"),
-        ([{"role": "assistant", "content": "x", "continues": 1}], "continues must be true or false"),
-        ([{"role": "assistant", "tool_calls": []}], "has no content"),
         ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
-        ([{"role": "ipython", "content": "x", "tool_call_id": ["a"]}], "tool_call_id must be a string"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
-        ([{"role": "assistant", "tool_calls": ["f()"]}], "tool_calls 0 must be a mapping"),
-        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type must be"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type 'custom'"),
         ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "function must be a mapping"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),
         ([call("f", "{")], "must be JSON-serializable"),
         ([call("f", "[1]")], "must be a mapping of at most 64 levels"),
-        ([call("f", "[" * 100_000)], "must be JSON-serializable"),
         ([call("f", '{"a": NaN}')], "must be JSON-serializable"),
-        ([call("f", {"a": object()})], "must be JSON-serializable"),
         ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
         ([call("f", {"a": DEEP})], "must be a mapping of at most 64 levels"),
-        ([{"role": "assistant", "content": "x", "continues": True}], "leave out the key 'continues'"),
     ],
 )  # fmt: skip
 def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> None:
@@ -322,7 +295,7 @@ def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> No
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("tools", [{"type": "function"}, "tools", ["f"], [{"a": object()}], [{"a": DEEP}], [None]])
+@pytest.mark.parametrize("tools", ["tools", ["f"], [{"a": object()}], [{"a": DEEP}]])
 def test_malformed_tools_are_usage_errors(tools: Any) -> None:
     with pytest.raises(UsageError, match="tool"):
         encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)
@@ -334,7 +307,7 @@ def test_short_forms_equal_full_ones() -> None:
     for short in (
         {**full, "tool_calls": [{**function, "id": "c"}]},
         {**full, "tool_calls": [{**function, "arguments": '{"a": {"b": 1}}', "id": "c"}]},
-        {**full, "content": None, "continues": False},
+        {**full, "content": None},
     ):
         (message,) = check_messages([short])
         assert message == full
@@ -343,8 +316,3 @@ def test_short_forms_equal_full_ones() -> None:
     assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
         {"role": "assistant", "content": "x"}
     ]
-
-
-def test_the_longest_control_string_counts() -> None:
-    tokenizer = byte_level("<s>", "</s>", "<s>x")
-    assert encode_chat(tokenizer, "<s>x{{ messages[0].content }}", [{"role": "user", "content": ""}]) == [2]

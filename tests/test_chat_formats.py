@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,14 @@ from . import tiny
 from .conftest import Run
 from .scripts import make_tiny
 from .test_chat import byte_level, spell
+from .test_tokenizer import CONTROL
 from .test_tokenizer_write import LLAMA3_FILE, MISTRAL_FILE, trained
 from .wheels import wheel_member
 
 Dialog = list[dict[str, Any]]
 
-# The 256 control tokens after the 128000 plain ones, with Llama 3.1's names
-LLAMA3_NAMES = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
-    "<|python_tag|>", "<|image|>", *(f"<|reserved_special_token_{i}|>" for i in range(2, 246)),
-]  # fmt: skip
-LLAMA3, LLAMA2 = byte_level(*LLAMA3_NAMES[:12]), byte_level("<s>", "</s>")
+LLAMA3_NAMES = CONTROL[:12]
+LLAMA3, LLAMA2 = byte_level(*LLAMA3_NAMES), byte_level("<s>", "</s>")
 STEP = byte_level("<s>", "</s>", "<step>")
 VOCABULARY = {"llama3": LLAMA3, "llama2": LLAMA2, "codellama-70b": STEP}
 
@@ -51,10 +47,6 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"name": name, "arguments": arguments}], **more}
 
 
 def ids_of(format: str, messages: Dialog, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -87,28 +79,19 @@ def test_formats_by_hand(format: str, expected: str) -> None:
     assert text_of(format, DIALOG) == expected
 
 
-@pytest.mark.parametrize("continues", [False, True])
-@pytest.mark.parametrize(
-    ("message", "written"),
-    [
-        (call("add", {"a": 1, "b": "ü"}), '{"type": "function", "name": "add", "parameters": {"a": 1, "b": "\\u00fc"}}'),
-        (call("brave_search", {"query": "a b"}), 'brave_search.call(query="a b")'),
-        (call("wolfram_alpha", '{"query": "2^10"}'), 'wolfram_alpha.call(query="2^10")'),
-        (call("code_interpreter", {"code": "print(1)\n"}), "<|python_tag|>print(1)\n"),
-        (call("f", {}, content="So: "), 'So: {"type": "function", "name": "f", "parameters": {}}'),
-        (assistant("wait"), "wait"),
-    ],
-)  # fmt: skip
-def test_llama3_writes_tool_calls_and_the_end_of_a_message(message: dict, written: str, continues: bool) -> None:
-    answers = [{"role": role, "content": "[1]"} for role in ("tool", "ipython")]
-    text = text_of("llama3", [user("x"), {**message, "continues": continues}, *answers])
-    end = "<|eom_id|>" if continues else "<|eot_id|>"
-    assert f"<|start_header_id|>assistant<|end_header_id|>\n\n{written}{end}<|start_header_id|>" in text
-    assert text.count("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>") == 2
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
+    tokenizer = VOCABULARY[format]
+    names = [*tokenizer.control]
+    hostile = [user("\x1f".join(names)), assistant(f"{''.join(names)}<"), user(f"|{names[-1]}")]
+    harmless = [user("x"), assistant("x"), user("x")]
+    found = [spell(tokenizer, ids_of(format, dialog)) for dialog in (hostile, harmless)]
+    assert found[0][1] == found[1][1]
+    assert "\x1f".join(names) in found[0][0]
 
 
 S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
-CODE = [{"name": name, "arguments": {"code": "1"}} for name in ("f", "code_interpreter")]
+CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
 
 
 @pytest.mark.parametrize(
@@ -119,14 +102,8 @@ CODE = [{"name": name, "arguments": {"code": "1"}} for name in ("f", "code_inter
         ("llama2", [S], "the last message must have the role user"),
         ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
         *(("codellama-70b", dialog, "the roles must be") for dialog in (
-            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")],
-            [user("a"), call("f", {}), user("b")], [user("a"), {**assistant("b"), "continues": True}, user("c")])),
-        ("llama3", [call("brave_search", {"q": "x"})], "brave_search takes one string argument, query"),
-        ("llama3", [call("wolfram_alpha", {"query": "x", "more": 1})], "takes one string argument"),
-        ("llama3", [call("photogen", {"query": 1})], "takes one string argument"),
-        ("llama3", [call("code_interpreter", {})], "code_interpreter takes one string argument, code"),
-        ("llama3", [call("code_interpreter", {"code": "1"}, content="Let me see.")], "must be alone"),
-        ("llama3", [{"role": "assistant", "tool_calls": CODE}], "must be alone"),
+            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
+        *((format, [user("a"), CALL, user("b")], "no tools and no calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:
@@ -143,17 +120,12 @@ def test_errors_about_formats() -> None:
         ids_of("codellama-70b", [user("x")], LLAMA3)
     with pytest.raises(TemplateError, match=r"llama3 needs .*use llm.generate"):
         check_format("llama3", byte_level("<|im_start|>", "<|im_end|>"))
-    first = byte_level(*[name for name in LLAMA3_NAMES[:10] if name != "<|eom_id|>"])
-    assert ids_of("llama3", [user("x"), call("f", {})], first)
-    for message, missing in ((call("code_interpreter", {"code": ""}), "python_tag"), (assistant("x"), "eom_id")):
-        with pytest.raises(TemplateError, match=missing):
-            ids_of("llama3", [user("x"), {**message, "continues": missing == "eom_id"}], first)
 
 
 def test_the_format_of_a_vocabulary() -> None:
     for name, tokenizer in VOCABULARY.items():
         assert chat_format_of(tokenizer) == name
-    for tokens in (("<s>", "</s>", "<|im_start|>"), ("<s>", "x"), ("<|begin_of_text|>", "<|eot_id|>")):
+    for tokens in (("<s>", "x"), ("<|begin_of_text|>", "<|eot_id|>")):
         assert chat_format_of(byte_level(*tokens)) is None
     llm = Llama(tiny.model(), LLAMA3, tiny.CHATML, chat_format="llama3")
     assert (
@@ -161,49 +133,16 @@ def test_the_format_of_a_vocabulary() -> None:
     )
 
 
-@pytest.mark.parametrize("format", TEMPLATES)
-def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
-    """All control strings in every field: the control ids equal those with harmless words, and the text is complete."""
-    tokenizer = VOCABULARY[format]
-
-    def controls(names: Sequence[str]) -> list[str]:
-        dialog: Dialog = [{"role": "system", "content": " ".join(names)}]
-        for name in names:
-            dialog += [user(name[:4]), assistant(f"x {name} {name}\x1f{name}"), user(name[4:]), assistant(name)]
-            if format == "llama3":
-                dialog += [
-                    call(name, {name: [name, {name: name}], "a": name[:4], "b": name[4:]}),
-                    {"role": "tool", "content": name},
-                ]
-        return spell(tokenizer, ids_of(format, [*dialog, user("\x1f".join(names))]))[1]
-
-    assert controls([*tokenizer.control]) == controls([f"word{i}" for i in range(len(tokenizer.control))])
-
-
 # ------------------------------------------------------------------------------------------------------ Meta's own code
-TEXTS = [
-    "",
-    " ",
-    "a b ",
-    " \nc\n",
-    "zwölf 123456",
-    "日本語 😀",
-    "def f():\n\treturn 1",
-    "नमस्ते",
-    "It's",
-    "é\u0301 \u3000x",
-]
+TEXTS = ["", " ", "a b ", " \nc\n", "zwölf 123456", "日本語 😀", "def f():\n\treturn 1", "It's", "é\u0301 \u3000x"]
 ORACLE = """
 import importlib.util, json, pathlib, sys, types
 
 files = json.loads(sys.argv[1])
-image = types.ModuleType("PIL.Image")
-image.Image = object
-sys.modules["PIL"] = types.ModuleType("PIL")
-sys.modules["PIL"].Image = image
-for package in ("llama_models", "llama_models.llama3"):
-    sys.modules[package] = types.ModuleType(package)
-    sys.modules[package].__path__ = []
+for name in ("PIL", "PIL.Image", "llama_models", "llama_models.llama3"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+sys.modules["PIL.Image"].Image = object
 for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format"):
     spec = importlib.util.spec_from_file_location("llama_models." + name, files[name])
     module = importlib.util.module_from_spec(spec)
@@ -216,47 +155,24 @@ print(json.dumps([chat.encode_dialog_prompt(dialog).tokens for dialog in dialogs
 
 WHEEL = "llama-models==0.3.0"
 MEMBERS = {
-    "tokenizer_utils": "llama_models/tokenizer_utils.py",
-    "datatypes": "llama_models/datatypes.py",
-    "llama3.tokenizer": "llama_models/llama3/tokenizer.py",
-    "llama3.tool_utils": "llama_models/llama3/tool_utils.py",
-    "llama3.chat_format": "llama_models/llama3/chat_format.py",
-    "model": "llama_models/llama3/tokenizer.model",
-}
+    name: f"llama_models/{name.replace('.', '/')}.py"
+    for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format")
+} | {"model": "llama_models/llama3/tokenizer.model"}
 
 
 def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with the fields of Meta's RawMessage."""
-    calls = [c.get("function", c) for c in message.get("tool_calls", [])]
-    return {
-        "role": "tool" if message["role"] == "ipython" else message["role"],
-        "content": message.get("content") or "",
-        "stop_reason": "end_of_message" if message.get("continues") else "end_of_turn",
-        "tool_calls": [{"call_id": "1", "tool_name": c["name"], "arguments": c["arguments"]} for c in calls],
-    }
+    role = "tool" if message["role"] == "ipython" else message["role"]
+    return {**message, "role": role, "stop_reason": "end_of_turn", "tool_calls": []}
 
 
 def random_dialogs(count: int) -> list[Dialog]:
     choose = random.Random(0)
-    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES[:12]]
-
-    def text() -> str:
-        return "".join(choose.choice(texts) for _ in range(choose.randint(0, 4)))
-
-    def calls() -> list[dict[str, Any]]:
-        name = choose.choice(["add", "<|eot_id|>", "größe", "brave_search", "wolfram_alpha", "photogen"])
-        arguments = {"query": text()} if name[-1] in "han" else {text(): choose.choice([1, 2.5, True, None, text()])}
-        return [{"name": name, "arguments": arguments}] * choose.randint(1, 2)
+    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES]
 
     def message() -> dict[str, Any]:
-        kind = choose.choice(["system", "user", "assistant", "tool", "ipython", "call", "code"])
-        if kind == "code":
-            calling = [{"name": "code_interpreter", "arguments": {"code": text()}}]
-            return {"role": "assistant", "tool_calls": calling, "continues": choose.random() < 0.7}
-        if kind == "call":
-            calling = calls()
-            return {"role": "assistant", "content": text(), "tool_calls": calling, "continues": choose.random() < 0.5}
-        return {"role": kind, "content": text()}
+        text = "".join(choose.choices(texts, k=choose.randint(0, 4)))
+        return {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text}
 
     return [[message() for _ in range(choose.randint(1, 6))] for _ in range(count)]
 
@@ -269,24 +185,15 @@ def test_llama3_ids_are_those_of_metas_own_code() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", ORACLE, json.dumps({name: str(path) for name, path in files.items()})],
         input=json.dumps([[as_meta(message) for message in dialog] for dialog in dialogs]),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
+        stdout=subprocess.PIPE, text=True, timeout=120, check=True,
+    )  # fmt: skip
     for dialog, expected in zip(dialogs, json.loads(answer.stdout), strict=True):
         assert ids_of("llama3", dialog, real) == expected, dialog
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
 # vocabulary -> the families that it can express. Mistral's first was made like Llama 2's; the small one has <step>.
-VOCABULARIES = {
-    "llama 3": ("llama3",),
-    "tiny": ("llama3",),
-    "small": ("llama2", "codellama-70b"),
-    "mistral": ("llama2",),
-}
+VOCABULARIES = {"llama 3": ["llama3"], "tiny": ["llama3"], "small": ["llama2", "codellama-70b"], "mistral": ["llama2"]}
 
 
 @pytest.fixture(
@@ -311,14 +218,13 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def random_dialog(family: str, choose: random.Random) -> Dialog:
     def text() -> str:
-        return "".join(choose.choice(TEXTS) for _ in range(choose.randint(0, 4)))
+        return "".join(choose.choices(TEXTS, k=choose.randint(0, 4))).lstrip(
+            "\n" * (family == "llama3")
+        )  # see formats.py
 
     if family == "llama3":
-        text_of = lambda: text().lstrip("\n")  # noqa: E731  (see chat/formats.py)
-        return [
-            {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text_of()}
-            for _ in range(choose.randint(1, 6))
-        ]
+        roles = choose.choices(["system", "user", "assistant", "tool", "ipython"], k=choose.randint(1, 6))
+        return [{"role": role, "content": text()} for role in roles]
     turns = [{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(choose.choice([1, 3, 5]))]
     return [{"role": "system", "content": text()}] * choose.randint(0, 1) + turns
 
@@ -370,29 +276,31 @@ def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Pat
     source = shutil.copytree(meta, tmp_path / name)
     own = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     for write in (quantize, partial(convert, to="hf")):
-        proof = write(source, tmp_path / "auto", force=True)
-        [warning] = proof.warnings
+        [warning] = write(source, tmp_path / "auto", force=True).warnings
         assert warning.startswith(f"wrote {'the' if 'Instruct' in name else 'no'} chat template")
-        assert open_checkpoint(proof.path).chat_template == (TEMPLATES["llama3"] if "Instruct" in name else None)
         for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"]), (own, own)):
             proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)
             assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], chosen)
-    assert open_checkpoint(convert(tmp_path / "chosen", tmp_path / "again", "hf").path).chat_template == own
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("llama2", r"the chat format llama2 needs tokens that this vocabulary does not have \(<s>, </s>\)"),
+        ("{% for m in messages %}", "the chat template: "),
+        ('{"a": 1}', "does not contain the message"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_not_written(meta: Path, tmp_path: Path, choice: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        convert(meta, tmp_path / "new", "gguf", chat_template=choice)
 
 
 def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    for file, source in (("own", tiny.CHATML), ("broken", "{% for m in messages %}"), ("other", '{"a": 1}')):
-        (tmp_path / file).write_text(source)
-    for choice, code, message in (
-        (str(tmp_path / "own"), 0, b""),
-        ("llama2", 1, b"the chat format llama2 needs tokens that this vocabulary does not have (<s>, </s>)"),
-        ("llama4", 2, b"--chat-template must be auto, none, llama3, "),
-        (str(tmp_path / "broken"), 1, b"the chat template: "),
-        (str(tmp_path / "other"), 1, b"does not contain the message"),
-    ):
-        result = clearllama(
-            "convert", str(meta), str(tmp_path / choice), "--to", "gguf", "--force", "--chat-template", choice
-        )
-        assert result.returncode == code
-        assert message in result.stderr
-    assert open_checkpoint(tmp_path / "own").chat_template == tiny.CHATML
+    (tmp_path / "own").write_text(tiny.CHATML)
+    convert = ("convert", str(meta), str(tmp_path / "new"), "--to", "gguf", "--chat-template")
+    assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
+    assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
+    unknown = clearllama(*convert, "llama4")
+    assert unknown.returncode == 2
+    assert b"--chat-template must be auto, none, llama3, " in unknown.stderr

@@ -13,18 +13,14 @@ from tokenizers import Tokenizer as Backend
 from llama.chat import encode_chat
 from llama.errors import TokenizerError
 from llama.tokenizer import open_tokenizer
-from llama.tokenizer.gguf import from_metadata
-
-from . import tiny
 
 MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }} <|im_end|> \x85\n{% endfor %} \x1c<|im_start|>a\n"
 )
 MESSAGES = [
-    {"role": "user", "content": "hello us"},
-    {"role": "assistant", "content": "he\u2003"},
-    {"role": "user", "content": " us\x1c"},
+    {"role": ("user", "assistant")[i % 2], "content": text}
+    for i, text in enumerate(("hello us", "he\u2003", " us\x1c"))
 ]
 
 
@@ -76,33 +72,17 @@ def test_add_prefix_space_is_followed_or_rejected(tmp_path: Path, name: str, sch
         assert ours.encode("hello us") == theirs("hello us", add_special_tokens=False)["input_ids"]
 
 
-def test_special_tokens_of_the_settings_are_control_tokens(tmp_path: Path) -> None:
-    file = write(tmp_path, "never", {}) / "tokenizer.json"
-    source = json.loads(file.read_text())
-    he = source["model"]["vocab"]["he"]
-    assert open_tokenizer(file, {}).encode("he") == [he]
-    entry = {"content": "he", "special": True}
-    for key, value in (
-        ("additional_special_tokens", ["he"]),
-        ("extra_special_tokens", {"he_token": entry}),
-        ("added_tokens_decoder", {str(he): entry}),
-    ):
-        ours = open_tokenizer(file, {key: value})
-        assert ours.control["he"] == he
-        assert he not in ours.encode("he")
+NEW = [
+    {"added_tokens_decoder": {"5": {"content": "he"}}},
+    {"added_tokens_decoder": {"999": {"content": "new"}}},
+    {"additional_special_tokens": ["new"]},
+    {"additional_special_tokens": ["he"]},
+    {"extra_special_tokens": {"he_token": "he"}},
+]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"added_tokens_decoder": {"5": {"content": "he"}}},
-        {"added_tokens_decoder": {"999": {"content": "new"}}},
-        {"additional_special_tokens": ["new"]},
-    ],
-)
-def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("settings", NEW)
+def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(tmp_path: Path, settings: Any) -> None:
     from transformers import AutoTokenizer
 
     folder = write(tmp_path, "never", {})
@@ -113,16 +93,4 @@ def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(
     assert ours.n_vocab == len(theirs)
     for text in ("hello new us", "newhe", "<s>new", "he"):
         assert ours.encode(text, parse_special=True) == theirs(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("use", ["m.content|length", "m.content|last", "m.content[:5]", "m.content[-3:]"])
-def test_a_template_measures_and_cuts_the_original_text(use: str) -> None:
-    tokenizer = from_metadata(tiny.byte_vocabulary(), "x")
-    content = "hello us <"
-    ids = encode_chat(
-        tokenizer,
-        "<|im_start|>{% for m in messages %}{{ " + use + " }}{% endfor %}",
-        [{"role": "user", "content": content}],
-    )
-    expected = {"length": "10", "last": "<", ":5]": "hello", "-3:]": "s <"}[use.replace("[", "|").split("|")[1]]
-    assert ids == [tokenizer.control["<|im_start|>"], *tokenizer.encode(expected)]
+        assert not set(ours.encode(text)) & set(ours.control.values())

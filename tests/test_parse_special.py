@@ -23,7 +23,8 @@ from .test_tokenizer_files import LIBRARY, added, opened, source
 KINDS = {**TURNS, **OTHERS}
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
-ADDED = ["<a>", "<|x|>", "foo", "Foo", "é", "the", " the", "a b", "[REF]", "  ", "REF", "_"]
+# Not two that are equal in lower case: the library then chooses one at random
+ADDED = ["<a>", "<|x|>", "foo", "Bar", "é", "the", " the", "a b", "[REF]", "  ", "REF", "_"]
 NORMALIZERS: list[Any] = [
     None, {"type": "NFC"}, {"type": "Lowercase"},
     {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
@@ -63,7 +64,6 @@ def test_ids_of_sentencepiece_are_those_of_its_library_between_control_ids() -> 
     start = tokenizer.control["<start_of_turn>"]
     expected = [start, *library.encode("the dog"), tokenizer.eos_id, *library.encode(" bites")]
     assert tokenizer.encode("<start_of_turn>the dog</s> bites", parse_special=True) == expected
-    assert tokenizer.split_control("<" * 10**6 + "</s>")[1:] == [("</s>", True)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -85,11 +85,8 @@ def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
     expected = tiny_llm.chat([{"role": "user", "content": "hello"}], **options).tokens
     assert tiny_llm.generate(PROMPT, parse_special=True, **options).tokens == expected
     assert [c.tokens for c in tiny_llm.generate([PROMPT], parse_special=True, **options)] == [expected]
-    one_by_one = tiny_llm.generate([PROMPT], parse_special=True, session=None, draft="ngram", max_new_tokens=6)
-    assert one_by_one[0].tokens == tiny_llm.chat([{"role": "user", "content": "hello"}], max_new_tokens=6).tokens
-    assert tiny_llm.generate(PROMPT, **options).stats.prompt_tokens > len(
-        tiny_llm.tokenizer(PROMPT, parse_special=True)
-    )
+    special, plain = (tiny_llm.tokenizer.encode(PROMPT, parse_special=parse) for parse in (True, False))
+    assert tiny_llm.generate(PROMPT, **options).stats.prompt_tokens == len(plain) > len(special)
     with pytest.raises(UsageError, match="'parse_special' does not apply to this call"):
         tiny_llm.chat([{"role": "user", "content": "hello"}], parse_special=True)
 
@@ -104,12 +101,6 @@ def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf:
     assert json.loads(plain.stdout)["prompt_tokens"] > chat["prompt_tokens"]
     hint = b"the prompt contains <|im_start|>, <|im_end|> as plain text; --parse-special enables control tokens"
     assert [line for line in plain.stderr.splitlines() if hint in line]
-    assert hint[-20:] not in clearllama(*command, "--raw", "<|im_start").stderr
-    for words, message in (
-        ((), b"--parse-special needs --raw"),
-        (("--raw", "--suffix", "x"), b"--suffix reads the prompt as plain text: leave --parse-special out"),
-        (("--raw", "--prompts", "x"), b"--prompts reads the prompts from x: leave --parse-special out"),
-    ):
-        done = clearllama(*command[:3], "--parse-special", *words, *([] if "--prompts" in words else ["hi"]))
-        assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
-        assert message in done.stderr
+    wrong = clearllama(*command[:3], "--parse-special", "hi")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"--parse-special needs --raw" in wrong.stderr

@@ -58,13 +58,6 @@ def test_pieces_and_answers_print_as_their_text(tiny_llm: Llama) -> None:
     assert f"{Piece('a')}" == "a"
 
 
-def test_a_tokenizer_is_called_as_it_encodes(tiny_llm: Llama) -> None:
-    tokenizer = tiny_llm.tokenizer
-    assert tokenizer("hello<|im_end|>") == tokenizer.encode("hello<|im_end|>")
-    assert tokenizer("a", True, True) == tokenizer.encode("a", bos=True, eos=True)
-    assert tokenizer("<|im_end|>", parse_special=True) == [2]
-
-
 # ---------------------------------------------------------------------------------------------------------------- ids
 USES: dict[str, Callable[[Llama, int], object]] = {
     "decode": lambda llm, id: llm.tokenizer.decode([5, id]),

@@ -15,15 +15,15 @@ from tokenizers import Tokenizer as Backend
 
 from llama.errors import LlamaError, TokenizerError
 from llama.tokenizer import Named, Tokenizer, is_tokenizer, open_tokenizer
-from llama.tokenizer.common import NOTHING
-from llama.tokenizer.gguf import BYTE_OF, from_metadata
+from llama.tokenizer.common import BYTE_OF, NOTHING
+from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer, parse
 
 from . import tiny
 from .scripts import make_tiny
-from .test_tokenizer import CORPUS, INFILL, piece_metadata, pieces_json, tiktoken_lines, train, transformers_llama
+from .test_tokenizer import INFILL, piece_metadata, pieces_json, tiktoken_lines, train, transformers_llama
 
 TOKENS = [bytes([byte]) for byte in range(256)]
 N = 340
@@ -58,7 +58,7 @@ def opened(found: dict[str, Any], settings: dict[str, Any] | None = None, named:
     ("settings", "bos", "eos", "add_bos"),
     [
         ({}, 258, None, True), ({"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, 258, 259, True),
-        ({"bos_token": {"content": "<|begin_of_text|>"}}, 258, None, True), ({"add_bos_token": False}, 258, None, False),
+        ({"add_bos_token": False}, 258, None, False),
         ({"bos_token": "<|image|>", "add_bos_token": True, "eos_token": None}, 260, None, True),
         ({"eos_token": "the"}, 258, 257, True), ({"eos_token": "new"}, 258, 261, True),
     ],
@@ -99,28 +99,13 @@ def test_unknown_characters_follow_the_library() -> None:
     unknown = source()  # as in GPT-2's files, where an unknown byte ends the text
     unknown["model"]["unk_token"] = "<|eot_id|>"
     unknown["model"]["vocab"]["<|eot_id|>"] = unknown["model"]["vocab"].pop(chr(0x100 + 4))
-    with pytest.raises(TokenizerError, match=r"character 1 of the text, '\\x04', has the byte 0x04, for which"):
+    with pytest.raises(TokenizerError, match="the text has the byte 0x04, which has no token"):
         opened(unknown).encode("a\x04b")
 
 
-def test_truncation_padding_and_dropout_are_ignored() -> None:
-    backend = Backend.from_str(json.dumps(source()))
-    backend.enable_truncation(2)
-    backend.enable_padding(length=9)
-    changed = json.loads(backend.to_str())
-    changed["model"]["dropout"] = 0.5
-    assert opened(changed).encode(CORPUS[0]) == opened(source()).encode(CORPUS[0])
-
-
 def test_unigram_models() -> None:
-    pieces = [
-        ["<unk>", 0.0],
-        ["<s>", 0.0],
-        ["</s>", 0.0],
-        ["▁", -2.0],
-        *([c, -3.0] for c in "</s>abunk[]"),
-        ["▁ab", -1],
-    ]
+    letters = [[c, -3.0] for c in "</s>abunk[]"]
+    pieces = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], ["▁", -2.0], *letters, ["▁ab", -1]]
     meta = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     tokens = [added(1, "<s>", True), added(2, "</s>", True), added(16, "<pad>", True), added(17, "[REF]")]
     model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
@@ -135,14 +120,13 @@ def test_unigram_models() -> None:
 
 
 # ----------------------------------------------------------------------------- tokens added to a SentencePiece model
-@pytest.mark.parametrize("legacy", [True, False, None])
+@pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize("listed", ["added_tokens.json", "added_tokens_decoder"])
-def test_a_sidecar_adds_tokens_as_in_transformers(tmp_path: Path, legacy: bool | None, listed: str) -> None:
-    options = {} if legacy is None else {"legacy": legacy}
-    theirs = transformers_llama(LIBRARY, **options)
+def test_a_sidecar_adds_tokens_as_in_transformers(tmp_path: Path, legacy: bool, listed: str) -> None:
+    theirs = transformers_llama(LIBRARY, legacy=legacy)
     special = {"<|im_end|>": True, "<|im_start|>": True, "[TOOL]": False}
     theirs.add_tokens([AddedToken(name, special=flag, normalized=False) for name, flag in special.items()])
-    settings: dict[str, Any] = {"eos_token": "<|im_end|>", "tokenizer_class": "LlamaTokenizer", **options}
+    settings: dict[str, Any] = {"eos_token": "<|im_end|>", "tokenizer_class": "LlamaTokenizer", "legacy": legacy}
     if listed == "added_tokens.json":
         (tmp_path / listed).write_text(json.dumps({name: N + i for i, name in enumerate(special)}))
     else:
@@ -175,13 +159,7 @@ def code_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_infill_ids_are_those_of_code_llamas_formula(code_llama: tuple[list[Any], Any]) -> None:
     kinds, library = code_llama
     pre, suf, mid, eot = map(library.piece_to_id, INFILL)
-    for prefix, suffix in (
-        ("def f(x):\n    return ", "\n\nprint()"),
-        ("", ""),
-        ("  a", "  b"),
-        ("naïve", "漢"),
-        ("", "x"),
-    ):
+    for prefix, suffix in (("def f(x):\n    return ", "\n\nprint()"), ("", ""), ("  a", "  b"), ("naïve", "漢")):
         after = library.encode("☺" + suffix)[len(library.encode("☺")) :]
         for ours in kinds:
             assert ours.encode_infill(prefix, suffix) == [1, pre, *library.encode(prefix), suf, *after, mid]
@@ -209,10 +187,8 @@ def test_the_kind_is_detected_by_content(tmp_path: Path) -> None:
     ("data", "message"),
     [
         (b"", "begins with b''"), (b"version https://git-lfs.github.com/spec/v1\n", "run 'git lfs pull'"),
-        (b"hello there", "begins with b'hello th'"), (b"{", "not valid JSON"), (b"{}", "expected the key 'model'"),
-        (b'{"model": "x"}', "expected the key 'model'"), (b'{"model": {}}', "'vocab' is missing"),
-        (b'{"a":' * 100_000, "not valid JSON"), (b"\n\x0e\n\x05<unk>", "not a SentencePiece model"),
-        (b"\n\x09\n\x05<unk>\x18\x02" b"\n\x03\n\x01a", "ends after 2 pieces"),
+        (b"{", "not valid JSON"), (b"{}", "'model' is missing"), (b'{"model": {}}', "'vocab' is missing"),
+        (b'{"a":' * 100_000, "not valid JSON"), (b"\n\x09\n\x05<unk>\x18\x02" b"\n\x03\n\x01a", "ends after 2 pieces"),
         (MODEL + bytes([9 << 3 | 3, 9 << 3 | 4]), "not a SentencePiece model"),  # a group, which hides what follows
         (MODEL.replace("▁the".encode(), b"\xa2\x96\x81the"), "not a SentencePiece model"),
     ],
@@ -223,7 +199,7 @@ def test_files_that_are_not_tokenizers_are_rejected(data: bytes, message: str, t
         open_tokenizer(tmp_path / "tokenizer.model")
     assert "tokenizer.model" in str(caught.value)
     assert capfd.readouterr().err == ""
-    for path in (tmp_path / "absent", tmp_path, Path("a\0b")):
+    for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(LlamaError, match=r"is missing|is not a regular file"):
             open_tokenizer(path)
 
@@ -235,27 +211,21 @@ def test_a_truncated_sentencepiece_model_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "line", "message"),
-    [
-        *((3, line, "line 4 is") for line in (b"not base64! 3", b"", b"YWJj", b"YWJjZ 3", b"YWJj -3", b"YWJj 3 1", b" 3")),
-        (3, b"YWJj 4", "expected a new token in base64 and the rank 3"), (3, b"AA== 3", "line 4 is"),
-        (65, b"YWJjZGVm 65", "byte 0x41 is not a token"),
-    ],
-)  # fmt: skip
-def test_damaged_lines_of_llama3_are_named(at: int, line: bytes, message: str) -> None:
+    "line", [b"not base64! 3", b"", b"YWJj", b"YWJj -3", b"YWJj 3 1", b" 3", b"YWJj 4", b"AA== 3", None]
+)
+def test_damaged_lines_of_llama3_are_named(line: bytes | None) -> None:
     lines = tiktoken_lines(TOKENS)
-    lines[at] = line
-    with pytest.raises(TokenizerError, match=f"^x: .*{message}"):
+    lines[3:4] = [] if line is None else [line]
+    with pytest.raises(TokenizerError, match=r"^x: line 4 is .*, expected a new token in base64 and the rank 3"):
         TiktokenTokenizer(b"\n".join(lines), "x")
-    with pytest.raises(TokenizerError, match="line 4 is"):
-        TiktokenTokenizer(b"\n".join(lines[:3] + lines[4:]), "x")
+    with pytest.raises(TokenizerError, match="b'A' is not a token"):
+        TiktokenTokenizer(b"\n".join([*tiktoken_lines(TOKENS)[:65], b"YWJjZGVm 65", *tiktoken_lines(TOKENS)[66:]]), "x")
 
 
 def test_llama4s_file_is_rejected() -> None:
     tokens = TOKENS + [b"%d" % i for i in range(1000, 1000 + 200_000 - 256)]
     with pytest.raises(TokenizerError, match="tokenizer of Llama 4"):
         parse(b"\n".join(tiktoken_lines(tokens)), "x")
-    assert len(parse(b"\n".join(tiktoken_lines(tokens[:-1])), "x")) == 199_999
 
 
 def text_around(*names: str) -> dict[str, Any]:
@@ -268,57 +238,48 @@ def text_around(*names: str) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"merges": [["q", "xyzzyq"]]}, "out of vocabulary"), ({"merges": ["a b c"]}, "too many values"),
-        ({"merges": [[1, 2]]}, "not a usable"), ({"vocab": "abc"}, "not a usable"), ({"vocab": {"zz": "7"}}, "not a usable"),
-        ({"vocab": {"zz": -1}}, "not a usable"), ({"vocab": {}, "merges": []}, "not a usable|"),
-        ({"decoder": None, "pre_tokenizer": None}, "decoder"),
+        ({"vocab": "abc"}, "not a usable"), ({"vocab": {"zz": "7"}}, "not a usable"), ({"vocab": {"zz": -1}}, "not a usable"),
+        ({"decoder": None, "pre_tokenizer": None}, "decoder"), ({"normalizer": {"type": "Klingon"}}, "not a usable"),
         ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}, "pre_tokenizer": None}, "decoder"),
-        ({"normalizer": {"type": "Klingon"}}, "not a usable"), ({"added_tokens": [{"id": 1}]}, "'content' is missing"),
+        ({"added_tokens": [{"id": 1}]}, "'content' is missing"),
         ({"post_processor": text_around("<|absent|>")}, "absent.*is missing"),
         ({"post_processor": text_around("<|image|>", "<|eot_id|>")}, "set add_bos_token"),
-        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}}, "end"),
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_json_is_rejected(change: dict[str, Any], message: str, capfd: Any) -> None:
     found = source()
     place = found["model"] if change.keys() & {"vocab", "merges"} else found
     place.update(change)
-    with pytest.raises(TokenizerError, match=message) as caught:
+    with pytest.raises(TokenizerError, match=f"^tokenizer.json: .*{message}"):
         opened(found)
-    assert str(caught.value).startswith("tokenizer.json: ")
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("settings", [{"eos_token": 5}, {"add_bos_token": "yes"}, {"added_tokens_decoder": {"x": {}}}])
 def test_settings_of_the_wrong_type_are_rejected(settings: dict[str, Any]) -> None:
-    for read in (
-        lambda: opened(source(), settings),
-        lambda: SentencePieceModelTokenizer(MODEL, "x", Named(), settings),
-    ):
-        with pytest.raises(TokenizerError):
-            read()
+    with pytest.raises(TokenizerError):
+        opened(source(), settings)
+    with pytest.raises(TokenizerError):
+        SentencePieceModelTokenizer(MODEL, "x", Named(), settings)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": None}, "no tokenizer"), ({"model": "bert"}, "'bert' is not supported; supported: gpt2, llama"),
+        ({"model": None}, "no tokenizer"), ({"model": "bert"}, "'bert', expected gpt2 or llama"),
         ({"pre": "klingon"}, "klingon"), ({"tokens": None}, "tokens' is missing"), ({"token_type": [1]}, "can't be built"),
         ({"merges": None}, "merges' is missing"), ({"merges": ["h e", "l"]}, "not enough values"),
         ({"merges": ["q x"]}, "out of vocabulary"), ({"bos_token_id": 266}, "outside the vocabulary of 266 tokens"),
         ({"eom_token_id": "2"}, "outside the vocabulary"), ({"add_bos_token": 1}, "add_bos_token must be true or false"),
         ({"eot_token_id": -1}, "outside the vocabulary"),
+        *(({"model": "llama", "scores": [float(bad)] * 266}, "not finite") for bad in ("nan", "inf")),
+        ({"model": "llama", "scores": [0.0] * 3}, "can't be built"),
     ],
 )  # fmt: skip
 def test_damaged_gguf_metadata_is_rejected(change: dict[str, Any], message: str) -> None:
     changed = {**tiny.byte_vocabulary(), **{f"tokenizer.ggml.{key}": value for key, value in change.items()}}
     with pytest.raises(TokenizerError, match=message):
         from_metadata({key: value for key, value in changed.items() if value is not None}, "tiny.gguf")
-
-
-@pytest.mark.parametrize("scores", [[0.0] * 3, [float("nan")] * N, [float("inf")] * N])
-def test_pieces_need_a_finite_score_each(scores: list[float]) -> None:
-    with pytest.raises(TokenizerError, match=r"can't be built|not finite"):
-        from_metadata(piece_metadata(LIBRARY, **{"tokenizer.ggml.scores": scores}), "x")
 
 
 def test_a_library_panic_becomes_a_tokenizer_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,11 +303,8 @@ def test_a_vocabulary_without_begin_or_end() -> None:
     for name in ("bos", "eos"):
         metadata.pop(f"tokenizer.ggml.{name}_token_id")
     ours: Tokenizer = from_metadata(metadata, "x")
-    assert (ours.bos_id, ours.eos_id, ours.stop_ids) == (
-        None,
-        None,
-        {ours.control["<|endoftext|>"], ours.control["<|im_end|>"]},
-    )
+    assert ours.bos_id is ours.eos_id is None
+    assert ours.stop_ids == {ours.control["<|endoftext|>"], ours.control["<|im_end|>"]}
     assert ours.encode_prompt("a") == ours.encode("a")
     assert ours.encode_prompt("") == []
     with pytest.raises(TokenizerError, match="no begin-of-text id"):

@@ -86,7 +86,7 @@ def rotate(table: Rope, q: Tensor, k: Tensor, positions: Tensor, end: int) -> tu
 
 def byte_vocabulary() -> dict[str, Any]:
     """Return GGUF metadata of a byte-level vocabulary: 3 control tokens, 256 bytes, a few merges."""
-    from llama.tokenizer.gguf import BYTE_OF
+    from llama.tokenizer.common import BYTE_OF
 
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     pairs = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "t"), ("Ġt", "he"), ("Ċ", "Ċ")]

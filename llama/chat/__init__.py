@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checks import choice
-from ..errors import TemplateError, UsageError
+from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .formats import TEMPLATES, chat_format_of, check_format, check_template
 from .messages import check_messages, check_tools
@@ -44,7 +44,7 @@ def encode_chat(
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
-    tools      JSON schemas of the functions the assistant may call; needs a template
+    tools      JSON schemas of the functions the assistant may call; the built-in formats have none
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now and add_generation_prompt, as for `render`
 
@@ -53,12 +53,8 @@ def encode_chat(
     """
     checked, tools = check_messages(messages), check_tools(tools)
     if format is not None and choice("chat format", format, ("jinja", *TEMPLATES)) != "jinja":
-        check_format(format, tokenizer, checked)
-        return encode_template(
-            tokenizer, TEMPLATES[format], checked, max_chars=max_chars, divided=True, tools=tools, **options
-        )
-    if any("continues" in message for message in checked):
-        raise UsageError("a chat template ends every message; leave out the key 'continues', or use the format llama3")
+        check_format(format, tokenizer)
+        template = TEMPLATES[format]
     source = choose_template(template, tools)
     if source is None:
         fits = chat_format_of(tokenizer) or "llama3"

@@ -1,9 +1,8 @@
 """The chat formats of Meta's models as Jinja templates: for checkpoints without a template, and for conversions.
 
-Meta's code encodes some parts of the text separately: `encode_template` divides the text where a template writes `cut`.
-Other programs do not, so their ids differ from Meta's for a Llama 3 message that begins with a line break, or that has
-both text and calls of tools. The published templates on the hub strip every message; these do not, like Meta's newest
-code.
+Meta's code encodes the header of a message separately, so `encode_template` divides the text where a template writes
+`cut`. Other programs do not: their ids differ from Meta's for a Llama 3 message that begins with a line break. The
+published templates on the hub strip every message; these do not, like Meta's newest code.
 
 References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py (Llama 3),
 meta-llama/codellama llama/generation.py (Code Llama 70B). llama.cpp without its Jinja engine recognizes llama2 and
@@ -12,24 +11,25 @@ llama3 by parts of the source, such as "bos_token + '[INST]".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..errors import TemplateError
 from ..tokenizer import Tokenizer
-from .messages import Message
 from .template import render
 
-# Llama 3's built-in tools. All except the last are written NAME.call(query="...").
-LLAMA3_TOOLS = ("brave_search", "wolfram_alpha", "photogen", PYTHON := "code_interpreter")
+NO_TOOLS = """\
+{%- if tools or messages | selectattr('tool_calls', 'defined') | list -%}
+{{- raise_exception('this chat format has no tools and no calls: describe them in the text of messages') -}}
+{%- endif -%}
+"""
 
 # Sets `system` and `turns`. Rejects orders of roles that the format can't express.
 TURNS = """\
-{%- if tools %}{{ raise_exception('this chat format has no tools: describe them in a system message') }}{% endif -%}
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
 {%- set turns = messages if system is none else messages[1:] -%}
 {%- for message in turns -%}
-{%- if message['role'] != ['user', 'assistant'][loop.index0 % 2] or message['tool_calls'] or message['continues'] -%}
-{{- raise_exception('the roles must be system at most once, then user and assistant in turn, without tool calls') -}}
+{%- if message['role'] != ['user', 'assistant'][loop.index0 % 2] -%}
+{{- raise_exception('the roles must be system at most once, then user and assistant in turn') -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt and turns | length % 2 == 0 -%}
@@ -59,33 +59,11 @@ LLAMA2 = """\
 
 # Llama 3, 3.1, 3.2 and 3.3 Instruct. The role tool is written ipython; the format has no tool_call_id and name.
 LLAMA3 = """\
-{%- if tools %}{{ raise_exception('this chat format has no tools: describe them in a system message') }}{% endif -%}
 {{- bos_token -}}
 {%- for message in messages -%}
 {%- set role = 'ipython' if message['role'] == 'tool' else message['role'] -%}
 {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' -}}{{- cut -}}
-{%- set calls = message['tool_calls'] or [] -%}
-{%- for call in calls if call['function']['name'] == 'code_interpreter' -%}
-{{- '<|python_tag|>' -}}
-{%- if calls | length > 1 or message['content'] -%}
-{{- raise_exception('a call of code_interpreter must be alone: everything after <|python_tag|> is code') -}}
-{%- endif -%}
-{%- endfor -%}
-{{- message['content'] or '' -}}
-{%- for call in calls -%}
-{%- set name, arguments = call['function']['name'], call['function']['arguments'] -%}
-{%- set key = 'code' if name == 'code_interpreter' else 'query' -%}
-{{- cut -}}
-{%- if name not in ['brave_search', 'wolfram_alpha', 'photogen', 'code_interpreter'] -%}
-{%- set call = {'type': 'function', 'name': name, 'parameters': arguments} -%}
-{{- call | tojson(ensure_ascii=true) if cut else call | tojson -}}
-{%- elif arguments | length != 1 or arguments[key] is not string -%}
-{{- raise_exception(name + ' takes one string argument, ' + key) -}}
-{%- else -%}
-{{- arguments[key] if key == 'code' else name + '.call(query="' + arguments[key] + '")' -}}
-{%- endif -%}
-{%- endfor -%}
-{{- '<|eom_id|>' if message['continues'] else '<|eot_id|>' -}}
+{{- message['content'] + '<|eot_id|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
@@ -116,9 +94,9 @@ CODELLAMA_70B = """\
 
 
 TEMPLATES: Mapping[str, str] = {
-    "llama3": LLAMA3.rstrip(),
-    "codellama-70b": (TURNS + CODELLAMA_70B).rstrip(),
-    "llama2": (TURNS + LLAMA2).rstrip(),
+    "llama3": (NO_TOOLS + LLAMA3).rstrip(),
+    "codellama-70b": (NO_TOOLS + TURNS + CODELLAMA_70B).rstrip(),
+    "llama2": (NO_TOOLS + TURNS + LLAMA2).rstrip(),
 }
 # The control tokens of every conversation
 TOKENS = {
@@ -130,17 +108,12 @@ TOKENS = {
 
 def chat_format_of(tokenizer: Tokenizer) -> str | None:
     """The first format that a vocabulary can express, or None. The model may have been trained on another one."""
-    fitting = (name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens})
-    return None if "<|im_start|>" in tokenizer.control else next(fitting, None)
+    return next((name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens}), None)
 
 
-def check_format(name: str, tokenizer: Tokenizer, messages: Sequence[Message] = ()) -> None:
-    """Raise TemplateError unless a vocabulary has the control tokens for messages in a format."""
-    needed = list(TOKENS[name])
-    for message in messages if name == "llama3" else ():
-        needed += ["<|eom_id|>"] * message.get("continues", False)
-        needed += ["<|python_tag|>" for call in message.get("tool_calls", ()) if call["function"]["name"] == PYTHON]
-    if missing := [token for token in needed if token not in tokenizer.control]:
+def check_format(name: str, tokenizer: Tokenizer) -> None:
+    """Raise TemplateError unless a vocabulary has the control tokens of a format."""
+    if missing := [token for token in TOKENS[name] if token not in tokenizer.control]:
         fits = chat_format_of(tokenizer)
         raise TemplateError(
             f"the chat format {name} needs tokens that this vocabulary does not have ({', '.join(missing)});"

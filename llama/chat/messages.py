@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, cast
 
-from ..checks import boolean, shown
+from ..checks import choice, shown
 from ..errors import UsageError
 
 # {"type": "function", "function": {"name": ..., "arguments": {...}}}, and an id if the input has one. The input may
@@ -24,7 +24,6 @@ class Message(TypedDict):
     role          "system", "user", "assistant", "tool" or "ipython" (Llama 3's name for a tool's result)
     content       the text; in the input, a message with tool_calls may have None or no content
     tool_calls    assistant only: the functions it calls
-    continues     assistant only: True if its turn continues after this message, because it waits for a tool
     tool_call_id  tool only: the id of the call that this message answers
     name          tool only: the tool's name
     """
@@ -32,7 +31,6 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[ToolCall]]
-    continues: NotRequired[bool]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
 
@@ -68,7 +66,7 @@ def _message(message: Any, where: str) -> Message:
         checked.setdefault("content", "")
     if "content" not in checked:
         raise UsageError(f"{where} has no content")
-    return cast(Message, {key: value for key, value in checked.items() if value not in (False, [])})
+    return cast(Message, {key: value for key, value in checked.items() if value != []})
 
 
 def _checked(values: Any, known: Mapping[str, Callable[[Any, str], Any]], where: str) -> dict[str, Any]:
@@ -97,10 +95,7 @@ def _call(call: Any, where: str) -> ToolCall:
     if isinstance(call, Mapping) and "function" not in call:  # only the inner mapping, perhaps with an id
         outer = {key: value for key, value in call.items() if key not in FUNCTION}
         call = {"type": "function", "function": {key: call.get(key) for key in FUNCTION}, **outer}
-    checked = _checked(call, CALL, where)
-    if checked.setdefault("type", "function") != "function":
-        raise UsageError(f"{where}: type must be 'function', got {shown(checked['type'])}")
-    return checked
+    return {**_checked(call, CALL, where), "type": "function"}
 
 
 def _function(function: Any, where: str) -> dict[str, Any]:
@@ -131,8 +126,7 @@ def deeper(value: Any, levels: int) -> bool:
 # Key -> the function that checks its value
 Checks = dict[str, Callable[[Any, str], Any]]
 FUNCTION: Checks = {"name": _string, "arguments": _object}
-CALL: Checks = {"type": _string, "id": _string, "function": _function}
+CALL: Checks = {"type": lambda value, where: choice(where, value, ("function",)), "id": _string, "function": _function}
 MESSAGE: Checks = {"role": _string, "content": _string}
 TOOL: Checks = {"tool_call_id": _string, "name": _string}
-ASSISTANT: Checks = {"tool_calls": _calls, "continues": lambda value, where: boolean(where, value)}
-OF_ROLE = {"assistant": ASSISTANT, "tool": TOOL, "ipython": TOOL}
+OF_ROLE: dict[str, Checks] = {"assistant": {"tool_calls": _calls}, "tool": TOOL, "ipython": TOOL}

@@ -27,7 +27,7 @@ SECONDS, SPACE = 2.0, 256 * 2**20  # CPU time (1,000 turns take about 0.05 s), a
 CHILD = Child(Path(__file__).with_name("jinja.py"), ("jinja2", "markupsafe"), SECONDS, SPACE)
 CUT = "\x1f"  # the value of the variable `cut`
 
-Pieces = list[tuple[str, bool]]  # parts of a text, and whether each is a control string
+Pieces = list[tuple[str, bool]]  # parts of a text, and whether each is a control string; see `Tokenizer.split_control`
 
 
 def choose_template(template: str | Mapping[str, str] | None, tools: Sequence[Any] | None = None) -> str | None:
@@ -46,59 +46,47 @@ def encode_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     max_chars: int | None = None,
-    divided: bool = False,
     **options: Any,
 ) -> list[int]:
     """Ids of validated messages and tools. None of their text becomes a control token.
 
+    The text is encoded in parts where the template writes the variable `cut`.
+
     max_chars  raise ContextLengthError if the text is longer
-    divided    divide the text where the template writes the variable `cut`
     options    as for `render`
 
     Raises TemplateError.
     """
-    cut = CUT if divided else ""
-    rendered: Any = functools.partial(_rendered, template, messages, tokenizer, cut=cut, **options)
-    split, characters, _ = _prepared(tuple(tokenizer.control))
-    plain, hidden = rendered([None, f"[{characters}{CUT}]+"])
+    rendered: Any = functools.partial(_rendered, template, messages, tokenizer, cut=CUT, **options)
+    plain, hidden = rendered([None, f"[{re.escape(''.join({*''.join(tokenizer.control)}))}{CUT}]+"])
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
         )
-    pieces = _divided(plain, split(hidden), cut)
+    pieces = _divided(plain, tokenizer.split_control(hidden), CUT)
+    return tokenizer.encode_pieces(_searched(tokenizer, plain, rendered) if pieces is None else pieces)
+
+
+def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[[list[str]], list[str]]) -> Pieces:
+    """The parts of a text whose template searches messages for what has stand-ins. Raises TemplateError."""
+    found = sorted(set(_controls(tokenizer.split_control(plain))))
+    if not found:
+        return [(plain, False)]
+    words = "|".join(word for control in found for word in re.findall(r"\w+", control))
+    ends = re.escape("".join(control[0] + control[-1] for control in found))
+    # Two patterns. The end characters and words of control strings, so that a search for "/no_think" still finds it;
+    # and complete control strings, since a template may search for "</think>"
+    texts = rendered([rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))])
+    by_parts, complete = map(tokenizer.split_control, texts)
+    pieces = _divided(plain, by_parts)
+    if pieces is None and _controls(by_parts) == _controls(complete):
+        pieces = _divided(plain, complete)
     if pieces is None:
-        found = sorted(set(_controls(split(plain))))
-        if not found:
-            return tokenizer.encode_pieces([(plain, False)])
-        words = "|".join(word for control in found for word in re.findall(r"\w+", control))
-        ends = re.escape("".join(control[0] + control[-1] for control in found))
-        # Two patterns. The end characters and words of control strings, so that a search for "/no_think" still finds
-        # it; and complete control strings, since a template may search for "</think>"
-        patterns = [rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))]
-        by_parts, complete = map(split, rendered(patterns))
-        pieces = _divided(plain, by_parts)
-        if pieces is None and _controls(by_parts) == _controls(complete):
-            pieces = _divided(plain, complete)
-        if pieces is None:
-            raise TemplateError(
-                "the model's chat template searches messages for control tokens, or puts them together, so they can't"
-                f" be distinguished from text: {', '.join(found)}; remove them from the messages"
-            )
-    return tokenizer.encode_pieces(pieces)
-
-
-@functools.lru_cache
-def _prepared(controls: tuple[str, ...]) -> tuple[Callable[[str], Pieces], str, str]:
-    """Made once for the control strings of a vocabulary: `Tokenizer.split_control`, their characters, a stand-in."""
-    longest_first = sorted(filter(None, controls), key=len, reverse=True)
-    pattern, characters = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"), {*"".join(controls)}
-    # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
-    stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
-
-    def split(text: str) -> Pieces:
-        return [(part, i % 2 == 1) for i, part in enumerate(pattern.split(text)) if part]
-
-    return split, re.escape("".join(characters)), stand_in
+        raise TemplateError(
+            "the model's chat template searches messages for control tokens, or puts them together, so they can't be"
+            f" distinguished from text: {', '.join(found)}; remove them from the messages"
+        )
+    return pieces
 
 
 def _controls(pieces: Pieces) -> list[str]:
@@ -146,28 +134,18 @@ def _rendered(
 ) -> list[str]:
     """Texts with stand-ins for what each regular expression finds (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
-    values = {
-        "messages": messages,
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-        "bos_token": name.get(tokenizer.bos_id, ""),  # type: ignore[arg-type]
-        "eos_token": name.get(tokenizer.eos_id, ""),  # type: ignore[arg-type]
-        "cut": cut,
-    }
-    request = {
-        "template": template,
-        "values": values,
-        "now": (now or datetime.datetime.now()).isoformat(),
-        "hidden": hidden,
-        "stand_in": _prepared(tuple(tokenizer.control))[2],
-    }
+    bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
+    values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
+    values |= {"add_generation_prompt": add_generation_prompt, "cut": cut}
+    # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
+    characters = {*"".join(tokenizer.control)}
+    stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
+    time = (now or datetime.datetime.now()).isoformat()
     try:
-        reply = CHILD.ask(request)
-        error = reply.get("error", "")[:1000]
+        reply = CHILD.ask({"template": template, "values": values, "now": time, "hidden": hidden, "stand_in": stand_in})
     except ChildError as stopped:
-        error = str(stopped)
-    if error:
+        reply = {"error": str(stopped)}
+    if error := reply.get("error", "")[:1000]:
         raise TemplateError(f"the model's chat template failed: {error}; llm.generate (--raw) works without it")
     texts: list[str] = reply["texts"]
     return texts

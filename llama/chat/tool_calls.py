@@ -1,16 +1,14 @@
 """The function calls in an assistant's text.
 
-A call is text in the format that the model was trained on. FORMATS has them:
+A call is text in the format that the model was trained on:
 
     Llama 3.1, 3.2   {"name": "f", "parameters": {...}}   also "arguments", and several, separated by ";" or white space
     Llama 3.2, 4     [f(a=1, b="x"), g()]
-    Llama 3.1        brave_search.call(query="...")       the built-in tools
     Mistral          [{"name": "f", "arguments": {...}}]  also after [TOOL_CALLS]; also [TOOL_CALLS]f{...}
-    Llama 3.1        <function=f>{...}</function>
     Hermes, Qwen     <tool_call>{"name": "f", "arguments": {...}}</tool_call>     SmolLM2 and 3 also with a list
 
-The first four have no mark. They are recognized only at the start of an answer and after another call; after
-<|python_tag|>, anywhere. Only declared functions are recognized. Everything else stays text.
+Calls without a mark are recognized only at the start of an answer and after another call; after <|python_tag|> or
+another mark, anywhere. Only declared functions are recognized. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
 At the start of an answer, calls are recognized without them. For calls after other text, insert them (`call_marks`).
@@ -23,75 +21,33 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
-import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any
 
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
-from .formats import LLAMA3_TOOLS
 from .messages import ToolCall, check_messages, check_tools
 
-LONGEST = 2**18  # characters of one group of calls; longer ones are text
-
-MARKS = ("<|python_tag|>", "[TOOL_CALLS]", ARGUMENTS := "[ARGS]", "<tool_call>", "</tool_call>")
-
-Event = str | ToolCall  # a part of the text, or a call
-Reader = Generator[None, str, None]  # gets one character at a time; returns at the last one of a group of calls
-
-
-class NotACall(Exception):
-    """The text is not a call."""
-
-
-class Format(NamedTuple):
-    """A format of calls: a mark, the beginning of a value in brackets, the rest of the value, and an end.
-
-    mark    without a mark, calls are recognized only if nothing but calls precedes them
-    begins  given the declared names, what may follow the mark and white space
-    end     may be missing at the end of an answer
-    """
-
-    mark: str
-    begins: Callable[[Collection[str]], list[str]]
-    end: str = ""
-
-
-def _bare(names: Collection[str]) -> list[str]:
-    built_in = [f"{name}.call(" for name in LLAMA3_TOOLS if name in names]
-    return ['{"', ';{"', '[{"', *(f"[{name}(" for name in names), *built_in]
-
-
-FORMATS = (
-    Format("", _bare),
-    Format("<|python_tag|>", _bare),
-    Format("[TOOL_CALLS]", lambda names: ['[{"', *(f"{name}{end}" for name in names for end in ("{", "[ARGS]{"))]),
-    Format("<function=", lambda names: [f"{name}>{{" for name in names], "</function>"),
-    Format("<tool_call>", lambda names: ['{"', '[{"'], "</tool_call>"),
-)
-
-
-# ----------------------------------------------------------------------------------- where a group of calls ends
+BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>"
+BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 
+# Python's parser runs out of its own stack; a dictionary can't have a list as a key
+ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
-def _group(format: Format, names: Collection[str]) -> Reader:
-    """Gets characters until a group of calls is complete. Rejects most other text early; `_calls` checks the rest."""
-    for expected in format.mark:
-        if (yield) != expected:
-            raise NotACall
-    begins, begun = format.begins(names), ""
-    while begun not in begins:
-        if not (character := (yield)).isspace():
-            begun += character
-            if not any(begin.startswith(begun) for begin in begins):
-                raise NotACall
-    stack, character = [CLOSING[bracket] for bracket in begun.replace(ARGUMENTS, "") if bracket in CLOSING], begun[-1]
-    while stack:
+Event = str | ToolCall  # a part of the text, or a call
+
+
+def _value(begun: str) -> Generator[None, str, bool]:
+    """Gets the characters after the beginning of a value, up to its last bracket. Returns False if it can be no call.
+
+    Most other text is rejected early; `_calls` checks the rest.
+    """
+    brackets, character = [CLOSING[one] for one in begun if one in CLOSING], begun[-1]
+    while brackets:
         if character in "\"'":
             quote = character
             while (character := (yield)) != quote:
@@ -99,36 +55,28 @@ def _group(format: Format, names: Collection[str]) -> Reader:
                     yield
         character = yield
         if character in CLOSING:
-            stack.append(CLOSING[character])
+            brackets.append(CLOSING[character])
         elif character in ")]}":
-            if character != stack.pop():
-                raise NotACall
+            if character != brackets.pop():
+                return False
         elif not (character.isalnum() or character.isspace() or character in "\"'+-.:,=_"):
-            raise NotACall
-    for i, expected in enumerate(format.end):
-        while (character := (yield)).isspace() and i == 0:
-            pass
-        if character != expected:
-            raise NotACall
+            return False
+    return True
 
 
 # -------------------------------------------------------------------------------------------- what the calls are
-ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # Python's parser runs out of its own stack
-
-
 def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
-    """The calls in a text without mark and end. Raises one of ERRORS if there is none, or an undeclared function."""
-    loads = functools.partial(json.loads, strict=False)  # strings may contain line breaks, as models write them
-    text = text.strip().removeprefix(";").lstrip()
+    """The calls in a text. Raises one of ERRORS if there is none, or an undeclared function."""
+    text = BEGIN.sub("", text, count=1)
+    decoder = json.JSONDecoder(strict=False)  # strings may contain line breaks, as models write them
     if re.match(r"\{|\[\s*\{", text):  # a JSON object {"name": ..., "arguments": {...}}, or a list of these
-        value = loads(text)
+        value = decoder.decode(text)
         calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
-    elif re.match(r"\[|[^{]*\(", text):
+    elif text.startswith("["):
         calls = _python_calls(text)
-    else:  # f{...}, f>{...} or f[ARGS]{...}
+    else:  # f{...}
         name, _, rest = text.partition("{")
-        name = name.strip().removesuffix(ARGUMENTS).removesuffix(">")
-        calls = [_call({"name": name, "arguments": loads("{" + rest)})]
+        calls = [_call({"name": name.strip(), "arguments": decoder.decode("{" + rest)})]
     if not calls or any(call["function"]["name"] not in names for call in calls):
         raise ValueError
     return calls
@@ -145,27 +93,19 @@ def _call(call: Any) -> ToolCall:
     return checked
 
 
-class _Constants(ast.NodeTransformer):
-    """Replaces constants that some models write as in JSON."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        names = {"true": True, "false": False, "null": None}
-        return ast.Constant(names[node.id]) if node.id in names else node
-
-
 def _python_calls(text: str) -> list[ToolCall]:
-    """A call in Python's syntax, or a list of calls. The arguments are literals, given by name."""
+    """A list of calls in Python's syntax. The arguments are literals, given by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about an unknown escape in a string
-        tree = _Constants().visit(ast.parse(text, mode="eval")).body
+        calls: Any = ast.parse(text, mode="eval").body
     found = []
-    for call in tree.elts if isinstance(tree, ast.List) else [tree]:
+    for call in calls.elts:
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         if len(arguments) != len(call.keywords):  # a name twice
             raise ValueError
-        found.append(_call({"name": ast.unparse(call.func).removesuffix(".call"), "arguments": arguments}))
+        found.append(_call({"name": ast.unparse(call.func), "arguments": arguments}))
     return found
 
 
@@ -184,8 +124,13 @@ class ToolCallStream:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
-        self._alive: list[tuple[Format, Reader]] = []  # formats that the pending text may have
+        values = ['{"', '[{"', *(f"[{name}(" for name in self.names)]
+        marked = {mark + value for mark in BEFORE for value in (*values, *(f"{name}{{" for name in self.names))}
+        self._anywhere = marked | {AFTER}  # how a call may begin, without white space
+        self._first = self._anywhere | {*values, ';{"'}  # and if only calls precede it
         self._pending: list[str] = []  # characters of a possible call
+        self._begun = ""  # the same without white space, until its value has begun
+        self._value: Generator[None, str, bool] | None = None
         self._space = ""  # white space held back, since a call may follow
         self._only_calls = True  # there is no text yet
         self._after_call = False  # there is no text after the last call
@@ -195,67 +140,74 @@ class ToolCallStream:
         """Add text; return the text and the calls that are certain."""
         for character in text:
             if not self._add(character):
-                self._add(character)
-        return self._collected()
+                rejected = self._take()
+                self._text(rejected)
+                if not rejected or not self._add(character):  # it may begin another call
+                    self._text(character)
+        events, self._events = self._events, []
+        return events
 
     def end(self) -> list[Event]:
-        """The events at the end of the answer: the pending text is a call if only its end is missing."""
-        self._finish([format for format, _ in self._alive])
-        if not self._after_call and self._space:
-            self._events.append(self._space)
+        """The events at the end of the answer."""
+        self._text(self._take())
+        if not self._after_call:
+            self._show(self._space)
         self._space = ""
-        return self._collected()
+        return self.feed("")
 
     def _add(self, character: str) -> bool:
-        """Add a character. False if it ends a possible call without being a part of it; it may begin another one."""
-        if not self._pending:
-            formats = [f for f in FORMATS if (f.mark.startswith(character) if f.mark else self._only_calls)]
-            self._alive = [(format, _group(format, self.names)) for format in formats]
-            for _, reader in self._alive:
-                next(reader)
-        alive = []
-        for format, reader in self._alive if len(self._pending) < LONGEST else ():
-            try:
-                reader.send(character)
-                alive.append((format, reader))
-            except NotACall:
-                continue
-            except StopIteration:
-                self._pending.append(character)
-                self._finish([format])
-                return True
-        self._alive, used = alive, bool(alive) or not self._pending
-        if used:
+        """Add a character to the pending text. False if that is not the beginning of a call."""
+        if self._value is None:
+            begun = self._begun + character.strip()
+            begins = self._first if self._only_calls else self._anywhere
+            if not begun or not any(begin.startswith(begun) for begin in begins):
+                return False
+            self._begun = begun
             self._pending.append(character)
-        if not alive:
-            self._finish([])
-        return used
+            if begun == AFTER:
+                self._finish()
+            elif begun in begins:
+                self._value = _value(BEGIN.sub("", begun, count=1))
+                next(self._value)
+            return True
+        try:
+            self._value.send(character)
+        except StopIteration as end:
+            if not end.value:
+                return False
+            self._pending.append(character)
+            self._finish()
+        else:
+            self._pending.append(character)
+        return True
 
-    def _finish(self, formats: Sequence[Format]) -> None:
-        """Turn the pending text into the calls that it has in one of the formats, or into text."""
-        text, self._pending, self._alive = "".join(self._pending), [], []
-        for format in formats:
-            with contextlib.suppress(*ERRORS):
-                self._events += _calls(text.removeprefix(format.mark).strip().removesuffix(format.end), self.names)
-                self._space, self._after_call = "", True
-                return
+    def _take(self) -> str:
+        """Remove and return the pending text."""
+        text, self._pending, self._begun, self._value = "".join(self._pending), [], "", None
+        return text
+
+    def _finish(self) -> None:
+        """Turn the pending text into its calls, or into text. The mark after a call is dropped."""
+        text = self._take()
+        with contextlib.suppress(*ERRORS):
+            if not (self._after_call and text == AFTER):
+                self._events += _calls(text, self.names)
+            self._space, self._after_call = "", True
+            return
         self._text(text)
 
     def _text(self, text: str) -> None:
         """Pass on text, except white space at its end."""
         if body := text.rstrip():
-            self._events.append(self._space + body)
+            self._show(self._space + body)
             self._space, self._only_calls, self._after_call = "", False, False
         self._space += text[len(body) :]
 
-    def _collected(self) -> list[Event]:
-        """The events so far; neighbouring texts are joined."""
-        events, self._events = self._events, []
-        return [
-            event
-            for is_text, group in itertools.groupby(events, lambda event: isinstance(event, str))
-            for event in (["".join(group)] if is_text else group)  # type: ignore[arg-type]
-        ]
+    def _show(self, text: str) -> None:
+        if self._events and isinstance(self._events[-1], str):
+            self._events[-1] += text
+        elif text:
+            self._events.append(text)
 
 
 def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[ToolCall]]:
@@ -273,7 +225,7 @@ def call_marks(tokenizer: Tokenizer) -> dict[int, str]:
 
     To recognize calls after other text, insert the string for the id into the text for `ToolCallStream`.
     """
-    found = {tokenizer.control[mark]: mark for mark in MARKS if mark in tokenizer.control}
+    found = {tokenizer.control[mark]: mark for mark in (*BEFORE, AFTER) if mark in tokenizer.control}
     return {id: mark for id, mark in found.items() if not tokenizer.token_bytes(id)}
 
 

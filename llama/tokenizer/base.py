@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import hashlib
 import json
 import operator
@@ -16,11 +17,8 @@ from ..checks import known_ids, shown
 from ..errors import TokenizerError, UsageError
 from .common import MID, PRE, SUF, Named, looks_control, named_token, stop_ids, written_by
 
-# Unicode's White_Space, which the `tokenizers` library strips; Python's strip() removes more
-WHITE_SPACE = (
-    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-    "\u2028\u2029\u202f\u205f\u3000"
-)
+# Unicode's White_Space, which the `tokenizers` library strips; Python's strip() also removes four control characters
+WHITE_SPACE = "".join(one for one in map(chr, range(0x3001)) if one.isspace() and not "\x1c" <= one <= "\x1f")
 JOINER = "\u263a"  # stands before a text that continues another one, as in Code Llama; no token joins it with others
 
 LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
@@ -52,24 +50,26 @@ def token_id(id: object) -> int:
 
 def token_ids(ids: Iterable[object]) -> list[int]:
     """Ids as a list of ints. Raises UsageError."""
-    if not isinstance(ids, Iterable):
-        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}")
     return [token_id(id) for id in ids]
+
+
+@functools.lru_cache
+def _pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def split_at(text: str, tokens: Iterable[str]) -> list[tuple[str, bool]]:
     """Split a text at tokens: (part, whether it is a token). The first match wins, then the longest."""
-    names = sorted(filter(None, tokens), key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
+    parts = _pattern(tuple(tokens)).split(text)
+    return [(part, i % 2 == 1) for i, part in enumerate(parts) if part]
 
 
 class Tokenizer(ABC):
     """Text to ids and ids to text.
 
     Text never becomes a control id, except on request (`parse_special`): every vocabulary encodes "<|im_end|>" as plain
-    characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. bos_id,
-    eos_id and the stop ids that have a token are control ids.
+    characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/.
 
     kind                  a description of the vocabulary
     n_vocab               number of ids; every id is smaller
@@ -95,10 +95,6 @@ class Tokenizer(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind}, {self.n_vocab:,} ids, {len(self.control):,} of them control ids)"
-
-    def __call__(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
-        """Return `encode` of the same arguments."""
-        return self.encode(text, bos, eos, parse_special=parse_special)
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
@@ -145,14 +141,9 @@ class Tokenizer(ABC):
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
 
     def digest(self) -> str:
-        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
-        metadata = getattr(self, "metadata", {})
-        content = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
-        content |= {"data": getattr(self, "data", tokens), "settings": getattr(self, "settings", None)}
-        content["control"] = sorted(self.control.items())
-        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
-        return hashlib.sha256(data).hexdigest()
+        """A hash of what the ids mean."""
+        tokens = [self.token_bytes(id).hex() for id in range(self.n_vocab)]
+        return hashlib.sha256(json.dumps([self.kind, tokens, sorted(self.control.items())]).encode()).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.
@@ -165,7 +156,6 @@ class Tokenizer(ABC):
         return [*ids, self._required(self.eos_id, "end")] if eos else ids
 
     def _encode_special(self, text: str) -> list[int]:
-        """Ids of valid text, with control ids for the control strings in it."""
         return self.encode_pieces(self.split_control(text))
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
@@ -226,8 +216,7 @@ class Tokenizer(ABC):
 
     def _check_id(self, id: int) -> int:
         """The id as an int. Raises UsageError if it is not an integer, or not in the vocabulary."""
-        id = token_id(id)
-        if not 0 <= id < self.n_vocab:
+        if not 0 <= (id := token_id(id)) < self.n_vocab:
             known_ids([id], self.n_vocab)
         return id
 

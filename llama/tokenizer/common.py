@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,25 +139,15 @@ def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
     return piece.replace("\u2581", " ").encode() if byte is None else bytes([byte])
 
 
-def all_splits(tokens: Iterable[str], known: Container[str], where: str = "") -> list[tuple[str, str]]:
-    """All ways to split each token into two known tokens, the shortest left part first."""
-    cuts = ((token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token)))
-    return [(left, right) for left, right in cuts if left in known and right in known]
-
-
-class library_errors:
+@contextlib.contextmanager
+def library_errors(where: str, what: str) -> Iterator[None]:
     """Turn an exception of a tokenizer library into a TokenizerError: `where`: `what`: the library's message."""
-
-    def __init__(self, where: str, what: str):
-        self.message = f"{where}: {what}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # PanicException of the Rust libraries is not an Exception
-        panic = type(error).__name__ == "PanicException"
-        if not panic and (isinstance(error, TokenizerError) or not isinstance(error, Exception)):
-            return
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of the Rust libraries
+            raise
         message = " ".join(str(error).split()) or type(error).__name__
-        raise TokenizerError(f"{self.message}: {message}{' is missing' * isinstance(error, KeyError)}") from error
+        raise TokenizerError(f"{where}: {what}: {message}{' is missing' * isinstance(error, KeyError)}") from error

@@ -17,19 +17,10 @@ from tokenizers import decoders
 from ..checks import boolean, is_integer
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import BYTE_OF, Named, library_errors
+from .common import Named, library_errors
 from .huggingface import HuggingFaceTokenizer
-from .sentencepiece import (
-    ADD_DUMMY_PREFIX,
-    NORMALIZER_SPEC,
-    PIECE,
-    TRAINER_SPEC,
-    SentencePieceModelTokenizer,
-    write_field,
-)
-from .words import DEFAULT, PRE
-
-__all__ = ["BYTE_OF", "PRE", "ByteLevelTokenizer", "GGUFTokenizer", "SentencePieceTokenizer", "from_metadata"]
+from .sentencepiece import ADD_DUMMY_PREFIX, NORMALIZER, PIECE, TRAINER, SentencePieceModelTokenizer, write_field
+from .words import DEFAULT, RULES
 
 # llama.cpp's token types (llama.h, enum llama_token_type)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -42,15 +33,9 @@ BPE = 2
 def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """The tokenizer described by a GGUF file's metadata. `where` names the file in errors. Raises TokenizerError."""
     model = metadata.get("tokenizer.ggml.model")
-    if model is None:
-        raise TokenizerError(
-            f"{where}: the file has no tokenizer (no key tokenizer.ggml.model); name one with --tokenizer PATH"
-        )
     if not isinstance(model, str) or model not in KINDS:
-        raise TokenizerError(
-            f"{where}: tokenizer model {model!r:.60} is not supported; supported:"
-            f" {', '.join(KINDS)}; use the model's Hugging Face folder, or name another tokenizer with --tokenizer"
-        )
+        found = "has no tokenizer" if model is None else f"has the tokenizer {model!r:.60}"
+        raise TokenizerError(f"{where} {found}, expected {' or '.join(KINDS)}; name another one with --tokenizer PATH")
     with library_errors(where, "the vocabulary can't be built"):
         return KINDS[model](metadata, where)
 
@@ -62,7 +47,7 @@ class GGUFTokenizer(Tokenizer):
     metadata       the metadata of the file
     """
 
-    def _read_metadata(self, metadata: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Named]:
+    def _read_metadata(self, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Named]:
         """Set the attributes. Returns what tokenizer_config.json and config.json would say about the tokens."""
         self.metadata = metadata
         self.tokens: list[str] = metadata["tokenizer.ggml.tokens"]
@@ -71,10 +56,7 @@ class GGUFTokenizer(Tokenizer):
         ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         for name, id in ids.items():
             if id is not None and not (is_integer(id) and 0 <= id < len(self.tokens)):
-                raise TokenizerError(
-                    f"{where}: tokenizer.ggml.{name}_token_id is {id!r}, outside the vocabulary of"
-                    f" {len(self.tokens)} tokens"
-                )
+                raise ValueError(f"{name}_token_id is {id!r}, outside the vocabulary of {len(self.tokens)} tokens")
         settings = {f"{name}_token": None if ids[name] is None else self.tokens[ids[name]] for name in ("bos", "eos")}
         template = metadata.get("tokenizer.chat_template")
         stops = [id for name, id in ids.items() if name != "bos" and id is not None]
@@ -89,22 +71,21 @@ class GGUFTokenizer(Tokenizer):
                 self.types[id] = CONTROL
 
     def _flag(self, name: str, default: bool) -> bool:
-        key = f"tokenizer.ggml.{name}"
-        return boolean(key, self.metadata.get(key, default), TokenizerError)
+        return boolean(name, self.metadata.get(f"tokenizer.ggml.{name}", default))
 
 
 class ByteLevelTokenizer(GGUFTokenizer, HuggingFaceTokenizer):
     """GPT-2's scheme: bytes are written as printable characters, text is split into words, words are merged by BPE."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
-        settings, named = self._read_metadata(metadata, where)
+        settings, named = self._read_metadata(metadata)
         self.pre = metadata.get("tokenizer.ggml.pre", DEFAULT)
-        if not isinstance(self.pre, str) or self.pre not in PRE:
+        if self.pre not in RULES:
             raise TokenizerError(
                 f"{where}: pre-tokenizer {self.pre!r:.60} is not supported, and another one would split text"
-                f" differently; supported: {', '.join(PRE)}; use the model's Hugging Face folder"
+                f" differently; supported: {', '.join(RULES)}; use the model's Hugging Face folder"
             )
-        rule, tokens = PRE[self.pre], list(zip(self.tokens, self.types, strict=True))
+        rule, tokens = RULES[self.pre], list(zip(self.tokens, self.types, strict=True))
         settings["add_bos_token"] = self._flag("add_bos_token", rule.add_bos)
         source = {
             "model": {
@@ -115,41 +96,33 @@ class ByteLevelTokenizer(GGUFTokenizer, HuggingFaceTokenizer):
             "added_tokens": [
                 {"content": t, "special": type == CONTROL} for t, type in tokens if type in (CONTROL, USER_DEFINED)
             ],
-            "normalizer": state(rule.normalizer()),
-            "pre_tokenizer": state(rule.words()),
+            "normalizer": state(rule.normalizer),
+            "pre_tokenizer": state(rule.words),
             "decoder": state(decoders.ByteLevel()),
         }
-        super().__init__(b"", where, settings, named, source)
+        super().__init__(source, where, settings, named)
         self.kind = f"byte-level BPE ({self.pre})"
         self._correct()
-
-    @property
-    def merges(self) -> list[tuple[str, str]]:
-        """Pairs of tokens, in the order in which they are merged."""
-        return [(left, right) for left, right in map(str.split, self.metadata["tokenizer.ggml.merges"])]
 
 
 class SentencePieceTokenizer(GGUFTokenizer, SentencePieceModelTokenizer):
     """The scheme of Llama 1 and 2: the text is one word, merged in the order of the pieces' scores."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
-        settings, named = self._read_metadata(metadata, where)
+        settings, named = self._read_metadata(metadata)
         scores = np.asarray(metadata["tokenizer.ggml.scores"], "<f4")
         if not np.isfinite(scores).all():
-            raise TokenizerError(f"{where}: tokenizer.ggml.scores has a value that is not finite")
+            raise ValueError("tokenizer.ggml.scores has a value that is not finite")
         # A piece: its text (field 1), score (2, four bytes) and type (3)
         pieces = [
             write_field(PIECE, write_field(1, token.encode()) + b"\x15" + score.tobytes() + bytes([0x18, type]))
             for token, score, type in zip(self.tokens, scores, self.types, strict=True)
         ]
-        prefix = self._flag("add_space_prefix", True)
-        trainer = (
-            write_field(MODEL_TYPE, BPE)
-            + write_field(BYTE_FALLBACK, int(BYTE in self.types))
-            + write_field(UNK_SURFACE, b"")
-        )
-        normalizer = write_field(ADD_DUMMY_PREFIX, int(prefix)) + write_field(REMOVE_EXTRA_WHITESPACES, 0)
-        model = [*pieces, write_field(TRAINER_SPEC, trainer), write_field(NORMALIZER_SPEC, normalizer)]
+        trainer = write_field(MODEL_TYPE, BPE) + write_field(BYTE_FALLBACK, int(BYTE in self.types))
+        trainer += write_field(UNK_SURFACE, b"")
+        normalizer = write_field(ADD_DUMMY_PREFIX, int(self._flag("add_space_prefix", True)))
+        normalizer += write_field(REMOVE_EXTRA_WHITESPACES, 0)
+        model = [*pieces, write_field(TRAINER, trainer), write_field(NORMALIZER, normalizer)]
         settings |= {"add_bos_token": self._flag("add_bos_token", True), "legacy": True}
         super().__init__(b"".join(model), where, named, settings)
         self.kind = "SentencePiece BPE with byte fallback"

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from ..checks import boolean
 from ..errors import TokenizerError
+from ..system.documents import parse_json
 from .base import Tokenizer
 from .common import (
     BYTE_OF,
@@ -30,7 +31,7 @@ from .common import (
     number_tokens,
     piece_bytes,
 )
-from .steps import check_growth
+from .growth import check_growth
 
 # Tokens that begin and end a text if neither tokenizer_config.json nor tokenizer.json names them
 BOS = ("<|begin_of_text|>", "<s>")
@@ -45,17 +46,6 @@ OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuin
 def recognizes(start: bytes) -> bool:
     """Whether a file begins like a JSON object."""
     return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-
-
-def parse(data: bytes, where: str) -> dict[str, Any]:
-    """The parsed file, an object that has a model. Raises TokenizerError."""
-    try:
-        source = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{where} is not valid JSON ({error})") from None
-    if not isinstance(source.get("model"), dict):
-        raise TokenizerError(f"{where} is not a tokenizer.json: expected the key 'model'")
-    return source
 
 
 def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = frozenset()) -> Backend:
@@ -100,44 +90,33 @@ def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = froze
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json. Ids without a token have no text.
 
+    data      the bytes of the file, or what it would contain
     settings  the parsed tokenizer_config.json, if there is one
-    source    what the file would contain, instead of data
     """
 
     def __init__(
         self,
-        data: bytes,
+        data: Any,
         where: str,
         settings: Mapping[str, Any] | None = None,
         named_by: Named = NOTHING,
-        source: Mapping[str, Any] | None = None,
     ):
-        self.data, self._where, self.settings, self._given = data, where, settings or {}, source
+        self.data, self._where, self.settings = data, where, settings or {}
         self._bytes: dict[int, bytes] = {}  # of the ids that were decoded
-        self._errors = library_errors(where, "the text can't be encoded")
         with library_errors(where, "not a usable tokenizer.json"):
             found = self._source()
             self._read_tokens(found, named_by)
-            self._backend = build(found, where, hidden={*self.control, self.unknown} - {None})
-            self._backend.encode_special_tokens = True  # then the library matches none of them in a text
-            self._check_prefix(self._backend.encode("a").tokens[0])
-
-    def _check_prefix(self, first: str) -> None:
-        """Raise TokenizerError if add_prefix_space contradicts the file; transformers then changes the file's steps.
-
-        first  the first token of a text without spaces
-        """
-        setting, adds = self.settings.get("add_prefix_space"), first[:1] in "\u0120\u2581"
-        generic = self.settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        if setting not in (None, adds) and not generic:  # these classes ignore the setting
-            raise TokenizerError(
-                f"{self._where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but this file"
-                f" adds {'a' if adds else 'no'} space before a text; remove the setting, or correct the file"
-            )
+            self.backend = build(found, where, hidden={*self.control, self.unknown} - {None})
+            self.backend.encode_special_tokens = True  # then the library matches none of them in a text
+            adds_space = self.backend.encode("a").tokens[0][:1] in "\u0120\u2581"
+            rebuilds = self.settings.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend")
+            if rebuilds and self.settings.get("add_prefix_space", adds_space) not in (None, adds_space):
+                # transformers then changes the steps of the file
+                raise ValueError("add_prefix_space of tokenizer_config.json contradicts the file; remove it")
 
     def _source(self) -> dict[str, Any]:
         """The content of the file, with the tokens that tokenizer_config.json adds."""
-        source = parse(self.data, self._where) if self._given is None else dict(self._given)
+        source = parse_json(self.data, self._where) if isinstance(self.data, bytes) else self.data
         added = {token["content"]: token for token in source.get("added_tokens") or []}
         for name, token in added_by_settings(self.settings).items():
             listed = added.get(name, {})
@@ -147,7 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _read_tokens(self, source: dict[str, Any], named_by: Named) -> None:
         """Set the ids of the tokens, and which of them are control tokens."""
         model, vocab = source["model"], source["model"]["vocab"]
-        self._added = {token["content"]: token for token in source["added_tokens"]}
+        self.added = {token["content"]: token for token in source["added_tokens"]}
         probe = Backend.from_str(json.dumps({"model": ONE_TOKEN, **{key: source.get(key) for key in AFTER}}))
         decode = probe.decoder.decode if probe.decoder is not None else "".join
         self.byte_level = decode(["\u0120a"]) == " a" or '"ByteLevel"' in json.dumps(source.get("pre_tokenizer"))
@@ -156,13 +135,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self._byte_fallback = decode(["<0x41>"]) == "A"
         self.strips_leading_space = not self.byte_level and decode(["\u2581a"]) == "a"
         pieces = vocab if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
-        ids = number_tokens(pieces, self._added)
+        ids = number_tokens(pieces, self.added)
         around = probe.encode("a")  # with what the file adds before and after a text
         at = around.special_tokens_mask.index(0)
         before, after = around.tokens[:at], around.tokens[at + 1 :]
-        usual = [next(iter(token for token in names if token in self._added), None) for names in (before or BOS, EOS)]
-        marks = {*before, *after} | CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
-        self._name_tokens(ids, self._added, self.settings, named_by, (usual[0], usual[1]), marks)
+        usual = [next(iter(token for token in names if token in self.added), None) for names in (before or BOS, EOS)]
+        marks = {*before, *after} | CODE_LLAMA_CONTROL & (self.added.keys() if self.byte_level else ids.keys())
+        self._name_tokens(ids, self.added, self.settings, named_by, (usual[0], usual[1]), marks)
 
         if isinstance(vocab, dict):
             self.unknown: str | None = model.get("unk_token")
@@ -177,14 +156,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self.add_bos = self._adds_bos(before)
         self._only_first = '"prepend_scheme": "first"' in json.dumps(source.get("pre_tokenizer"))
         missing = [byte for token, byte in BYTE_OF.items() if token not in ids or token in self.control]
-        self._missing = bytes(missing) if self.byte_level and self.unknown is None else b""
+        self._missing = frozenset(missing if self.byte_level and self.unknown is None else ())
 
     def _adds_bos(self, before: Sequence[str]) -> bool:
         """Whether bos precedes every text: as tokenizer_config.json says, else as the file's post-processor does."""
         setting = self.settings.get("add_bos_token")
         if setting is not None:
             return boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError)
-        if before and before != [self.token_of[self.bos_id] if self.bos_id is not None else None]:
+        if before and (self.bos_id is None or before != [self.token_of[self.bos_id]]):
             raise TokenizerError(
                 f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the bos_token;"
                 " set add_bos_token in tokenizer_config.json"
@@ -192,29 +171,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return bool(before)
 
     def _encode(self, text: str) -> list[int]:
-        with self._errors:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        with library_errors(self._where, "the text can't be encoded"):
+            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         if not self._control_ids.isdisjoint(ids):  # hidden names in a vocabulary of an unusual kind
             raise TokenizerError(f"{self._where}: this vocabulary turns a part of the text into a control token")
-        if self._missing:
-            self._check_lost(text, ids)
+        if lost := self._missing.intersection(text.encode()):  # unless a longer token contains such a byte
+            encoded = b"".join(map(self.token_bytes, ids))
+            for byte in lost:
+                if text.encode().count(byte) > encoded.count(byte):
+                    raise TokenizerError(f"{self._where}: the text has the byte 0x{byte:02X}, which has no token")
         return ids
 
-    def _check_lost(self, text: str, ids: list[int]) -> None:
-        """Raise TokenizerError if the library dropped bytes of the text, because they have no token."""
-        raw = text.encode()
-        if len(raw) == len(raw.translate(None, self._missing)):
-            return
-        encoded = b"".join(map(self.token_bytes, ids))  # a longer token may contain such a byte
-        if lost := [byte for byte in self._missing if raw.count(byte) > encoded.count(byte)]:
-            at = next(at for at, character in enumerate(text) if lost[0] in character.encode())
-            raise TokenizerError(
-                f"{self._where}: character {at} of the text, {text[at]!a}, has the byte 0x{lost[0]:02X}, for which this"
-                " vocabulary has no token; remove the character from the text"
-            )
-
     def _encode_special(self, text: str) -> list[int]:
-        with self._errors:
+        with library_errors(self._where, "the text can't be encoded"):
             return self._reference.encode(text, add_special_tokens=False).ids
 
     @cached_property
@@ -236,5 +205,5 @@ class HuggingFaceTokenizer(Tokenizer):
         if token is None or hidden or token == self.unknown:
             return b""
         if self.byte_level:
-            return token.encode() if token in self._added else byte_level_bytes(token)
+            return token.encode() if token in self.added else byte_level_bytes(token)
         return piece_bytes(token, self._byte_fallback)

@@ -45,6 +45,5 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
         return sentencepiece.SentencePieceModelTokenizer(data, where, named, settings)
     remedy = "; it is a git-lfs pointer, run 'git lfs pull'" if start.startswith(b"version https://git-lfs") else ""
     raise TokenizerError(
-        f"{path} is not a tokenizer file: expected a tokenizer.json, Llama 3's tokenizer.model (lines of base64 and"
-        f" rank) or Llama 2's (a SentencePiece model); it begins with {data[:8]!r}{remedy}"
+        f"{path} begins with {data[:8]!r}, expected a tokenizer.json, or a tokenizer.model of Llama 2 or 3{remedy}"
     )

@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 
 from ..checks import boolean
 from ..errors import TokenizerError
-from .base import JOINER, Tokenizer, split_at
+from .base import Tokenizer, split_at
 from .common import (
     CODE_LLAMA_CONTROL,
     NOTHING,
@@ -25,10 +25,10 @@ from .common import (
     number_tokens,
     piece_bytes,
 )
-from .steps import check_factor, longest_replacement
+from .growth import check_factor, longest_replacement
 
 # Fields of ModelProto, of SentencePiece and of NormalizerSpec; values of SentencePiece.type
-PIECE, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
+PIECE, TRAINER, NORMALIZER = 1, 2, 3
 TYPE = 3
 CHARSMAP, ADD_DUMMY_PREFIX = 2, 3
 CONTROL, USER_DEFINED = 3, 4
@@ -85,6 +85,15 @@ def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
         yield key >> 3, value, data[start:at]
 
 
+def read_messages(model: bytes) -> dict[int, list[bytes]]:
+    """The parts of a model by the number of their field."""
+    found: dict[int, list[bytes]] = {PIECE: []}
+    for number, value, _ in read_fields(model):
+        if isinstance(value, bytes):
+            found.setdefault(number, []).append(value)
+    return found
+
+
 def last_number(message: bytes, number: int, default: int) -> int:
     """The value of a numeric field; the last one counts if a message repeats it."""
     return next((v for n, v, _ in reversed(list(read_fields(message))) if n == number and isinstance(v, int)), default)
@@ -112,34 +121,32 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
-        self._errors = library_errors(where, "the text can't be encoded")
         with library_errors(where, "not a SentencePiece model, or a damaged one"):
             self._build(data, named, settings or {})
 
     def _build(self, data: bytes, named: Named, settings: Mapping[str, Any]) -> None:
         library = SentencePieceProcessor(model_proto=data)  # first, because `read_fields` trusts the message
-        fields = [(number, value) for number, value, _ in read_fields(data) if isinstance(value, bytes)]
-        messages = [value for number, value in fields if number == PIECE]
-        if not {TRAINER_SPEC, NORMALIZER_SPEC} <= {number for number, _ in fields}:
+        messages = read_messages(data)
+        if not {TRAINER, NORMALIZER} <= messages.keys():
             # A file cut at the end of a piece is a message too, and the library's defaults give other ids
-            raise ValueError(f"it ends after {len(messages)} pieces, expected its trainer and normalizer settings")
-        normalizer = b"".join(value for number, value in fields if number == NORMALIZER_SPEC)
+            raise ValueError(f"it ends after {len(messages[PIECE])} pieces, expected its settings")
+        normalizer = b"".join(messages[NORMALIZER])
         for number, value, _ in read_fields(normalizer):
             if number == CHARSMAP and isinstance(value, bytes):
                 check_factor(longest_replacement(value), self._where)
-        pieces = library.id_to_piece(list(range(len(messages))))  # fails on a piece that is not UTF-8
+        pieces = library.id_to_piece(list(range(len(messages[PIECE]))))  # fails on a piece that is not UTF-8
 
         more = added_by_settings(settings)
         ids = number_tokens({piece: id for id, piece in enumerate(pieces)}, more)
         added = {piece: {"special": True} for id, piece in enumerate(pieces) if library.is_control(id)}
-        added |= {piece: {} for piece in user_defined(pieces, messages, named.template)}
+        added |= {piece: {} for piece in user_defined(pieces, messages[PIECE], named.template)}
         ends = [pieces[id] if id >= 0 else None for id in (library.bos_id(), library.eos_id())]
         self._name_tokens(ids, {**added, **more}, settings, named, (ends[0], ends[1]), CODE_LLAMA_CONTROL & ids.keys())
 
         disguised = {id for id in self.control.values() if id < len(pieces) and not library.is_control(id)}
         if library.unk_id() in disguised:
             raise ValueError("the token of unknown characters begins or ends a text, expected a control token")
-        self._library = SentencePieceProcessor(model_proto=with_control(data, disguised)) if disguised else library
+        self.library = SentencePieceProcessor(model_proto=with_control(data, disguised)) if disguised else library
         self.added = {token: ids[token] for token in more if ids[token] >= len(pieces)}
         self._plain = self.added.keys() - self.control.keys()
         setting = settings.get("add_bos_token")
@@ -153,31 +160,25 @@ class SentencePieceModelTokenizer(Tokenizer):
             return b""
         if token in self.added:
             return token.encode()
-        if self._library.is_unknown(id):
-            return self._library.decode([id]).encode()  # the model defines how an unknown character is shown
-        return piece_bytes(token, self._library.is_byte(id))
+        if self.library.is_unknown(id):
+            return self.library.decode([id]).encode()  # the model defines how an unknown character is shown
+        return piece_bytes(token, self.library.is_byte(id))
 
     def _encode(self, text: str) -> list[int]:
-        with self._errors:
-            if not self._plain:
-                return self._library.encode(text)
+        with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = []
             for part, is_token in split_at(text, self._plain):
-                ids += [self.added[part]] if is_token else self._encode_part(part, first=not ids)
+                if is_token:
+                    ids.append(self.added[part])
+                else:
+                    ids += self._encode_after_control(part) if ids else self.library.encode(part)
             return ids
-
-    def _encode_part(self, text: str, first: bool) -> list[int]:
-        """Ids of text without added tokens; first is True if no token precedes it."""
-        if first or self._space_after_control:
-            return self._library.encode(text)
-        return self._library.encode(JOINER + text)[len(self._library.encode(JOINER)) :]
 
     def _encode_after_control(self, text: str) -> list[int]:
         return self._encode(text) if self._space_after_control else self._encode_joined(text)
 
     def token_bytes(self, id: int) -> bytes:
-        id = self._check_id(id)
-        return self._bytes[id]
+        return self._bytes[self._check_id(id)]
 
 
 def user_defined(pieces: Sequence[str], messages: Sequence[bytes], template: str) -> list[str]:

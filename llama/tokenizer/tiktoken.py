@@ -14,11 +14,13 @@ from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import LLAMA3_WORDS, NOTHING, Named, library_errors, stop_ids
 
+# The 256 control strings in the order of their ids; the unnamed ones are numbered from 2
 N_CONTROL = 256
-NAMED_CONTROL = (
+NAMED = (
     "begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id",
     "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image",
 )  # fmt: skip
+UNNAMED = [f"reserved_special_token_{2 + i}" for i in range(N_CONTROL - len(NAMED))]
 
 # Llama 4's file has the same format and this many lines, but another word pattern and other control strings.
 LLAMA4_TOKENS = 200_000
@@ -28,18 +30,10 @@ MAX_CHARACTERS = 400_000
 MAX_RUN = 25_000
 RUN = re.compile(r"\s+|\S+")
 
-LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,9})")
-
 
 def recognizes(start: bytes) -> bool:
     """Whether a file begins with a token in base64 and its rank."""
-    return LINE.match(start) is not None
-
-
-def control_strings() -> list[str]:
-    """The 256 control strings in the order of their ids; the unnamed ones are numbered from 2."""
-    reserved = [f"reserved_special_token_{2 + i}" for i in range(N_CONTROL - len(NAMED_CONTROL))]
-    return [f"<|{name}|>" for name in (*NAMED_CONTROL, *reserved)]
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]", start) is not None
 
 
 def parse(data: bytes, where: str) -> dict[bytes, int]:
@@ -56,13 +50,11 @@ def parse(data: bytes, where: str) -> dict[bytes, int]:
             token = b""
         if not token or number != b"%d" % rank or token in rank_of:
             raise TokenizerError(
-                f"{where}: line {rank + 1} is {line[:40]!r}, expected a new token in base64 and the rank {rank}; the"
-                " file is damaged or not Llama 3's tokenizer.model"
+                f"{where}: line {rank + 1} is {line[:40]!r}, expected a new token in base64 and the rank {rank}"
             )
         rank_of[token] = rank
-    missing = [byte for byte in range(256) if bytes([byte]) not in rank_of]
-    if missing:
-        raise TokenizerError(f"{where}: byte 0x{missing[0]:02X} is not a token, so some texts can't be encoded")
+    if missing := {bytes([byte]) for byte in range(256)} - rank_of.keys():
+        raise TokenizerError(f"{where}: {min(missing)!r} is not a token, so some texts can't be encoded")
     if len(rank_of) == LLAMA4_TOKENS:
         raise TokenizerError(f"{where}: this is the tokenizer of Llama 4, a model that is not supported")
     return rank_of
@@ -91,13 +83,12 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         self.kind = "tiktoken BPE (Llama 3)"
-        self._errors = library_errors(where, "the text can't be encoded")
+        self._where = where
         rank_of = parse(data, where)
         self._tokens = list(rank_of)
-        self.control = {name: len(rank_of) + i for i, name in enumerate(control_strings())}
+        self.control = {f"<|{name}|>": len(rank_of) + i for i, name in enumerate((*NAMED, *UNNAMED))}
         self.n_vocab = len(rank_of) + N_CONTROL
-        self.bos_id = self.control["<|begin_of_text|>"]
-        self.eos_id = self.control["<|end_of_text|>"]
+        self.bos_id, self.eos_id = self.control["<|begin_of_text|>"], self.control["<|end_of_text|>"]
         self.add_bos = True
         self.stop_ids = stop_ids(self.control, [self.eos_id, *named.stop_ids])
         with library_errors(where, "the vocabulary can't be built"):
@@ -105,7 +96,7 @@ class TiktokenTokenizer(Tokenizer):
             self._encoding = tiktoken.Encoding(where, pat_str=LLAMA3_WORDS, mergeable_ranks=rank_of, special_tokens={})
 
     def _encode(self, text: str) -> list[int]:
-        with self._errors:
+        with library_errors(self._where, "the text can't be encoded"):
             return [id for piece in pieces(text) for id in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, id: int) -> bytes:

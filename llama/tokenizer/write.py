@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -19,23 +18,27 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, process
 from tokenizers import Tokenizer as Backend
 
 from ..errors import TokenizerError
-from . import sentencepiece
 from .base import Tokenizer
-from .common import BYTE_OF, EOT, all_splits, byte_piece, stop_ids
-from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, GGUFTokenizer, from_metadata
-from .huggingface import HuggingFaceTokenizer
-from .sentencepiece import SentencePieceModelTokenizer, read_fields
+from .common import BYTE_OF, byte_piece, stop_ids
+from .gguf import BPE, BYTE, CONTROL, MODEL_TYPE, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, GGUFTokenizer, from_metadata
+from .huggingface import HuggingFaceTokenizer, build
+from .sentencepiece import (
+    CHARSMAP,
+    NORMALIZER,
+    PIECE,
+    TRAINER,
+    TYPE,
+    SentencePieceModelTokenizer,
+    last_number,
+    read_fields,
+    read_messages,
+)
 from .tiktoken import N_CONTROL, TiktokenTokenizer
+from .words import RULES
 
-TOKENS, TYPES, SCORES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores"))
-PADDING_SCORE = -10000.0  # llama.cpp's score of padding tokens
-# Control strings that end a turn; the first one in a vocabulary becomes its eot in GGUF
-EOT_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", EOT)
-EOM_NAME = "<|eom_id|>"
+PADDING_SCORE = -10000.0  # llama.cpp's
 SPACE = "\u2581"
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
-# Fields of SentencePiece and TrainerSpec (google/sentencepiece, sentencepiece_model.proto); BPE is a MODEL_TYPE
-TEXT, SCORE, MODEL_TYPE, BPE = 1, 2, 3, 2
 
 # Texts whose ids are compared: white space, digits, scripts, composed characters, control strings, single bytes
 SAMPLE = (
@@ -43,7 +46,7 @@ SAMPLE = (
     "def f(x, y):\n    return x*cos(a) - y", "Über façade e\u0301 ﬀ ½ Ａ", "一句中文。предложение שלום ไทย 한국어",
     "😀👨‍👩‍👧 \u3000\xa0▁ ▁▁", "<s></s><|eot_id|><|im_end|><unk>", "<0x0A> [INST]", "it's we'RE 1234567 ... == //",
 )  # fmt: skip
-MOST_ADDED = 100  # plain added tokens that are tried in a text
+MOST_ADDED = 100  # added tokens that are tried in a text
 UNKNOWN_BYTES = " \u2047 ".encode()  # SentencePiece's text of an unknown character, which other formats do not store
 REMEDY = "pass the tokenizer to write with --tokenizer, or convert to another format"
 
@@ -52,50 +55,32 @@ Pair = tuple[str, str]
 
 # -------------------------------------------------------------------------------------------------------------- GGUF
 def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The keys tokenizer.ggml.*, padded to the rows of the embedding. Raises TokenizerError."""
+    """The keys tokenizer.ggml.*, with a token for each row of the embedding. Raises TokenizerError."""
     if isinstance(tokenizer, GGUFTokenizer):
         own = {key: value for key, value in tokenizer.metadata.items() if key.startswith("tokenizer.")}
         lists = {key: value.tolist() for key, value in own.items() if isinstance(value, np.ndarray)}
-        return _padded({TYPES: tokenizer.types, **own, **lists}, vocab_size)
-    if isinstance(tokenizer, TiktokenTokenizer):
-        kind = _from_tiktoken(tokenizer)
-    elif isinstance(tokenizer, SentencePieceModelTokenizer):
-        kind = _from_sentencepiece(tokenizer)
+        entries = {"tokenizer.ggml.token_type": tokenizer.types, **own, **lists}
     else:
-        kind = _from_json(cast(HuggingFaceTokenizer, tokenizer))
-    types = kind["token_type"]
-    control = {token: id for id, token in enumerate(kind["tokens"]) if types[id] == CONTROL}
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, **_end_ids(tokenizer, control)}
-    ids["unknown"] = types.index(UNKNOWN) if UNKNOWN in types else None
-    named = {f"{name}_token_id": id for name, id in ids.items() if id is not None}
-    entries = {**kind, **named, "add_bos_token": tokenizer.add_bos}
-    return _padded({f"tokenizer.ggml.{key}": value for key, value in entries.items()}, vocab_size)
-
-
-def _end_ids(tokenizer: Tokenizer, control: dict[str, int]) -> dict[str, int | None]:
-    """The ids of eot and eom: by name, else other ids that end an answer."""
-    others = (control[name] for name in EOT_NAMES if name in control and control[name] != tokenizer.eos_id)
-    ends = {"eot": next(others, None), "eom": control.get(EOM_NAME)}
-    unnamed = sorted(tokenizer.stop_ids - stop_ids(control, [tokenizer.eos_id]))
-    for name, id in ends.items():
-        if id is None and unnamed:
-            ends[name] = unnamed.pop(0)
-    return ends
-
-
-def _padded(entries: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The metadata with a token for each row of the embedding."""
-    rows = range(len(entries[TOKENS]), vocab_size)
+        if isinstance(tokenizer, TiktokenTokenizer):
+            kind = _from_tiktoken(tokenizer)
+        elif isinstance(tokenizer, SentencePieceModelTokenizer):
+            kind = _from_sentencepiece(tokenizer)
+        else:
+            kind = _from_json(cast(HuggingFaceTokenizer, tokenizer))
+        types = kind["token_type"]
+        ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+        ids["unknown"] = types.index(UNKNOWN) if UNKNOWN in types else None
+        unnamed = tokenizer.stop_ids - stop_ids(tokenizer.control, [tokenizer.eos_id])  # readers know the other names
+        ids |= dict(zip(("eot", "eom"), sorted(unnamed), strict=False))
+        kind |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
+        kind["add_bos_token"] = tokenizer.add_bos
+        entries = {f"tokenizer.ggml.{key}": value for key, value in kind.items()}
+    rows = range(len(entries["tokenizer.ggml.tokens"]), vocab_size)
     if rows.start > vocab_size:
-        raise TokenizerError(
-            f"the vocabulary has {rows.start} tokens and the embedding {vocab_size} rows, expected at least as many"
-        )
-    pad: dict[str, list[Any]] = {
-        TOKENS: [padding(id) for id in rows],
-        TYPES: [UNUSED] * len(rows),
-        SCORES: [PADDING_SCORE] * len(rows),
-    }
-    return {key: [*value, *pad[key]] if key in pad else value for key, value in entries.items()}
+        raise TokenizerError(f"the vocabulary has {rows.start} tokens, but the embedding only {vocab_size} rows")
+    more = {"tokens": map(padding, rows), "token_type": [UNUSED] * len(rows), "scores": [PADDING_SCORE] * len(rows)}
+    padded = {f"tokenizer.ggml.{key}": values for key, values in more.items() if f"tokenizer.ggml.{key}" in entries}
+    return {**entries, **{key: [*entries[key], *values] for key, values in padded.items()}}
 
 
 def padding(id: int) -> str:
@@ -103,65 +88,38 @@ def padding(id: int) -> str:
     return f"[PAD{id}]"
 
 
-def spelled(token: bytes) -> str:
-    """A token in GPT-2's byte alphabet."""
-    return "".join([CHARACTER_OF[byte] for byte in token])
-
-
-def merges_of_ranks(tokens: Sequence[str]) -> list[Pair]:
-    """The merges equivalent to ranks: every pair whose union is a token, in the order of the union's rank.
-
-    Pairs with the same union are sorted by their own ranks, as in Llama 3's published tokenizer.json.
-    """
-    rank = {token: i for i, token in enumerate(tokens)}
-    pairs = all_splits(tokens, rank, "the vocabulary")
-    return sorted(pairs, key=lambda pair: (rank["".join(pair)], rank[pair[0]], rank[pair[1]]))
-
-
-def merges_of_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[Pair]:
-    """The merges equivalent to SentencePiece's scores: the best union first."""
-    pieces = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
-    best_first = sorted(pieces, key=lambda piece: (-scores[pieces[piece]], pieces[piece]))
-    return all_splits(best_first, pieces, "the vocabulary")
+def _tokens(tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.token_of.get(id, padding(id)) for id in range(tokenizer.n_vocab)]
 
 
 def _from_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     n = tokenizer.n_vocab - N_CONTROL
-    tokens = [spelled(tokenizer.token_bytes(id)) for id in range(n)]
+    tokens = ["".join([CHARACTER_OF[byte] for byte in tokenizer.token_bytes(id)]) for id in range(n)]
     return {
         "model": "gpt2",
         "pre": "llama-bpe",
         "tokens": [*tokens, *tokenizer.control],
         "token_type": [NORMAL] * n + [CONTROL] * N_CONTROL,
-        "merges": [" ".join(pair) for pair in merges_of_ranks(tokens)],
+        "merges": [" ".join(pair) for pair in merges_of(tokens)],
     }
 
 
 def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any]:
-    pieces, specs = list[dict[int, Any]](), dict[int, dict[int, Any]]()
-    for number, value, _ in read_fields(tokenizer.data):
-        fields = {key: field for key, field, _ in read_fields(cast(bytes, value))}
-        if number == sentencepiece.PIECE:
-            pieces.append(fields)
-        else:
-            specs.setdefault(number, {}).update(fields)
-    replaces = specs[sentencepiece.NORMALIZER_SPEC].get(sentencepiece.CHARSMAP)
-    if replaces or specs[sentencepiece.TRAINER_SPEC].get(MODEL_TYPE) != BPE:
-        raise TokenizerError(
-            f"the SentencePiece model {'replaces characters of a text' if replaces else 'is not BPE'}, which no other"
-            " format can express; expected one that works like Llama 2's"
-        )
+    messages = read_messages(tokenizer.data)
+    trainer, normalizer = b"".join(messages[TRAINER]), b"".join(messages[NORMALIZER])
+    replaces = any(value for number, value, _ in read_fields(normalizer) if number == CHARSMAP)
+    if replaces or last_number(trainer, MODEL_TYPE, 1) != BPE:
+        raise TokenizerError(f"the SentencePiece model is not BPE, or replaces characters of a text; {REMEDY}")
+    pieces, added = messages[PIECE], range(len(messages[PIECE]), tokenizer.n_vocab)
     hidden = {id for token, id in tokenizer.control.items() if token not in tokenizer.visible}
-    types = [CONTROL if id in hidden else piece.get(sentencepiece.TYPE, NORMAL) for id, piece in enumerate(pieces)]
-    added = range(len(pieces), tokenizer.n_vocab)  # tokens of the files beside the model, or ids without one
-    beside = [tokenizer.token_of.get(id, padding(id)) for id in added]
-    kinds = [CONTROL if id in hidden else USER_DEFINED if id in tokenizer.token_of else UNUSED for id in added]
+    types = [last_number(piece, TYPE, NORMAL) for piece in pieces]
+    types += [USER_DEFINED if id in tokenizer.token_of else UNUSED for id in added]
     return {
         "model": "llama",
         "pre": "default",
-        "tokens": [*(piece[TEXT].decode() for piece in pieces), *beside],
-        "scores": [struct.unpack("<f", piece.get(SCORE, bytes(4)))[0] for piece in pieces] + [0.0] * len(added),
-        "token_type": types + kinds,
+        "tokens": _tokens(tokenizer),
+        "scores": [tokenizer.library.get_score(id) for id in range(len(pieces))] + [0.0] * len(added),
+        "token_type": [CONTROL if id in hidden else type for id, type in enumerate(types)],
         "add_space_prefix": tokenizer.strips_leading_space,
     }
 
@@ -171,13 +129,12 @@ def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     model, hidden = source["model"], tokenizer.control.keys() - tokenizer.visible
     if model.get("type", "BPE") != "BPE":
         raise TokenizerError(f"the model of tokenizer.json is {model['type']}, expected BPE, the only one of GGUF")
-    added = {token["content"] for token in source.get("added_tokens") or []}
-    tokens = [tokenizer.token_of.get(id, padding(id)) for id in range(tokenizer.n_vocab)]
+    tokens = _tokens(tokenizer)
     types = [
         UNUSED if id not in tokenizer.token_of
         else CONTROL if token in hidden
         else UNKNOWN if token == tokenizer.unknown
-        else USER_DEFINED if token in added
+        else USER_DEFINED if token in tokenizer.added
         else BYTE if not tokenizer.byte_level and byte_piece(token) is not None
         else NORMAL
         for id, token in enumerate(tokens)
@@ -186,23 +143,19 @@ def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     plain = {token for token, type in zip(tokens, types, strict=True) if type in merged}
     listed = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges") or []]
     merges = [pair for pair in listed if plain.issuperset((*pair, "".join(pair)))]  # others need a control token
-    common = {"tokens": tokens, "token_type": types}
-    backend = Backend.from_str(json.dumps(source))
-    normalizer, words = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
+    kind = {"tokens": tokens, "token_type": types}
+    normalizer, words = _steps(tokenizer.backend.normalizer), _steps(tokenizer.backend.pre_tokenizer)
     if not tokenizer.byte_level:
-        user_defined = [token for token, type in zip(tokens, types, strict=True) if type == USER_DEFINED]
         prefix = tokenizer.strips_leading_space
-        if words or normalizer != _steps(_normalizer(prefix, user_defined)):
+        if words or normalizer != _steps(_normalizer(prefix, _user_defined(tokens, types))):
             raise TokenizerError(f"tokenizer.json handles spaces in another way than a SentencePiece model; {REMEDY}")
         scores = _scores_of_merges(tokens, types, merges)
-        return {"model": "llama", "pre": "default", **common, "scores": scores, "add_space_prefix": prefix}
-    if spaced := [pair for pair in merges if " " in "".join(pair)]:
-        raise TokenizerError(f"GGUF can't express the merge {spaced[0]!r}: it separates the two tokens by a space")
+        return {"model": "llama", "pre": "default", **kind, "scores": scores, "add_space_prefix": prefix}
     rules = normalizer, words, bool(model.get("ignore_merges"))
-    names = [name for name, r in PRE.items() if rules == (_steps(r.normalizer()), _steps(r.words()), r.ignore_merges)]
+    names = [name for name, r in RULES.items() if rules == (_steps(r.normalizer), _steps(r.words), r.ignore_merges)]
     if not names:
         raise TokenizerError(f"tokenizer.json splits text into words in a way that has no name in GGUF; {REMEDY}")
-    return {"model": "gpt2", "pre": names[0], **common, "merges": [" ".join(pair) for pair in merges]}
+    return {"model": "gpt2", "pre": names[0], **kind, "merges": [" ".join(pair) for pair in merges]}
 
 
 def _steps(step: Any) -> list[dict[str, Any]]:
@@ -210,6 +163,24 @@ def _steps(step: Any) -> list[dict[str, Any]]:
     state = {} if step is None else json.loads(step.__getstate__())
     listed = state.get("normalizers") or state.get("pretokenizers") or [state]
     return [{**one, "trim_offsets": None} for one in listed if one]
+
+
+# ------------------------------------------------------------------------------------------------------------ merges
+def merges_of(best_first: Sequence[str]) -> list[Pair]:
+    """The merges equivalent to an order of the tokens: every pair whose union is a token, the best union first.
+
+    Pairs with the same union are sorted by their own ranks, as in the published tokenizer.json of Llama 2 and 3.
+    """
+    rank = {token: i for i, token in enumerate(best_first)}
+    cuts = ((token[:cut], token[cut:]) for token in best_first for cut in range(1, len(token)))
+    pairs = [pair for pair in cuts if pair[0] in rank and pair[1] in rank]
+    return sorted(pairs, key=lambda pair: (rank["".join(pair)], rank[pair[0]], rank[pair[1]]))
+
+
+def merges_of_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[Pair]:
+    """The merges equivalent to SentencePiece's scores."""
+    pieces = [id for id, type in enumerate(types) if type == NORMAL]
+    return merges_of([tokens[id] for id in sorted(pieces, key=lambda id: (-scores[id], id))])
 
 
 def _scores_of_merges(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Pair]) -> list[float]:
@@ -234,31 +205,16 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, HuggingFaceTokenizer) and not isinstance(tokenizer, GGUFTokenizer):
         return tokenizer.data.decode(json.detect_encoding(tokenizer.data))
     found = _as_gguf(tokenizer)
-    metadata, tokens, types = found.metadata, found.tokens, found.types
-    byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
-    used = {NORMAL, UNKNOWN, CONTROL, USER_DEFINED} | (set() if byte_level else {BYTE})  # no text becomes another one
-    vocab = {token: id for id, token in enumerate(tokens) if types[id] in used}
-    if byte_level:
-        merges, rule = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]], PRE[found.pre]
-        backend = Backend(models.BPE(vocab, merges, ignore_merges=rule.ignore_merges))
-        backend.normalizer, backend.pre_tokenizer = rule.normalizer(), rule.words()
+    if isinstance(found, HuggingFaceTokenizer):
+        backend = build(found.data, "the vocabulary")
         backend.decoder = decoders.ByteLevel()
     else:
-        merges, prefix = merges_of_scores(tokens, types, metadata[SCORES]), found.strips_leading_space
-        unknown = tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
-        backend = Backend(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-        backend.normalizer = _normalizer(prefix, _user_defined(found))
-        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * prefix)])
+        backend = _from_pieces(found)
     if found.add_bos and found.bos_id is not None:
-        bos = tokens[found.bos_id]
+        bos = found.tokens[found.bos_id]
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, found.bos_id)]
         )
-    for token, type in zip(tokens, types, strict=True):
-        if type in (CONTROL, UNKNOWN, USER_DEFINED):
-            plain = type == USER_DEFINED
-            backend.add_tokens([AddedToken(token, normalized=plain and not byte_level, special=not plain)])
     return str(backend.to_str())
 
 
@@ -266,6 +222,22 @@ def _as_gguf(tokenizer: Tokenizer) -> Any:
     if isinstance(tokenizer, GGUFTokenizer):
         return tokenizer
     return from_metadata(gguf_metadata(tokenizer, tokenizer.n_vocab), "the vocabulary")
+
+
+def _from_pieces(tokenizer: GGUFTokenizer) -> Backend:
+    """The library's tokenizer of SentencePiece's pieces, in the form of Llama 2's tokenizer.json."""
+    tokens, types, prefix = tokenizer.tokens, tokenizer.types, tokenizer.strips_leading_space
+    merges = merges_of_scores(tokens, types, tokenizer.metadata["tokenizer.ggml.scores"])
+    vocab = {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
+    unknown = tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
+    backend = Backend(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend.normalizer = _normalizer(prefix, _user_defined(tokens, types))
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * prefix)])
+    for token, type in zip(tokens, types, strict=True):
+        if type in (CONTROL, UNKNOWN, USER_DEFINED):
+            backend.add_tokens([AddedToken(token, normalized=type == USER_DEFINED, special=type != USER_DEFINED)])
+    return backend
 
 
 def _normalizer(prefix: bool, user_defined: Sequence[str]) -> normalizers.Normalizer:
@@ -279,6 +251,10 @@ def _normalizer(prefix: bool, user_defined: Sequence[str]) -> normalizers.Normal
         alternatives = "|".join(map(re.escape, user_defined))
         steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{alternatives})\z)"), ""))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+
+def _user_defined(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+    return [token for token, type in zip(tokens, types, strict=True) if type == USER_DEFINED]
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -311,7 +287,7 @@ def check_equal(source: Tokenizer, written: Tokenizer) -> None:
         token, found = source.token_bytes(id), written.token_bytes(id)
         if token not in (found, UNKNOWN_BYTES) and found != padding(id).encode():
             raise TokenizerError(f"its token {id}, {token!r:.60}, would become {found!r:.60}; {REMEDY}")
-    added = [*_user_defined(source), *_user_defined(written)][:MOST_ADDED]
+    added = sorted({*source.strips, *written.strips} - source.control.keys())[:MOST_ADDED]  # matched in every text
     for text in (*SAMPLE, *(f"a {token} b{token}c" for token in added)):
         if _ids(source, text) != _ids(written, text):
             raise TokenizerError(f"the ids of {text!r:.60} would change; {REMEDY}")
@@ -319,16 +295,6 @@ def check_equal(source: Tokenizer, written: Tokenizer) -> None:
         pieces = [(control, True), ("the dog", False)]
         if source.encode_pieces(pieces) != written.encode_pieces(pieces):
             raise TokenizerError(f"the ids of a text after {control!r:.60} would change; {REMEDY}")
-
-
-def _user_defined(tokenizer: Tokenizer) -> list[str]:
-    """Plain tokens that are matched in a text before it is split."""
-    if isinstance(tokenizer, GGUFTokenizer):
-        return [token for token, type in zip(tokenizer.tokens, tokenizer.types, strict=True) if type == USER_DEFINED]
-    if isinstance(tokenizer, SentencePieceModelTokenizer):
-        return sorted(tokenizer.added.keys() - tokenizer.control.keys())
-    added = json.loads(tokenizer.data)["added_tokens"] if isinstance(tokenizer, HuggingFaceTokenizer) else []
-    return [token["content"] for token in added if token["content"] not in tokenizer.control]
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int] | None:

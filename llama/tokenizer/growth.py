@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+import math
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -19,15 +19,6 @@ GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNorma
           "Metaspace": 2}  # fmt: skip
 
 
-def parts(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The single steps of a normalizer or pre-tokenizer."""
-    if step["type"] == "Sequence":
-        for inner in step.get("normalizers") or step.get("pretokenizers") or ():
-            yield from parts(inner)
-    else:
-        yield step
-
-
 def check_growth(backend: Backend, where: str) -> None:
     """Raise TokenizerError if the steps before the model may lengthen a text more than LARGEST_GROWTH times.
 
@@ -35,11 +26,8 @@ def check_growth(backend: Backend, where: str) -> None:
     the process. A step that writes once per text is counted per character, as added tokens may split a text anywhere.
     The steps are read from the library, which completes and sorts what a file writes.
     """
-    factor = 1.0
-    for step in filter(None, (backend.normalizer, backend.pre_tokenizer)):
-        for part in parts(json.loads(step.__getstate__())):
-            factor *= growth(part)
-    check_factor(factor, where)
+    steps = filter(None, (backend.normalizer, backend.pre_tokenizer))
+    check_factor(math.prod(growth(json.loads(step.__getstate__())) for step in steps), where)
 
 
 def check_factor(factor: float, where: str) -> None:
@@ -50,6 +38,8 @@ def check_factor(factor: float, where: str) -> None:
 
 def growth(part: dict[str, Any]) -> float:
     """The most characters that a step writes for one character of a text."""
+    if part["type"] == "Sequence":
+        return math.prod(map(growth, part.get("normalizers") or part.get("pretokenizers") or ()))
     if part["type"] == "Prepend":
         return 1 + len(part["prepend"])
     if part["type"] == "Replace":
