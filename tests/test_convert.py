@@ -253,7 +253,7 @@ def test_the_other_files_of_a_folder_have_the_keys_of_transformers(source: Path,
     [
         ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, {}, "GGUF can't express the rope scaling 'dynamic'"),
         ({}, {"to": "meta"}, "unknown format 'meta'; known: hf, gguf"),
-        ({}, {"shards": 2}, "written as one file"),
+        ({}, {"shards": 2}, "shards must be an integer from 0 to 1"),
         ({}, {"to": "hf", "shards": 22}, "21 weights can't be split into 22 files"),
         ({}, {"quantize": "q8_0", "dtype": torch.float16}, "--quantize q8_0 needs --to gguf and no --dtype"),
         ({}, {"quantize": "q8_0", "to": "hf"}, "--quantize q8_0 needs --to gguf"),
@@ -280,12 +280,12 @@ def test_what_can_not_be_written_is_refused(
 
 def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
     source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
-    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
+    with pytest.raises(UsageError, match=r"quantized.*--dtype float32 is exact"):
         convert(source, tmp_path / "hf", "hf")
     exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
     assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
     proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
-    assert any("already quantized (Q4_0); quantizing the original would lose less" in w for w in proof.warnings)
+    assert any("already quantized; quantizing the original would lose less" in w for w in proof.warnings)
 
 
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
     for other in (source, source.parent):
         with pytest.raises(UsageError, match="is the source or contains it"):
             write(source, other, force=True)
-    with pytest.raises(UsageError, match="is not a name in an existing folder"):
+    with pytest.raises(UsageError, match="is not in an existing folder"):
         write(source, tmp_path / "no" / "hf")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file, which this conversion does not write; remove it first"):
@@ -345,9 +345,7 @@ def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monk
     for module, name in ((huggingface_write, "write_safetensors"), (temporary.os, "rename"), (temporary.os, "fsync")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            with pytest.raises(
-                CheckpointError, match=r"No space left on device \(\d+ MB are free\); nothing was changed"
-            ):
+            with pytest.raises(CheckpointError, match="No space left on device; nothing was changed"):
                 convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path) == before
 

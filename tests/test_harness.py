@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +105,7 @@ def pairs(llm: Llama) -> list[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------------------ per request
 def test_ids_are_those_of_transformers(model: Model) -> None:
-    ours, oracle = harness.language_model(model.llm, 1), model.oracle
+    ours, oracle = harness.LanguageModel(model.llm, 1), model.oracle
     assert ours.prefix_token_id == oracle.prefix_token_id
     assert ours.eot_token_id == oracle.eot_token_id
     for text in texts(model.llm):
@@ -123,14 +122,14 @@ def test_a_tokenizer_without_begin_of_text(tmp_path: Path, tiny_gguf: Path) -> N
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.bos_token_id is None
     assert llm.tokenizer.bos_id == 1
-    assert harness.language_model(llm, 1).prefix_token_id == theirs.eos_token_id == 2
+    assert harness.LanguageModel(llm, 1).prefix_token_id == theirs.eos_token_id == 2
 
 
 def test_log_likelihoods(model: Model) -> None:
     requests = instances("loglikelihood", *pairs(model.llm))
     expected = model.oracle.loglikelihood(requests, disable_tqdm=True)
     for batch_size in BATCH_SIZES:
-        ours = harness.language_model(model.llm, batch_size)
+        ours = harness.LanguageModel(model.llm, batch_size)
         found = ours.loglikelihood(requests)
         assert [one[1] for one in found] == [one[1] for one in expected]
         assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
@@ -139,7 +138,7 @@ def test_log_likelihoods(model: Model) -> None:
 
 def test_greedy_continuations_and_the_longest(model: Model) -> None:
     """A continuation may fill the window; then one id of context remains."""
-    ours, oracle = harness.language_model(model.llm, 4), model.oracle
+    ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
     requests = []
     for context in ([1, 5, 9], [1, 30, 7, 7], [1, *range(3, 90)]):
         ids = list(context)
@@ -155,7 +154,7 @@ def test_greedy_continuations_and_the_longest(model: Model) -> None:
 
 
 def test_requests_of_one_text_that_begin_at_different_ids(model: Model) -> None:
-    ours, oracle = harness.language_model(model.llm, 4), model.oracle
+    ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
     requests = [(("", ""), [1, 5, 6, 7], [8, 9]), (("", ""), [1, 5], [6, 7, 8, 9]), (("", ""), [1, 5, 6], [7, 8, 2])]
     found = ours._loglikelihood_tokens(requests)
     expected = oracle._loglikelihood_tokens(requests, disable_tqdm=True)
@@ -166,7 +165,7 @@ def test_rolling_log_likelihoods(model: Model) -> None:
     requests = instances("loglikelihood_rolling", *((text,) for text in (*texts(model.llm), TEXT[:60], TEXT * 2)))
     expected = model.oracle.loglikelihood_rolling(requests, disable_tqdm=True)
     for batch_size in BATCH_SIZES:
-        found = harness.language_model(model.llm, batch_size).loglikelihood_rolling(requests)
+        found = harness.LanguageModel(model.llm, batch_size).loglikelihood_rolling(requests)
         assert found == pytest.approx(expected, abs=1e-3, rel=1e-7)
 
 
@@ -190,11 +189,11 @@ def test_generated_texts(model: Model) -> None:
     expected = model.oracle.generate_until(requests)
     assert expected[0] == free[0].split(free[0][5:7])[0]
     for batch_size in BATCH_SIZES:
-        assert harness.language_model(model.llm, batch_size).generate_until(requests) == expected
+        assert harness.LanguageModel(model.llm, batch_size).generate_until(requests) == expected
 
 
 def test_chat_prompts(model: Model) -> None:
-    oracle, ours = model.oracle, harness.language_model(model.llm, 1)
+    oracle, ours = model.oracle, harness.LanguageModel(model.llm, 1)
     if model.llm.chat_template is None:  # Meta's files have none, so the one of the built-in format is used
         template = ours.chat_template(True)
         assert template
@@ -292,17 +291,12 @@ def test_a_group_includes_its_tasks(tasks: Path) -> None:
     both = tasks / "both.yaml"
     both.write_text(yaml.safe_dump({"group": "both", "task": ["choice", "until"]}))
     (tasks / "included.yaml").write_text("output_type: multiple_choice\n")
-    loaded = harness.load_tasks([str(tasks)])
-    assert [getattr(one, "task_name", None) or one.name for one in loaded] == ["both", "rolling"]
+    assert [one.task_name for one in harness.load_tasks([str(tasks)])] == ["choice", "rolling", "until"]
     [group] = harness.load_tasks([str(both)])
     assert [one.task_name for one in group.get_all_tasks()] == ["choice", "until"]
-    for content, message in (
-        ("- a", "not a task of lm-eval: Expected YAML dict"),
-        ("a: [", "not a task of lm-eval"),
-        ("b: 1", "Unknown"),
-    ):
+    for content in ("- a", "a: [", "b: 1"):
         both.write_text(content)
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(LlamaError, match="lm-eval: "):
             harness.load_tasks([str(both)])
 
 
@@ -320,7 +314,7 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert results == json.loads(output.read_text())
     assert results["n-samples"]["choice"] == {"original": 8, "effective": 4}
     assert results["config"]["model_args"]["model"] == str(tiny_gguf)
-    assert "were longer than the context of 64 tokens; their beginning was cut" in err
+    assert "requests were longer than the context of 64" in err
     assert "Traceback" not in err
     lines = (tmp_path / "samples_choice_results.jsonl").read_text().splitlines()
     assert [json.loads(line)["doc_id"] for line in lines] == [0, 1, 2, 3]
@@ -333,16 +327,13 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", ","], "--tasks is empty"),
-        (["--tasks", "a.yaml"], "--tasks a.yaml: there is no such file or folder"),
-        (["--tasks", "{tmp}"], "expected a folder with .yaml files of tasks, found none"),
+        (["--tasks", "{tmp}"], "found no task"),
         (["--tasks", "x", "--limit", "0"], "--limit must be a number above 0"),
         (["--tasks", "x", "--limit", "1.5"], "--limit must be a whole number, or a fraction below 1, got 1.5"),
         (["--tasks", "x", "--batch-size", "0"], "--batch-size must be an integer from 1"),
         (["--tasks", "x", "--num-fewshot", "-1"], "--num-fewshot must be an integer of at least 0"),
         (["--tasks", "x", "--log-samples"], "--log-samples needs --output FILE"),
         (["--tasks", "x", "--output", "{tmp}"], "expected a file in an existing folder"),
-        (["--tasks", "x", "--include-path", "{tmp}/none"], "none: expected a folder"),
         (["--tasks", "x", "--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn needs --apply-chat-template"),
     ],
 )
@@ -354,16 +345,10 @@ def test_usage_errors(arguments: list[str], message: str, tmp_path: Path, capsys
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("found", [None, "0.4.9.1"])
-def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    def version(name: str) -> str:
-        if found is None:
-            raise PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(harness, "version", version)
-    with pytest.raises(UsageError, match=rf"lm-eval 0.4.13 or newer, found {found or 'none'}.*'clearllama\[eval\]'"):
-        harness.load_tasks(["arc_easy"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", None)
+    assert run("--tasks", "arc_easy") == 1
+    assert "pip install 'clearllama[eval]'" in capsys.readouterr().err
 
 
 def test_a_data_set_that_can_not_be_fetched(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,26 +356,26 @@ def test_a_data_set_that_can_not_be_fetched(tasks: Path, monkeypatch: pytest.Mon
         raise ConnectionError("Couldn't reach 'json' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(LlamaError, match=r"choice.yaml: its data set can't be downloaded: Couldn't reach"):
+    with pytest.raises(LlamaError, match=r"lm-eval: ConnectionError: Couldn't reach"):
         harness.load_tasks([str(tasks / "choice.yaml")])
     monkeypatch.undo()
     (tasks / "choice.jsonl").unlink()
-    with pytest.raises(UsageError, match=r"choice.yaml: FileNotFoundError: Unable to find"):
+    with pytest.raises(LlamaError, match=r"FileNotFoundError: Unable to find"):
         harness.load_tasks([str(tasks / "choice.yaml")])
 
 
-def test_a_task_that_runs_code_is_refused(tasks: Path) -> None:
+def test_a_task_that_runs_code_is_refused(tiny_llm: Llama, tasks: Path) -> None:
     file = write_task(
         tasks, "code", [{"q": "a"}], output_type="generate_until", doc_to_text="{{q}}", doc_to_target="a",
         unsafe_code=True, metric_list=metric("exact_match"),
     )  # fmt: skip
-    with pytest.raises(UsageError, match="task code runs code that the model writes"):
-        harness.load_tasks([str(file)])
+    with pytest.raises(LlamaError, match="marked as unsafe"):
+        harness.evaluate(tiny_llm, harness.load_tasks([str(file)]), batch_size=1)
 
 
 def test_a_text_without_context_needs_a_token() -> None:
     llm = loader.load(Path(__file__).parents[1] / "checkpoints/tiny-kjv", dtype="float32", device="cpu")
-    ours = harness.language_model(llm, 2)
+    ours = harness.LanguageModel(llm, 2)
     assert len(ours.loglikelihood(instances("loglikelihood", ("In the", " beginning")))) == 1
     with pytest.raises(UsageError, match="needs a begin-of-text or end-of-text token"):
         ours.loglikelihood(instances("loglikelihood", ("", "In the")))
@@ -399,21 +384,21 @@ def test_a_text_without_context_needs_a_token() -> None:
 # ------------------------------------------------------------------------------------- what HFLM ends in an assertion
 @pytest.mark.parametrize("model", ["chatml"], indirect=True)
 def test_requests_that_end_hflm(model: Model) -> None:
-    ours, oracle = harness.language_model(model.llm, 4), model.oracle
+    ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
     long = TEXT[:400]
     assert len(model.llm.tokenizer.encode(long)) > WINDOW
     for pair in (("the", ""), (" ", "dog"), ("", ""), ("h", "e"), ("the", long)):
         with pytest.raises((AssertionError, IndexError)):
             oracle.loglikelihood(instances("loglikelihood", pair), disable_tqdm=True)
-    requests = instances("loglikelihood", ("the", ""), ("", ""), (" ", "dog"), ("", " dog"))
-    empty, nothing, space, expected = ours.loglikelihood(requests)
-    assert empty == nothing == (0.0, True)
+    space, expected = ours.loglikelihood(instances("loglikelihood", (" ", "dog"), ("", " dog")))
     assert space == expected
+    with pytest.raises(UsageError, match="adds no token"):
+        ours.loglikelihood(instances("loglikelihood", ("the", "")))
     with pytest.raises(UsageError, match=r"'e' adds no token to the context that ends in 'h'"):
         ours.loglikelihood(instances("loglikelihood", ("h", "e")))
     with pytest.raises(ContextLengthError, match=r"a continuation has .* tokens, but the context of the model is 64"):
         ours.loglikelihood(instances("loglikelihood", ("the", long)))
-    with pytest.raises(UsageError, match="generates up to 64 tokens, but the model's context of 64"):
+    with pytest.raises(UsageError, match="generates up to 64 tokens, but the model's context"):
         ours.generate_until(instances("generate_until", ("the", {"until": [], "max_gen_toks": 64})))
 
 
@@ -423,23 +408,24 @@ def test_generation_options(model: Model) -> None:
         return harness.generation_options(model.llm, settings, 7)
 
     greedy = {"max_new_tokens": 256, "temperature": 0.0, "seed": 7, "continues": False}
-    assert options() == {**greedy, "stop": ["<|im_end|>"]}
+    assert options() == {**greedy, "stop": []}
     assert options(until="x", max_gen_toks=3, temperature=0.5, do_sample=False, num_beams=1, top_p=0.5) == {
-        **greedy, "max_new_tokens": 3, "stop": ["x", "<|im_end|>"]
+        **greedy, "max_new_tokens": 3, "stop": ["x"]
     }  # fmt: skip
     sampled = options(until=["x"], do_sample=True, temperature=0.8, top_p=0.95)
     assert {key: sampled[key] for key in ("temperature", "top_p", "top_k")} == {
         "temperature": 0.8, "top_p": 0.95, "top_k": 50
     }  # fmt: skip
-    with pytest.raises(UsageError, match="num_beams, which is not supported; supported: until"):
-        options(num_beams=10)
+    ours = harness.LanguageModel(model.llm, 1)
+    with pytest.raises(UsageError, match="num_beams"):
+        ours.generate_until(instances("generate_until", ("the", {"until": [], "num_beams": 10, "max_gen_toks": 8})))
     with pytest.raises(UsageError, match="needs a temperature above 0"):
         options(do_sample=True)
 
 
 @pytest.mark.parametrize("model", ["chatml"], indirect=True)
 def test_sampled_answers_repeat_and_differ(model: Model) -> None:
-    ours = harness.language_model(model.llm, 4)
+    ours = harness.LanguageModel(model.llm, 4)
     request = ("the dog", {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5})
     first = ours.generate_until(instances("generate_until", *[request] * 4))
     assert first == ours.generate_until(instances("generate_until", *[request] * 4))
@@ -456,7 +442,7 @@ def test_a_control_token_ends_an_answer(model: Model) -> None:
     weight[start] = 2 * weight[free[-1]]  # so it has the largest logit where the last of these ids had it
     try:
         ids = llm.generate("the dog", max_new_tokens=30, temperature=0.0).tokens
-        answer = harness.language_model(llm, 1).generate_until(instances("generate_until", request))
+        answer = harness.LanguageModel(llm, 1).generate_until(instances("generate_until", request))
     finally:
         weight[start] = row
     assert answer == [llm.tokenizer.decode(ids[: ids.index(start)])]
@@ -466,7 +452,7 @@ def test_a_control_token_ends_an_answer(model: Model) -> None:
 def test_a_model_without_a_template(tiny_llm: Llama, tasks: Path) -> None:
     bare = Llama(tiny_llm.model, tiny_llm.tokenizer)
     with pytest.raises(TemplateError, match=r"no chat template.*leave out --apply-chat-template"):
-        harness.evaluate(bare, [], batch_size=1, apply_chat_template=True)
+        harness.evaluate(bare, harness.load_tasks([str(tasks)]), batch_size=1, apply_chat_template=True)
 
 
 @pytest.mark.slow
@@ -474,7 +460,7 @@ def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, 
     """A trained model, with its chat template. HFLM's float32 softmax of 49,152 logits is off by 1e-5 for each id."""
     convert(default_gguf, tmp_path / "hf", "hf", dtype=torch.float32)
     oracle = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4, softmax_dtype="float64")
-    ours = harness.language_model(default_llm, 16)
+    ours = harness.LanguageModel(default_llm, 16)
     texts = ["Water freezes at", "The capital of France is Paris. The capital of Italy is", TEXT[:300]]
     choices = [" Rome", " 0 degrees Celsius.", " a", "\nThe dog bites the man."]
     requests = instances("loglikelihood", *((text, choice) for text in (*texts, "") for choice in choices))
@@ -493,7 +479,7 @@ def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, 
 @pytest.mark.slow
 def test_names_and_no_network(tiny_gguf: Path, tasks: Path, tmp_path: Path) -> None:
     """In processes of their own: the second must not look up any address."""
-    with pytest.raises(UsageError, match=r"no task with this name.*did you mean .*arc_easy"):
+    with pytest.raises(UsageError, match="found no task"):
         harness.load_tasks(["arc_esy"])
     code = (
         "import socket, sys\n"

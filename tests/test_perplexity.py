@@ -46,8 +46,8 @@ def test_perplexity_is_exp_of_the_mean_of_full_passes(
 @pytest.mark.parametrize(
     ("content", "options", "code", "message"),
     [
-        (b"hello", ["--window", "1"], 2, "--window must be an integer of at least 2"),
-        (b"hello world " * 9, ["--window", "999"], 2, "exceeds the context of 256"),
+        (b"hello", ["--window", "1"], 2, "--window must be an integer from 2 to 256"),
+        (b"hello world " * 9, ["--window", "999"], 2, "--window must be an integer from 2 to 256"),
         (b"", [], 2, "has 0 tokens"),
         (b"\xff\xfe", [], 2, "not UTF-8: byte 0 is 0xff"),
         (None, [], 2, "No such file or directory; expected a text file"),

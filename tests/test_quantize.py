@@ -284,7 +284,7 @@ def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
     source = quantize(sources["meta"], tmp_path / "q", "int4").path
-    with pytest.raises(UsageError, match=r"quantized .*int4-g32\+offset, int8-g32.*--dtype float32 is exact"):
+    with pytest.raises(UsageError, match=r"quantized.*--dtype float32 is exact"):
         convert(source, tmp_path / "out", to)
     proof = convert(source, tmp_path / "out", to, dtype=torch.float32)
     quantized_model, back = (load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pexpect
 import pytest
 import torch
 from hypothesis import given
@@ -369,7 +368,7 @@ def test_a_failing_check_gives_exit_code_1(study: Study, monkeypatch: pytest.Mon
     monkeypatch.setattr(BUGS, "themes", two)
     monkeypatch.setattr(BUGS, "_bugs", {bug.name: bug for bug in two["One theme"]})
     assert study("radix")[0] == 1
-    assert study("radix")[1].splitlines()[-1] == "FAIL"
+    assert "  FAIL  right line" in study("radix")[1]
     assert study("speed")[0] == 0
     code, out, _ = study("--checks")
     assert code == 1
@@ -388,12 +387,11 @@ def test_one_exercise_fits_on_a_screen(study: Study, name: str) -> None:
     labels = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
     assert labels == ["line", "predict", "evidence", "find", "repair", "why"]
     assert "FAIL" not in out
-    assert f"clearllama study bugs --quiz {name} asks for the repair" in err
-    assert ("shows the next exercise" in err) == (name != NAMES[-1])
-    assert study("--checks", name)[1].count("\n  PASS  ") == 3
+    assert f"clearllama study bugs {name} --quiz" in err
+    assert study(name, "--checks")[1].count("\n  PASS  ") == 3
 
 
-@pytest.mark.parametrize("words", [("own-key", "--json"), ("--json", "own-key"), ("--json", "21")])
+@pytest.mark.parametrize("words", [("own-key", "--json"), ("21", "--json")])
 def test_one_exercise_has_a_json_form(study: Study, words: tuple[str, ...]) -> None:
     code, out, _ = study(*words)
     found = json.loads(out)
@@ -415,11 +413,9 @@ def test_one_exercise_has_a_json_form(study: Study, words: tuple[str, ...]) -> N
         (("step", "--rope-theta", "5"), "study bugs does not accept --rope-theta"),
         (("--seed", "1"), "--seed needs --quiz"),
         (("step", "--seed", "1"), "--seed needs --quiz"),
-        (("--quiz", "--seed", "-1"), "--seed must be 0 or more"),
-        (("--quiz", "--json"), "--quiz is interactive and does not accept --json"),
-        (("--quiz", "--checks"), "--quiz is interactive and does not accept --checks"),
-        (("--quiz", "28"), "unknown exercise '28'"),
-        (("step", "--quiz", "speed"), "expected one exercise, found two: step and speed"),
+        (("--quiz", "--json"), "--quiz does not accept --json"),
+        (("--quiz", "--checks"), "--quiz does not accept --checks"),
+        (("28", "--quiz"), "unknown exercise '28'"),
         (("step", "speed"), "unrecognized arguments: speed"),
         (("--json", "step", "speed"), "unrecognized arguments"),
         (("--nonsense",), "unrecognized arguments: --nonsense"),
@@ -442,7 +438,7 @@ def test_arguments_of_bugs_are_errors_for_other_topics(
 ) -> None:
     code, out, err = study(*words, topic=topic)
     assert (code, out) == (2, "")
-    assert "belongs to the topic bugs" in err
+    assert "belong to the topic bugs" in err
 
 
 def test_the_list_of_topics_includes_bugs(study: Study) -> None:
@@ -453,62 +449,20 @@ def test_the_list_of_topics_includes_bugs(study: Study) -> None:
 
 def asked(out: str) -> list[str]:
     """The exercises that a quiz asked, in order."""
-    return re.findall(r"^\d+ of \d+, ([a-z-]+): ", out, re.M)
+    return re.findall(r"^bugs \d+ of \d+, ([a-z-]+): ", out, re.M)
 
 
-def test_the_quiz_counts_repairs_and_does_not_judge_predictions(study: Study) -> None:
-    answers = "".join(f"no idea {i}\n{bug.right}\n" for i, bug in enumerate(BUGS.values()))
-    code, out, err = study("--quiz", stdin=answers.encode())
-    assert code == 0
-    assert err == ""
-    assert asked(out) == NAMES
-    assert out.splitlines()[-1] == "score: 27 of 27"
-    assert out.count("\n  right ") == 27
-
-
-def test_the_evidence_follows_the_prediction(study: Study) -> None:
-    """Neither the evidence nor the repair is shown before."""
-    assert "RuntimeError" not in study("--quiz", "div-term")[1]
-    out = study("--quiz", "div-term", stdin=b"fails\n")[1]
+def test_the_quiz_shows_the_evidence_and_the_repair_after_each_prediction(study: Study) -> None:
+    code, out, err = study("--quiz", stdin=b"no idea\n" * len(NAMES))
+    assert (code, err, asked(out)) == (0, "", NAMES)
+    assert out.count("\n  repair ") == len(NAMES)
+    out = study("div-term", "--quiz")[1]
+    assert "predict" in out
+    assert "RuntimeError" not in out
+    out = study("div-term", "--quiz", stdin=b"it fails\n")[1]
     assert "RuntimeError" in out
-    assert "d_model / 2" not in out
-
-
-def test_the_quiz_shows_the_answer_after_three_tries(study: Study) -> None:
-    code, out, _ = study("--quiz", "power", stdin=b"\nexp(2*i/d)*log(10000)\n1\n2\n3\n")
-    assert code == 0
-    assert out.count("  no (") == 3
-    assert "no (3 of 3): at i = " in out
-    assert "answer   exp(-(2*i/d) * log(10000))" in out
-    assert "why      a**b is exp(b * log(a))" in out
-    assert out.splitlines()[-1] == "score: 0 of 1"
-
-
-def test_a_rejected_line_of_the_quiz_does_not_count_as_a_try(study: Study) -> None:
-    hostile = b"grows\n9**9**9**9\n().__class__\n2*\xff\n" + b"x" * 5000 + b"\n"
-    code, out, _ = study("power", "--quiz", stdin=hostile + b"1\n2\n10000**(-2*i/d)\n")
-    assert code == 0
-    rejected = [line for line in out.splitlines() if line.startswith("  rejected: ")]
-    assert len(rejected) == 5  # the long line is read in two pieces
-    assert out.count("  no (") == 2
-    assert out.splitlines()[-1] == "score: 1 of 1"
-
-
-def test_the_quiz_moves_on_after_ten_rejected_lines(study: Study) -> None:
-    code, out, _ = study("--quiz", "power", stdin=b"nonsense\n" * 1000)
-    assert code == 0
-    assert out.count("rejected") == 10
-    assert out.splitlines()[-1] == "score: 0 of 1"
-
-
-def test_the_quiz_ends_at_the_end_of_the_input(study: Study) -> None:
-    code, out, _ = study("--quiz")
-    assert code == 0
-    assert out.splitlines()[-1] == "score: 0 of 0, 27 left"
-    code, out, _ = study("--quiz", stdin=f"\n\n\n{BUGS['step'].right}\n\n1".encode())
-    assert code == 0
-    assert "answer   sin(pos / 10000**(2*i/d))" in out  # shown for an empty line
-    assert out.splitlines()[-1] == "score: 1 of 2, 25 left"
+    assert "d_model / 2" in out
+    assert asked(study("--quiz", stdin=b"\n")[1]) == NAMES[:2]
 
 
 def test_the_seed_of_the_quiz_determines_the_order(study: Study) -> None:
@@ -519,35 +473,3 @@ def test_the_seed_of_the_quiz_determines_the_order(study: Study) -> None:
     assert order("--seed", "1") == order("--seed", "1")
     assert order("--seed", "1") != order("--seed", "2") != NAMES
     assert sorted(order("--seed", "1")) == sorted(NAMES)
-
-
-def test_the_quiz_needs_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["study", "bugs", "--quiz"]) == 2
-    assert "standard input is closed" in capsys.readouterr().err
-
-
-def test_the_quiz_works_at_a_terminal() -> None:
-    child = pexpect.spawn(
-        sys.executable, ["-m", "llama", "study", "bugs", "--quiz"], encoding="utf-8", timeout=60, dimensions=(50, 120)
-    )
-    child.expect("1 of 27, exponent")
-    child.expect("> ")
-    child.sendline("all of them")
-    child.expect("different sine columns")
-    child.expect("> ")
-    child.sendline("().__class__")
-    child.expect("rejected: ")
-    child.expect("> ")
-    child.sendline("sin(pos / 10000**(2*pos/d))")
-    child.expect("no \\(1 of 3\\)")
-    child.expect("> ")
-    child.sendline("sin(pos / 10000**(2*i/d))")
-    child.expect("right ")
-    child.expect("2 of 27, step")
-    child.expect("> ")
-    child.sendeof()
-    child.expect("score: 1 of 1")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0

@@ -47,10 +47,8 @@ def test_a_text_beyond_the_context_is_traced_with_and_without_a_scaling(
         (["--html", "same", "--json", "same"], "both name same"),
     ],
 )
-def test_wrong_options_are_reported_before_a_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    assert main(["trace", "hello", "-m", "no-such-model", *options]) == 2
+def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main(["trace", "hello", "-q", "-m", str(tiny_folder()), *options]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
