@@ -294,9 +294,9 @@ def test_a_group_includes_its_tasks(tasks: Path) -> None:
     assert [one.task_name for one in harness.load_tasks([str(tasks)])] == ["choice", "rolling", "until"]
     [group] = harness.load_tasks([str(both)])
     assert [one.task_name for one in group.get_all_tasks()] == ["choice", "until"]
-    for content in ("- a", "a: [", "b: 1"):
+    for content, message in (("- a", "lm-eval: ValueError"), ("a: [", "lm-eval: "), ("b: 1", "found no task")):
         both.write_text(content)
-        with pytest.raises(LlamaError, match="lm-eval: "):
+        with pytest.raises(LlamaError, match=message):
             harness.load_tasks([str(both)])
 
 

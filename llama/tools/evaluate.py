@@ -71,7 +71,9 @@ def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[lis
     return len(ids), [part for part in parts if len(part) > 1]
 
 
-def nats(model: Transformer, parts: Sequence[Sequence[int]], progress: Progress) -> list[float]:
+def nats(
+    model: Transformer, parts: Sequence[Sequence[int]], progress: Progress = lambda done, total: None
+) -> list[float]:
     """-log p of each window, summed over its tokens except the first, which nothing predicts."""
     found, before, total = [], 0, sum(map(len, parts))
     for part in parts:

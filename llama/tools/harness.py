@@ -248,11 +248,10 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
         for name in filter(os.path.exists, names):
             paths = sorted(Path(name).glob("*.yaml")) if Path(name).is_dir() else [Path(name)]
             configs = {path: load_yaml(path, resolve_func=False) for path in paths}
-            if Path(name).is_file() and "group" in configs[Path(name)]:
-                files[name] = [configs[Path(name)]["group"]]
+            files[name] = [str(path) for path in paths if "task" in configs[path] and "group" not in configs[path]]
+            if group := Path(name).is_file() and configs[Path(name)].get("group"):
+                files[name] = [group]
                 folders.append(Path(name).parent)  # with the tasks of the group
-            else:
-                files[name] = [str(path) for path in paths if "task" in configs[path]]
         manager = TaskManager(include_path=folders, include_defaults=len(files) < len(names))
         specs = {name: files.get(name) or manager.match_tasks([name]) for name in names}
         if missing := [name for name in names if not specs[name]]:
