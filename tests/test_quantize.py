@@ -263,7 +263,7 @@ def test_rows_can_be_read_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     target, source = tmp_path / "q", sources["gguf, tied"]
     assert main(["quantize", str(source), str(target), "--scheme", "int8", "--shards", "2"]) == 0
-    assert f"{target}\n20 tensors" in capsys.readouterr().out
+    assert f"{target}\n20 weights" in capsys.readouterr().out
     assert main(["inspect", str(target), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["quantization"] == "int8"

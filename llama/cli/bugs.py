@@ -20,13 +20,9 @@ OWN = ("command", "topic", "exercise", "quiz", "seed", "checks", "json", "quiet"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `study` that belong to the topic bugs."""
-    parser.add_argument(
-        "exercise", nargs="?", metavar="EXERCISE", help="with TOPIC bugs: show one exercise, by number or name"
-    )
+    parser.add_argument("exercise", nargs="?", metavar="EXERCISE", help="with TOPIC bugs: an exercise to show")
     group = parser.add_argument_group("common bugs (TOPIC bugs)")
-    group.add_argument(
-        "--quiz", action="store_true", help="ask you to predict the bug of EXERCISE, or of all exercises, then show it"
-    )
+    group.add_argument("--quiz", action="store_true", help="ask for a prediction of each bug before it is shown")
     group.add_argument("--seed", type=int, metavar="N", help="with --quiz: shuffle the exercises (default: in order)")
 
 

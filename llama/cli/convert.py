@@ -24,16 +24,11 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("source", metavar="SRC", help="the checkpoint, as for --model of the other commands")
     parser.add_argument("target", metavar="DST", type=Path, help="the new folder (hf) or file (gguf)")
-    parser.add_argument("--to", required=True, type=known, choices=["hf", "gguf"], help="format of the target")
+    parser.add_argument("--to", required=True, choices=["hf", "gguf"], help="format of the target")
     parser.add_argument(
-        "--dtype",
-        help="dtype to write: float32, bfloat16 or float16; required if the source is quantized (default: as stored)",
+        "--dtype", help="float32, bfloat16 or float16; needed for a quantized source (default: as stored)"
     )
-    parser.add_argument(
-        "--quantize",
-        metavar="KIND",
-        help="with --to gguf: quantize the matrices to q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp",
-    )
+    parser.add_argument("--quantize", metavar="KIND", help="with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp")
     add_writing_options(parser)
     parser.add_argument("--modelfile", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -57,13 +52,6 @@ def run(args: argparse.Namespace) -> int:
         )
     write_proof(args, proof, {})
     return 0
-
-
-def known(to: str) -> str:
-    """The format, unless it was removed."""
-    if to == "meta":
-        raise argparse.ArgumentTypeError("Meta's format can be read but not written; use --to hf or --to gguf")
-    return to
 
 
 # ----------------------------------------------------------------------------------------- shared with quantize

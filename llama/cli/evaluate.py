@@ -31,46 +31,26 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--tasks",
         required=True,
         metavar="NAME|FILE[,...]",
-        help="comma-separated list of lm-eval task or group names, patterns such as mmlu_*, .yaml files, and folders of"
-        " .yaml files",
+        help="lm-eval tasks or groups, patterns such as mmlu_*, .yaml files, and folders of .yaml files",
     )
+    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks that --tasks can name")
+    parser.add_argument("--limit", type=float, metavar="N", help="first N examples of each task; below 1, a fraction")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     parser.add_argument(
-        "--include-path", type=Path, metavar="FOLDER", help="a folder of additional tasks that --tasks can name"
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="N",
-        help="use the first N examples of each task, or a fraction of them if N is below 1 (default: all)",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="requests to run at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="number of worked examples in each prompt (default: the task's)"
+        "--num-fewshot", type=int, metavar="N", help="worked examples in a prompt (default: the task's)"
     )
     group = parser.add_argument_group("chat models")
-    group.add_argument(
-        "--apply-chat-template", action="store_true", help="write each prompt as a chat message with the chat template"
-    )
+    group.add_argument("--apply-chat-template", action="store_true", help="write each prompt as a chat message")
     group.add_argument(
         "--no-fewshot-as-multiturn",
         dest="fewshot_as_multiturn",
         action="store_false",
         help="write all worked examples in one message (default: as turns of the chat)",
     )
-    group.add_argument(
-        "--system-instruction",
-        metavar="TEXT",
-        help="the system message; without --apply-chat-template, a text that is put before each prompt",
-    )
+    group.add_argument("--system-instruction", metavar="TEXT", help="the system message, or a text before each prompt")
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="write the complete results of lm-eval as JSON")
-    group.add_argument(
-        "--log-samples",
-        action="store_true",
-        help="also write each request and its answer: samples_TASK_FILE.jsonl in the folder of --output",
-    )
+    group.add_argument("--log-samples", action="store_true", help="also write samples_TASK_FILE.jsonl beside --output")
     arguments.add_output_options(parser, json="the complete results as one JSON object, instead of the table")
     arguments.add_model_options(parser)
     arguments.add_rope_options(parser)
@@ -81,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     integer("--batch-size", args.batch_size, 1, 4096)
     if args.limit is not None and positive("--limit", args.limit, 1e9) > 1 and not args.limit.is_integer():
         raise UsageError(f"--limit must be a whole number, or a fraction below 1, got {args.limit:g}")
-    if args.num_fewshot is not None:
-        integer("--num-fewshot", args.num_fewshot, 0)
     if not args.fewshot_as_multiturn and not args.apply_chat_template:
         raise UsageError("--no-fewshot-as-multiturn needs --apply-chat-template")
     if args.log_samples and args.output is None:

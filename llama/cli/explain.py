@@ -18,9 +18,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--text", default="The cat sat on the mat", metavar="TEXT", help="the text (default: %(default)s)"
-    )
+    parser.add_argument("--text", default="The cat sat on the mat", help="the text (default: %(default)s)")
     parser.add_argument("--token", type=int, metavar="N", help="index of the token, from 0 (default: the last)")
     parser.add_argument("--layer", type=int, default=0, metavar="N", help="index of the block (default: %(default)s)")
     arguments.add_output_options(parser, json="one JSON object")

@@ -19,9 +19,7 @@ COLUMNS = ("quantize", "dtype", "perplexity", "change_percent", "stderr_percent"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench --quality`."""
     group = parser.add_argument_group(
-        "quality",
-        "measure the perplexity with float32 weights and with each scheme of the list --quantize (default: int8,int4),"
-        " and compare them; the scheme none leaves the weights unquantized",
+        "quality", "compare float32 weights with each scheme of the list --quantize (default: int8,int4)"
     )
     group.add_argument(
         "--quality",
@@ -29,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=SHIPPED,
         type=Path,
         metavar="FILE",
-        help="the text, UTF-8 (default: the last book of the King James Bible, which comes with the package)",
+        help="measure the perplexity of a text (default: the last book of the King James Bible, which is included)",
     )
     group.add_argument("--window", type=int, metavar="N", help=f"tokens per window (default: {WINDOW})")
 

@@ -21,12 +21,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("source", metavar="SRC", nargs="?", help="the checkpoint, as for --model of the other commands")
     parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the new folder")
-    parser.add_argument(
-        "--scheme",
-        default="int4",
-        metavar="SCHEME",
-        help="int4 or int8, or another scheme of --list (default: %(default)s)",
-    )
+    parser.add_argument("--scheme", default="int4", help="a scheme of --list (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="list all schemes with their bits per weight")
     convert.add_writing_options(parser)
     parser.set_defaults(run=run)

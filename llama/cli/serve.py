@@ -32,11 +32,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
-    parser.add_argument(
-        "--no-auth", action="store_true", help="with --host: accept requests without a key from other machines"
-    )
+    parser.add_argument("--no-auth", action="store_true", help="with --host: accept other machines without a key")
     parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
     for option, (default, _, _, help) in NUMBERS.items():
         parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help} (default: %(default)s)")

@@ -26,9 +26,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="TEXT",
         help="the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged",
     )
-    parser.add_argument(
-        "--negative", action="append", required=True, metavar="TEXT", help="the prompt to move away from"
-    )
+    parser.add_argument("--negative", action="append", required=True, metavar="TEXT", help="the prompt to move from")
     parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="the file to write (.gguf)")
     parser.add_argument("--raw", action="store_true", help="use the prompts as plain text, without a chat template")
     arguments.add_chat_format(parser, "no format is used and the texts are plain")

@@ -32,9 +32,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         allow_abbrev=False,
     )
     add_prompt_options(parser, "text")
-    parser.add_argument(
-        "--sample", action="store_true", help="use a text of about 40 tokens that comes with clearllama"
-    )
+    parser.add_argument("--sample", action="store_true", help="use a text of about 40 tokens that is included")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
     parser.add_argument(
         "--json",
@@ -44,9 +42,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="FILE",
         help="write all numbers as one JSON object to FILE (default: to standard output, in place of the summary)",
     )
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="longest text in tokens (default: %(default)s)"
-    )
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest text (default: %(default)s)")
     arguments.add_output_options(parser)
     group = parser.add_argument_group("interventions", "the options of RoPE below are interventions, too")
     group.add_argument(
@@ -58,11 +54,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--layers", metavar="FIRST:END", help="run only these layers: 0:8 is layers 0 to 7")
     group.add_argument("--no-rope", action="store_true", help="do not rotate queries and keys")
-    group.add_argument(
-        "--against",
-        metavar="METHOD",
-        help="with --rope-scaling: compare with this scaling, such as linear:4 (default: the unchanged model)",
-    )
+    group.add_argument("--against", metavar="METHOD", help="compare --rope-scaling with this one, such as linear:4")
     group.add_argument(
         "--patch-from",
         metavar="TEXT",
@@ -144,11 +136,8 @@ def patching_facts(llm: Llama, text: str, ids: Sequence[int], intervention: Inte
 
     source = llm.tokenizer.encode_prompt(text)
     if len(source) != len(ids):
-        parts = [" | ".join(spelled(llm.tokenizer, id) for id in one)[:400] for one in (source, ids)]
-        raise UsageError(
-            f"--patch-from must have as many tokens as the prompt, got {len(source)} and {len(ids)}: {parts[0]!r} and"
-            f" {parts[1]!r}; reword one of them"
-        )
+        pieces = " | ".join(spelled(llm.tokenizer, id) for id in source)
+        raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
     with intervention.on(llm.model):
         grid = patching.patching_grid(llm.model, source, ids)
     return patching.facts(grid, {id: spelled(llm.tokenizer, id) for id in {*source, *ids, *grid.answers}})

@@ -78,12 +78,11 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """The id before a text without context: begin of text, or end of text if the tokenizer has no other."""
         tokenizer = self.llm.tokenizer
         settings = getattr(tokenizer, "settings", {})  # of Qwen2: bos_token is null, and config.json names an id
-        bos = None if settings.get("bos_token", "") is None else tokenizer.bos_id
-        if bos is None and tokenizer.eos_id is None:
-            raise UsageError(
-                "a text without context needs a begin-of-text or end-of-text token, and the vocabulary has neither"
-            )
-        return bos if bos is not None else tokenizer.eos_id  # type: ignore[return-value]
+        without = tokenizer.bos_id is None or settings.get("bos_token", "") is None
+        id = tokenizer.eos_id if without else tokenizer.bos_id
+        if id is None:
+            raise UsageError("a text without context needs a begin-of-text or end-of-text token; there is neither")
+        return id
 
     @property
     def max_length(self) -> int:
@@ -136,8 +135,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for (context, continuation), context_ids, ids in requests:
             if not ids:
                 raise UsageError(
-                    f"the continuation {continuation!r:.80} adds no token to the context that ends in"
-                    f" {context[-40:]!r}; separate them by a space or a newline (target_delimiter of the task)"
+                    f"the continuation {continuation!r:.80} adds no token to the context that ends in {context[-40:]!r}"
                 )
             pairs.append((context_ids or [self.prefix_token_id], ids))
         return self._score(pairs, "loglikelihood")
@@ -166,10 +164,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             options = generation_options(self.llm, settings, SEED + number)
             room = self.max_length - options["max_new_tokens"]
             if room < 1:
-                raise UsageError(
-                    f"a task generates up to {options['max_new_tokens']} tokens, but the model's context has only"
-                    f" {self.max_length}; use a task with a smaller max_gen_toks, or extend the context"
-                )
+                raise UsageError(f"max_gen_toks of a task leaves no room in the context of {self.max_length} tokens")
             ids = self.tok_encode(context)
             self.truncated += len(ids) > room
             prompts.append((ids[-room:], options))
@@ -194,9 +189,7 @@ def template_of(llm: Llama) -> str:
     """The model's chat template, or that of its built-in format. Raises TemplateError if it has neither."""
     template = choose_template(llm.chat_template) or TEMPLATES.get(llm.chat_format or "")
     if template is None:
-        raise TemplateError(
-            "this model has no chat template, so it is probably a base model: leave out --apply-chat-template"
-        )
+        raise TemplateError("this model has no chat template: leave out --apply-chat-template")
     return template
 
 
