@@ -264,7 +264,7 @@ def test_the_held_out_text_of_the_model_is_the_default(capsys: Capture, monkeypa
     out, err = capsys.readouterr()
     assert f"held-out.txt: {tokens:,} tokens in {-(-tokens // 512)} windows of 512" in err
     heading, *rows = (line.split() for line in out.splitlines())
-    assert heading[:3] == ["quantize", "dtype", "perplexity"]
-    assert rows[0] == ["float32", "2.71828"]
+    assert heading[:2] == ["weights", "perplexity"]
+    assert rows[0] == ["float32", "2.7183"]
     assert [row[0] for row in rows[1:]] == ["int8", "int4"]
-    assert [row[-2:] for row in rows[1:]] == [["0.5", "True"], ["6", "False"]]
+    assert [row[-2:] for row in rows[1:]] == [["0.5000", "True"], ["6.0000", "False"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import arguments, display, streams
+from . import arguments, streams
 
 if TYPE_CHECKING:
     from ..tools.convert import Proof
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         )
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
     source = resolve(args.source, args.quiet)
-    with display.progress(args.quiet, "weight") as show:
+    with streams.progress(args.quiet, "weight") as show:
         proof = convert(
             source, args.target, args.to, dtype=dtype, quantize=args.quantize, progress=show, **writing_options(args)
         )

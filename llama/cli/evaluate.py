@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..checks import integer, positive
 from ..errors import LlamaError, UsageError
-from . import arguments, display, loading, streams
+from . import arguments, loading, streams
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     llm = loading.load(args)
     about = {"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize}
     options = ("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction")
-    with captured(args.quiet), display.progress(args.quiet, "req") as show:
+    with captured(args.quiet), streams.progress(args.quiet, "req") as show:
         results = harness.evaluate(
             llm,
             tasks,

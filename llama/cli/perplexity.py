@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..checks import integer
 from ..errors import UsageError
-from . import arguments, display, loading, streams
+from . import arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..model import Transformer
@@ -82,5 +82,5 @@ def nats(args: argparse.Namespace, model: Transformer, parts: list[list[int]], l
     """-log p of each window in nats, with a progress bar."""
     from ..tools import evaluate
 
-    with display.progress(args.quiet, "tok") as show:
+    with streams.progress(args.quiet, "tok") as show:
         return evaluate.nats(model, parts, lambda done, total: show(label, done, total))

@@ -8,12 +8,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from . import display, loading, perplexity, streams
+from . import loading, perplexity, streams
 
 SHIPPED = Path("held-out.txt")  # next to the model of the study
 GOALS = {8: 0.5, 4: 6.0}  # bits -> largest acceptable rise of perplexity in percent
 WINDOW = 512
-COLUMNS = ("quantize", "dtype", "perplexity", "change_percent", "stderr_percent", "goal_percent", "met")
+COLUMNS = ("perplexity", "change_percent", "stderr_percent", "goal_percent", "met")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         "schemes": [],
     }
     if not args.json:
-        streams.write(display.heading(COLUMNS))
-        streams.write(display.row(COLUMNS, {"dtype": "float32", "perplexity": facts["float32"]}))
+        streams.write(row("weights", dict(zip(COLUMNS, COLUMNS, strict=True))))
+        streams.write(row("float32", {"perplexity": facts["float32"]}))
     for name, scheme in schemes.items():
         del llm  # so that memory holds one model
         llm = loading.load(argparse.Namespace(**{**vars(args), "quantize": name}))
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         found |= {"goal_percent": goal, "met": goal and found["change_percent"] <= goal}
         facts["schemes"].append(found)
         if not args.json:
-            streams.write(display.row(COLUMNS, found))
+            streams.write(row(name or "none", found))
     if args.json:
         streams.write_json(facts)
     return 0
@@ -89,3 +89,11 @@ def compare(exact: list[float], other: list[float], predicted: int) -> dict[str,
         "change_percent": 100 * (ratio - 1),
         "stderr_percent": None if error is None else 100 * ratio * error,
     }
+
+
+def row(weights: str, facts: dict[str, Any]) -> str:
+    """A line of the table, whose columns are keys of the facts."""
+    cells = [facts.get(name) for name in COLUMNS]
+    texts = ["" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    padded = [text.rjust(len(name)) for text, name in zip(texts, COLUMNS, strict=True)]
+    return "  ".join([f"{weights:<10}", *padded]).rstrip() + "\n"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, convert, display, streams
+from . import arguments, convert, streams
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     source, started = resolve(args.source, args.quiet), time.perf_counter()
     before = sum(open_checkpoint(source).parts.values())
-    with display.progress(args.quiet, "weight") as show:
+    with streams.progress(args.quiet, "weight") as show:
         proof = quantize(source, args.target, args.scheme, progress=show, **convert.writing_options(args))
     after = sum(open_checkpoint(proof.path).parts.values())
     seconds = time.perf_counter() - started
