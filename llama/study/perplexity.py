@@ -207,7 +207,7 @@ def _logprobs(net: Transformer, tokens: Tensor, method: str, trained: int, advan
     tokens = tokens.to(net.tok_embeddings.weight.device)
     if not method.partition(":")[0].endswith("-whole"):
         chunk = max(1, trained // 8) if net.rope.by_length else max(256, trained // 8)
-        return token_logprobs(net, tokens, chunk=chunk, progress=lambda done, total: advance(done))
+        return token_logprobs(net, tokens, chunk=chunk, progress=lambda done, total: advance(done - 1))
     parts, first = [], 0
     for last in _ends(trained, tokens.shape[1] - 1):
         parts.append(token_logprobs(net, tokens[:, : last + 1], chunk=last)[:, first:])

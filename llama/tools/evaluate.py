@@ -43,7 +43,7 @@ def token_logprobs(
             logits = model.output(h[:, row : row + 256]).float()  # (B, t', V)
             wanted = tokens[:, start + row + 1 : start + row + 1 + logits.shape[1], None]  # (B, t', 1)
             found.append(logits.gather(-1, wanted).squeeze(-1) - logits.logsumexp(-1))  # (B, t')
-        progress(end, T)
+        progress(end + 1, T)  # with the first token, which nothing predicts
     logprobs = torch.cat(found, dim=1)  # (B, T - 1)
     if bool(logprobs.isnan().any()):
         row, place = logprobs.isnan().nonzero()[0].tolist()

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from llama.cli import main
 from llama.errors import UsageError
 from llama.study.bugs import BUGS, THEMES, find, number, theme
-from llama.study.bugs.base import Bug
 from llama.study.bugs.quiz import Number, evaluate, judge
 from llama.study.topics import TOPICS
 from llama.study.topics import find as find_topic
@@ -312,12 +311,12 @@ Study = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Run `clearllama study bugs ..` with bytes as standard input: exit code, stdout, stderr."""
+    """Run `clearllama study ..` with a text as standard input: exit code, stdout, stderr."""
 
-    def run(*args: str, stdin: bytes = b"", topic: tuple[str, ...] = ("bugs",)) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
-            code = main(["study", *topic, *args])
+            code = main(["study", *args])
         except SystemExit as exit:
             code = int(exit.code or 0)
         out, err = capsys.readouterr()
@@ -326,150 +325,72 @@ def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-@pytest.mark.parametrize("name", ["bugs", "errata"])
-def test_the_list_shows_every_exercise_by_theme(study: Study, name: str) -> None:
-    code, out, err = study(topic=(name,))
-    lines = out.splitlines()
-    assert code == 0
-    assert [line for line in lines if not line.startswith(" ")] == list(BUGS.themes)
-    assert [line.split()[:2] for line in lines if line.startswith(" ")] == [
-        [str(number(b)), b.name] for b in BUGS.values()
-    ]
-    assert max(map(len, lines)) <= 110
-    assert "clearllama study bugs 1 shows the first exercise" in err
-    assert study("-q")[2] == ""
-
-
-def test_the_list_of_checks(study: Study) -> None:
-    code, out, _ = study("--checks")
-    assert code == 0
-    assert out.count("\n  PASS  ") == 3 * len(NAMES)
-    assert out.splitlines()[-1] == f"PASS: {3 * len(NAMES)} of {3 * len(NAMES)} checks"
-
-
-def test_the_list_has_a_json_form(study: Study) -> None:
-    code, out, _ = study("--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["passed"] is True
+def test_the_list_and_its_checks(study: Study) -> None:
+    code, out, err = study("bugs")
+    listed = [line.split()[:2] for line in out.splitlines() if line.startswith(" ")]
+    assert (code, listed) == (0, [[str(number(bug)), bug.name] for bug in BUGS.values()])
+    assert [line for line in out.splitlines() if not line.startswith(" ")] == list(BUGS.themes)
+    assert "clearllama study bugs 1" in err
+    code, out, _ = study("bugs", "--checks")
+    assert (code, out.count("\n  PASS  ")) == (0, 3 * len(NAMES))
+    found = json.loads(study("bugs", "--json")[1])
     assert [row["name"] for row in found["exercises"]] == NAMES
-    keys = ["number", "name", "theme", "line", "predict", "ask", "names", "evidence", "repair", "why"]
-    assert list(found["exercises"][0]) == keys
     assert found["exercises"][0]["evidence"][0] == {"what": "different sine columns, of 32", "line": 1, "right": 32}
 
 
-def failing(bug: Bug) -> Bug:
-    """The exercise with the wrong line as its repair."""
-    return replace(bug, right=bug.wrong)
+def test_one_exercise_has_a_text_and_a_json_form(study: Study) -> None:
+    code, out, err = study("bugs", "own-key", "--checks")
+    assert code == 0
+    labels = [line.split()[0] for line in out.splitlines() if re.match("  [a-z]", line)]
+    assert labels == ["line", "predict", "evidence", "find", "repair", "why"]
+    assert out.count("\n  PASS  ") == 3
+    assert "clearllama study bugs own-key --quiz" in err
+    found = json.loads(study("bugs", "21", "--json")[1])
+    assert (found["name"], found["repair"], found["passed"], len(found["checks"])) == ("own-key", "m + 1", True, 3)
+    keys = ["number", "name", "theme", "line", "predict", "ask", "names", "evidence", "repair", "why"]
+    assert list(found)[: len(keys)] == keys
 
 
 def test_a_failing_check_gives_exit_code_1(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = {"One theme": (failing(BUGS["radix"]), BUGS["speed"])}
-    monkeypatch.setattr(BUGS, "themes", two)
-    monkeypatch.setattr(BUGS, "_bugs", {bug.name: bug for bug in two["One theme"]})
-    assert study("radix")[0] == 1
-    assert "  FAIL  right line" in study("radix")[1]
-    assert study("speed")[0] == 0
-    code, out, _ = study("--checks")
-    assert code == 1
-    assert out.splitlines()[-1] == "FAIL: 5 of 6 checks"
-    assert json.loads(study("--json")[1])["passed"] is False
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_exercise_fits_on_a_screen(study: Study, name: str) -> None:
-    code, out, err = study(name)
-    assert code == 0
-    lines = out.splitlines()
-    assert lines[0].startswith(f"bugs {number(BUGS[name])} of 27, {name}: ")
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 110
-    labels = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
-    assert labels == ["line", "predict", "evidence", "find", "repair", "why"]
-    assert "FAIL" not in out
-    assert f"clearllama study bugs {name} --quiz" in err
-    assert study(name, "--checks")[1].count("\n  PASS  ") == 3
-
-
-@pytest.mark.parametrize("words", [("own-key", "--json"), ("21", "--json")])
-def test_one_exercise_has_a_json_form(study: Study, words: tuple[str, ...]) -> None:
-    code, out, _ = study(*words)
-    found = json.loads(out)
-    assert code == 0
-    assert found["name"] == "own-key"
-    assert found["line"] == BUGS["own-key"].line
-    assert found["repair"] == "m + 1"
-    assert found["passed"] is True
-    assert len(found["checks"]) == 3
+    failing = replace(BUGS["radix"], right=BUGS["radix"].wrong)
+    monkeypatch.setattr(BUGS, "themes", {"One theme": (failing,)})
+    monkeypatch.setattr(BUGS, "_bugs", {"radix": failing})
+    code, out, _ = study("bugs", "radix")
+    assert (code, "  FAIL  right line" in out) == (1, True)
+    assert study("bugs", "--checks")[0] == 1
+    assert json.loads(study("bugs", "--json")[1])["passed"] is False
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("E99",), "unknown exercise 'E99'"),
-        (("--figure", "x.png"), "study bugs does not accept --figure"),
-        (("--which", "x"), "study bugs does not accept --which"),
-        (("--context", "0"), "study bugs does not accept --context"),
-        (("step", "--rope-theta", "5"), "study bugs does not accept --rope-theta"),
-        (("--seed", "1"), "--seed needs --quiz"),
-        (("step", "--seed", "1"), "--seed needs --quiz"),
-        (("--quiz", "--json"), "--quiz does not accept --json"),
-        (("--quiz", "--checks"), "--quiz does not accept --checks"),
-        (("28", "--quiz"), "unknown exercise '28'"),
-        (("step", "speed"), "unrecognized arguments: speed"),
-        (("--json", "step", "speed"), "unrecognized arguments"),
-        (("--nonsense",), "unrecognized arguments: --nonsense"),
+        (("bugs", "E99"), "unknown exercise 'E99'"),
+        (("bugs", "--context", "0"), "study bugs does not accept --context"),
+        (("bugs", "step", "--seed", "1"), "--seed needs --quiz"),
+        (("bugs", "--quiz", "--json"), "--quiz does not accept --json"),
+        (("bugs", "step", "speed"), "unrecognized arguments: speed"),
+        (("example", "step"), "belong to the topic bugs"),
+        (("example", "--seed", "1"), "belong to the topic bugs"),
+        (("--quiz",), "belong to the topic bugs"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(study: Study, words: tuple[str, ...], reason: str) -> None:
     code, out, err = study(*words)
-    assert code == 2
-    assert out == ""
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert reason in err
-    assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("topic", "words"),
-    [(("example",), ("step",)), (("example",), ("--quiz",)), (("example",), ("--seed", "1")), ((), ("--quiz",))],
-)
-def test_arguments_of_bugs_are_errors_for_other_topics(
-    study: Study, topic: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    code, out, err = study(*words, topic=topic)
-    assert (code, out) == (2, "")
-    assert "belong to the topic bugs" in err
+def test_the_quiz_shows_the_repair_after_the_prediction(study: Study) -> None:
+    def asked(*words: str, stdin: str) -> list[str]:
+        return re.findall(r"^bugs \d+ of \d+, ([a-z-]+): ", study("bugs", "--quiz", *words, stdin=stdin)[1], re.M)
 
-
-def test_the_list_of_topics_includes_bugs(study: Study) -> None:
-    out = study(topic=())[1]
-    assert f"bugs         {TOPICS['bugs']}" in out
-    assert "errata" not in out
-
-
-def asked(out: str) -> list[str]:
-    """The exercises that a quiz asked, in order."""
-    return re.findall(r"^bugs \d+ of \d+, ([a-z-]+): ", out, re.M)
-
-
-def test_the_quiz_shows_the_evidence_and_the_repair_after_each_prediction(study: Study) -> None:
-    code, out, err = study("--quiz", stdin=b"no idea\n" * len(NAMES))
-    assert (code, err, asked(out)) == (0, "", NAMES)
-    assert out.count("\n  repair ") == len(NAMES)
-    out = study("div-term", "--quiz")[1]
-    assert "predict" in out
-    assert "RuntimeError" not in out
-    out = study("div-term", "--quiz", stdin=b"it fails\n")[1]
+    everything = "no idea\n" * len(NAMES)
+    assert asked(stdin=everything) == NAMES
+    assert asked(stdin="\n") == NAMES[:2]  # the end of the input ends the quiz
+    shuffled = asked("--seed", "1", stdin=everything)
+    assert shuffled == asked("--seed", "1", stdin=everything) != asked("--seed", "2", stdin=everything) != NAMES
+    assert sorted(shuffled) == sorted(NAMES)
+    assert "RuntimeError" not in study("bugs", "div-term", "--quiz")[1]
+    out = study("bugs", "div-term", "--quiz", stdin="it fails\n")[1]
     assert "RuntimeError" in out
     assert "d_model / 2" in out
-    assert asked(study("--quiz", stdin=b"\n")[1]) == NAMES[:2]
-
-
-def test_the_seed_of_the_quiz_determines_the_order(study: Study) -> None:
-    def order(*words: str) -> list[str]:
-        return asked(study("--quiz", *words, stdin=b"\n" * 100)[1])
-
-    assert order() == NAMES
-    assert order("--seed", "1") == order("--seed", "1")
-    assert order("--seed", "1") != order("--seed", "2") != NAMES
-    assert sorted(order("--seed", "1")) == sorted(NAMES)
