@@ -270,6 +270,9 @@ def evaluate(
 
     Raises UsageError for a request that can't be run, TemplateError if a chat template is needed and there is none.
     """
+    for task in tasks:
+        if options.get("num_fewshot") and hasattr(task, "task_name") and task.get_config("num_fewshot") == 0:
+            LOG.warning(f"--num-fewshot has no effect on the task {task.task_name}, which sets num_fewshot: 0")
     model, tracker = LanguageModel(llm, batch_size, progress), EvaluationTracker()
     with errors_of_the_harness():
         results = simple_evaluate(

@@ -245,7 +245,7 @@ def test_the_command_makes_a_vector_and_generate_applies_it(
     path = tmp_path / "v.gguf"
     model = ("-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu")
     made = run(capsys, "steer", "--positive", "hello", "--negative", "the", "-o", str(path), *model, "-q")
-    assert made == (0, f"{path}: 1 directions of 64 numbers, for layers 1 to 1, the mean of 1 pairs\n", "")
+    assert made == (0, f"{path}: 1 directions of 64 numbers, for layers 1 to 1\n", "")
     one, other = (tiny_llm.tokenizer.encode_prompt(text) for text in ("hello", "the"))
     raw = tmp_path / "raw.gguf"
     assert run(capsys, "steer", "--raw", "--positive", "hello", "--negative", "the", "-o", str(raw), *model)[0] == 0
