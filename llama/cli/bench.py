@@ -38,10 +38,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def number(text: str) -> int:
-    """An integer. Lists of settings were removed."""
+    """An integer of at least 1. Lists of settings were removed."""
     if "," in text:
         raise argparse.ArgumentTypeError(f"expected one number, got {text!r:.80}; run bench once for each setting")
-    return int(text)
+    return integer("the number", int(text))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
         return quality.run(args)
     if args.window is not None:
         raise UsageError("--window needs --quality")
-    for name in ("batch", "prompt_tokens", "new_tokens", "reps"):
-        integer(arguments.option(name), getattr(args, name))
     from ..engine.runtime import describe_threads
     from ..tools import benchmark
 
