@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         from ..tools import harness
     except ImportError as error:
         raise LlamaError(f"evaluation needs {error.name}: pip install 'clearllama[eval]'") from None
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     with captured(args.quiet):
-        tasks = harness.load_tasks([name.strip() for name in args.tasks.split(",")], args.include_path)
+        tasks = harness.load_tasks(names, args.include_path)
     llm = loading.load(args)
     about = {"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize}
     options = ("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction")

@@ -36,7 +36,6 @@ from ..tokenizer.write import check_equal
 from ..weights import cast as to_dtype
 from ..weights import check_tensors, to_layout
 
-FORMATS = ("hf", "gguf")  # a folder, a file
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
 CHAT_NAME = re.compile("instruct|chat", re.IGNORECASE)  # in the name of a folder with a model trained to chat
 # Names of the files that conversions write into a folder
@@ -64,7 +63,6 @@ class Proof:
     warnings: list[str]
 
 
-# 11 parameters: one for each option of the command
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -79,22 +77,17 @@ def convert(
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
-    """Write the model at `source` to `target` in another format.
+    """Write the model at `source` to `target` in another format. The parameters are the options of the command.
 
-    to             "hf" (a folder) or "gguf" (a file)
-    shards         number of weight files in a folder; 0: as few as needed
-    dtype          dtype of the matrices; None keeps the stored one
+    dtype          of the matrices; None keeps the stored one
     quantize       for GGUF: the entry of gguf_types.MIXES by which the matrices are quantized
-    adapters       LoRA adapters to merge, as for `llama.load`
-    tokenizer      a file or folder with the tokenizer to write in place of the source's own
     chat_template  "auto": the source's, or for Meta's format, which has none, that of the vocabulary's family if the
                    folder's name contains "instruct" or "chat"; "none"; a name of chat.TEMPLATES; or Jinja source
-    force          replace an existing target
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model or its
     tokenizer, CheckpointError if the target can't be written. After an error, the target is unchanged.
     """
-    checks.choice("format", to, FORMATS)
+    checks.choice("format", to, ("hf", "gguf"))
     checks.integer("shards", shards, 0, 1 if to == "gguf" else None)
     if quantize is not None:
         checks.choice("quantization of GGUF files", quantize, MIXES)
@@ -210,28 +203,6 @@ def save(
     Raises CheckpointError if a weight differs or the system reports an error, ConfigError if the model would compute
     something else. After an error, the target is unchanged.
     """
-    try:
-        with own_temporary(target.parent, ".convert") as work:
-            path = work / target.name
-            if is_folder:
-                path.mkdir()
-            proof = write_and_prove(path, model, write, read_back, progress)
-            replace(path, target)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
-    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
-        raise ConfigError(f"{target} can't be written: {error}") from error
-    return dataclasses.replace(proof, path=target)
-
-
-def write_and_prove(
-    path: Path,
-    model: Model,
-    write: Callable[[Path, Model], None],
-    read_back: Callable[[Checkpoint, str], Tensor],
-    progress: Progress,
-) -> Proof:
-    """Write new files and compare what they contain with the model."""
     hashes: dict[str, str] = {}
 
     def record(name: str) -> Tensor:
@@ -240,21 +211,41 @@ def write_and_prove(
         progress("writing", len(hashes), len(model.shapes))
         return weight
 
-    write(path, dataclasses.replace(model, read=record))
-    written, config = open_checkpoint(path), model.config
+    try:
+        with own_temporary(target.parent, ".convert") as work:
+            path = work / target.name
+            if is_folder:
+                path.mkdir()
+            write(path, dataclasses.replace(model, read=record))
+            check_written(open_checkpoint(path), model, hashes, read_back, progress)
+            replace(path, target)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
+    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
+        raise ConfigError(f"{target} can't be written: {error}") from error
+    total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode())
+    return Proof(target, len(hashes), total.hexdigest(), [])
+
+
+def check_written(
+    written: Checkpoint,
+    model: Model,
+    hashes: Mapping[str, str],
+    read_back: Callable[[Checkpoint, str], Tensor],
+    progress: Progress,
+) -> None:
+    """Compare new files with the model and with the hashes of its weights."""
     check_tensors(written)
-    check_config(config, written.config)
+    check_config(model.config, written.config)
     if model.tokenizer is not None:
         check_equal(model.tokenizer, written.tokenizer())
     for done, name in enumerate(model.shapes, 1):
-        weight = to_layout(name, read_back(written, name), config.head_dim, written.layout, "interleaved")
+        weight = to_layout(name, read_back(written, name), model.config.head_dim, written.layout, "interleaved")
         if tensor_hash(weight) != hashes[name]:
             raise CheckpointError(f"{name} differs after it was written; check the disk, or report a bug")
         del weight  # so that memory holds one weight
         written.release(name)
         progress("checking", done, len(hashes))
-    total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode())
-    return Proof(path, len(hashes), total.hexdigest(), [])
 
 
 def tensor_hash(tensor: Tensor) -> str:

@@ -53,11 +53,6 @@ def token_logprobs(
     return logprobs
 
 
-def perplexity(logprobs: Tensor) -> float:
-    """exp of the mean negative log-probability of all tokens."""
-    return float(torch.exp(-logprobs.double().mean()))
-
-
 def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[list[int]]]:
     """(number of tokens in a text, its ids split into consecutive windows of `window` tokens).
 
