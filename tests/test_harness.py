@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,50 +204,39 @@ def test_chat_prompts(model: Model) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- whole tasks
-def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], **config: Any) -> Path:
-    """Write a task with local data."""
-    folder.mkdir(exist_ok=True)
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "metadata": {"version": 1},
-        **config,
-    }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    return folder / f"{name}.yaml"
-
-
-def metric(name: str, **rest: Any) -> list[dict[str, Any]]:
-    return [{"metric": name, "aggregation": "mean", "higher_is_better": True, **rest}]
-
-
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder with a multiple-choice task, a perplexity task and a generation task."""
-    folder = tmp_path / "tasks"
-    words = TEXT.split()
-    choices = [
+    """A folder with a multiple-choice task, a perplexity task and a generation task, and their data."""
+    folder, words = tmp_path / "tasks", TEXT.split()
+    folder.mkdir()
+    choices: list[dict[str, Any]] = [
         {"q": " ".join(words[i : i + 6 + i]), "choices": [words[i + 6 + i], words[i], "x y"], "answer": i % 3}
         for i in range(8)
     ]
-    write_task(
-        folder, "choice", choices, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{choices}}",
-        doc_to_target="answer", num_fewshot=1, fewshot_split="test",
-        metric_list=[*metric("acc"), *metric("acc_norm")],
-    )  # fmt: skip
-    write_task(
-        folder, "rolling", [{"text": TEXT[:n]} for n in (40, 200, 700)], output_type="loglikelihood_rolling",
-        doc_to_text="", doc_to_target="{{text}}",
-        metric_list=metric("bits_per_byte", aggregation="bits_per_byte", higher_is_better=False),
-    )  # fmt: skip
-    write_task(
-        folder, "until", choices, output_type="generate_until", doc_to_text="{{q}}", doc_to_target="{{choices[0]}}",
-        generation_kwargs={"until": ["\n"], "max_gen_toks": 6, "do_sample": False}, metric_list=metric("exact_match"),
-    )  # fmt: skip
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    bits = {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}
+    configs: dict[str, dict[str, Any]] = {
+        "choice": {
+            "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{choices}}",
+            "doc_to_target": "answer", "num_fewshot": 1, "fewshot_split": "test",
+            "metric_list": [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}],
+        },
+        "rolling": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+            "metric_list": [bits],
+        },
+        "until": {
+            "output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6, "do_sample": False},
+            "metric_list": [{"metric": "exact_match", **mean}],
+        },
+    }  # fmt: skip
+    for name, config in configs.items():
+        rows = [{"text": TEXT[:n]} for n in (40, 200, 700)] if name == "rolling" else choices
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config |= {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**config, "test_split": "test"}))
     return folder
 
 
