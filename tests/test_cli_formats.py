@@ -191,7 +191,7 @@ def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path
         (
             (str(meta), str(tmp_path / "x"), "--to", "meta"),
             2,
-            b"Meta's format can be read but not written; use --to hf",
+            b"invalid choice: 'meta'",
         ),
         ((str(meta), str(tmp_path / "x"), "--to", "gguf", "--modelfile"), 2, b"--modelfile was removed; for Ollama"),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),

@@ -230,7 +230,7 @@ def test_clearllamas_steps_decode_greedily_and_its_bytes_per_token_equal_those_o
         for position in range(5, 10):
             found.append(step([found[-1]], position))
         assert found == expected
-    assert loaded.read == benchmark.measure(model, 5, 2, reps=1).step_bytes
+    assert loaded.read == benchmark.measure(model, 5, 2, reps=1)["bytes_per_token"]
 
 
 PYTHON = sys.executable

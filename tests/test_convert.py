@@ -64,7 +64,7 @@ def test_a_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str
     back = convert(file.path, tmp_path / "back", "hf")
     assert len({proof.sha256 for proof in (hf, file, back)}) == 1
     [warning] = hf.warnings
-    assert warning.startswith("wrote no chat template, because the name meta does not contain instruct or chat")
+    assert warning.startswith("wrote no chat template")
     assert file.warnings == back.warnings == []
     paths = [source, hf.path, file.path, back.path]
     assert all(open_checkpoint(path).config == open_checkpoint(source).config for path in paths)
@@ -247,7 +247,7 @@ def test_the_other_files_of_a_folder_have_the_keys_of_transformers(source: Path,
     [
         *(({"rope": rope}, {}, f"GGUF can't express the rope scaling '{rope['rope_type']}'") for rope in REFUSED),
         ({}, {"to": "meta"}, "unknown format 'meta'; known: hf, gguf"),
-        ({}, {"shards": 2}, "written as one file"),
+        ({}, {"shards": 2}, "shards must be an integer from 0 to 1"),
         ({}, {"to": "hf", "shards": 22}, "21 weights can't be split into 22 files"),
         ({"large": 1e6}, {"dtype": torch.float16}, "norm.weight holds values beyond float16's limit"),
     ],
@@ -266,6 +266,16 @@ def test_what_can_not_be_written_is_refused(
     with pytest.raises(LlamaError, match=message):
         convert(source, tmp_path / "out", **{"to": "hf" if large else "gguf", **options})
     assert files(tmp_path) == before
+
+
+def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
+    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
+    with pytest.raises(UsageError, match=r"quantized.*--dtype float32 is exact"):
+        convert(source, tmp_path / "hf", "hf")
+    exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
+    assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
+    proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
+    assert any("already quantized; quantizing the original would lose less" in w for w in proof.warnings)
 
 
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
@@ -300,7 +310,7 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
     for other in (source, source.parent):
         with pytest.raises(UsageError, match="is the source or contains it"):
             write(source, other, force=True)
-    with pytest.raises(UsageError, match="is not a name in an existing folder"):
+    with pytest.raises(UsageError, match="is not in an existing folder"):
         write(source, tmp_path / "no" / "hf")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file, which this conversion does not write; remove it first"):
@@ -322,9 +332,7 @@ def test_a_failed_write_leaves_the_old_target(source: Path, tmp_path: Path, monk
     for module, name in ((huggingface_write, "write_safetensors"), (temporary.os, "rename"), (temporary.os, "fsync")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            with pytest.raises(
-                CheckpointError, match=r"No space left on device \(\d+ MB are free\); nothing was changed"
-            ):
+            with pytest.raises(CheckpointError, match="No space left on device; nothing was changed"):
                 convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path) == before
 

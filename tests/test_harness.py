@@ -8,8 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +28,7 @@ from transformers import AutoTokenizer
 from llama import loader
 from llama.cli import main
 from llama.errors import ContextLengthError, LlamaError, TemplateError, UsageError
+from llama.study.perplexity import tiny_folder
 from llama.text import Llama
 from llama.tools import harness
 from llama.tools.convert import convert
@@ -106,7 +105,7 @@ def pairs(llm: Llama) -> list[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------------------ per request
 def test_ids_are_those_of_transformers(model: Model) -> None:
-    ours, oracle = harness.language_model(model.llm, 1), model.oracle
+    ours, oracle = harness.LanguageModel(model.llm, 1), model.oracle
     assert ours.prefix_token_id == oracle.prefix_token_id
     assert ours.eot_token_id == oracle.eot_token_id
     for text in texts(model.llm):
@@ -114,51 +113,45 @@ def test_ids_are_those_of_transformers(model: Model) -> None:
             assert ours.tok_encode(text, special) == oracle.tok_encode(text, special), (text, special)
 
 
-def test_a_tokenizer_without_begin_of_text(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_a_text_without_context_needs_a_token(tmp_path: Path, tiny_gguf: Path) -> None:
     """As in Qwen2's folders, config.json names an id of begin of text, and tokenizer_config.json has none."""
     convert(tiny_gguf, tmp_path / "hf", "hf")
     file = tmp_path / "hf" / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": None}))
-    llm = loader.load(tmp_path / "hf", dtype="float32", device="cpu")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert theirs.bos_token_id is None
-    assert llm.tokenizer.bos_id == 1
-    assert harness.language_model(llm, 1).prefix_token_id == theirs.eos_token_id == 2
+    llm, theirs = loader.load(tmp_path / "hf", device="cpu"), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (llm.tokenizer.bos_id, theirs.bos_token_id) == (1, None)
+    assert harness.LanguageModel(llm, 1).prefix_token_id == theirs.eos_token_id == 2
+    ours = harness.LanguageModel(loader.load(tiny_folder(), dtype="float32", device="cpu"), 2)
+    assert len(ours.loglikelihood(instances("loglikelihood", ("In the", " beginning")))) == 1
+    with pytest.raises(UsageError, match="needs a begin-of-text or end-of-text token"):
+        ours.loglikelihood(instances("loglikelihood", ("", "In the")))
 
 
 def test_log_likelihoods(model: Model) -> None:
     requests = instances("loglikelihood", *pairs(model.llm))
     expected = model.oracle.loglikelihood(requests, disable_tqdm=True)
     for batch_size in BATCH_SIZES:
-        ours = harness.language_model(model.llm, batch_size)
+        ours = harness.LanguageModel(model.llm, batch_size)
         found = ours.loglikelihood(requests)
         assert [one[1] for one in found] == [one[1] for one in expected]
         assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
         assert ours.truncated >= 4
 
 
-def test_greedy_continuations_and_the_longest(model: Model) -> None:
-    """A continuation may fill the window; then one id of context remains."""
-    ours, oracle = harness.language_model(model.llm, 4), model.oracle
-    requests = []
+def test_pairs_of_ids(model: Model) -> None:
+    """Greedy continuations, one that fills the window, and requests of one text that begin at different ids."""
+    ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
+    pairs = [([1, 5, 6, 7], [8, 9]), ([1, 5], [6, 7, 8, 9]), ([1, 5, 6], [7, 8, 2])]
     for context in ([1, 5, 9], [1, 30, 7, 7], [1, *range(3, 90)]):
         ids = list(context)
         for _ in range(4):
             ids.append(int(oracle.model(torch.tensor([ids[-WINDOW:]])).logits[0, -1].argmax()))
-            requests.append((("", ""), context, ids[len(context) :]))
-    requests.append((("", ""), list(range(3, 90)), list(range(4, 4 + WINDOW))))
-    found = ours._loglikelihood_tokens(requests)
-    expected = oracle._loglikelihood_tokens(requests, disable_tqdm=True)
+            pairs.append((context, ids[len(context) :]))
+    pairs.append((list(range(3, 90)), list(range(4, 4 + WINDOW))))
+    requests = [(("", ""), *pair) for pair in pairs]
+    found, expected = ours._loglikelihood_tokens(requests), oracle._loglikelihood_tokens(requests, disable_tqdm=True)
     assert [one[1] for one in found] == [one[1] for one in expected]
     assert sum(one[1] for one in found) >= 8
-    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
-
-
-def test_requests_of_one_text_that_begin_at_different_ids(model: Model) -> None:
-    ours, oracle = harness.language_model(model.llm, 4), model.oracle
-    requests = [(("", ""), [1, 5, 6, 7], [8, 9]), (("", ""), [1, 5], [6, 7, 8, 9]), (("", ""), [1, 5, 6], [7, 8, 2])]
-    found = ours._loglikelihood_tokens(requests)
-    expected = oracle._loglikelihood_tokens(requests, disable_tqdm=True)
     assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
 
 
@@ -166,7 +159,7 @@ def test_rolling_log_likelihoods(model: Model) -> None:
     requests = instances("loglikelihood_rolling", *((text,) for text in (*texts(model.llm), TEXT[:60], TEXT * 2)))
     expected = model.oracle.loglikelihood_rolling(requests, disable_tqdm=True)
     for batch_size in BATCH_SIZES:
-        found = harness.language_model(model.llm, batch_size).loglikelihood_rolling(requests)
+        found = harness.LanguageModel(model.llm, batch_size).loglikelihood_rolling(requests)
         assert found == pytest.approx(expected, abs=1e-3, rel=1e-7)
 
 
@@ -180,21 +173,18 @@ def test_generated_texts(model: Model) -> None:
     requests = instances(
         "generate_until",
         *((TEXT[9 * i :][:40], {"until": [text[5:7]], "max_gen_toks": 20}) for i, text in enumerate(free)),
-        *(
-            (TEXT[9 * i :][:40], {"until": text[4], "do_sample": False, "max_tokens": 20})
-            for i, text in enumerate(free)
-        ),
+        (TEXT[:40], {"until": free[0][4], "do_sample": False, "max_tokens": 20}),
         (TEXT, {"until": ["\n\n"], "max_gen_toks": 24, "temperature": 0.0}),
         (TEXT[:50], {"until": ["\n\n", *controls(model.llm)], "max_gen_toks": 30, "repetition_penalty": 1.3}),
     )
     expected = model.oracle.generate_until(requests)
     assert expected[0] == free[0].split(free[0][5:7])[0]
     for batch_size in BATCH_SIZES:
-        assert harness.language_model(model.llm, batch_size).generate_until(requests) == expected
+        assert harness.LanguageModel(model.llm, batch_size).generate_until(requests) == expected
 
 
 def test_chat_prompts(model: Model) -> None:
-    oracle, ours = model.oracle, harness.language_model(model.llm, 1)
+    oracle, ours = model.oracle, harness.LanguageModel(model.llm, 1)
     if model.llm.chat_template is None:  # Meta's files have none, so the one of the built-in format is used
         template = ours.chat_template(True)
         assert template
@@ -214,50 +204,39 @@ def test_chat_prompts(model: Model) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- whole tasks
-def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], **config: Any) -> Path:
-    """Write a task with local data."""
-    folder.mkdir(exist_ok=True)
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "metadata": {"version": 1},
-        **config,
-    }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    return folder / f"{name}.yaml"
-
-
-def metric(name: str, **rest: Any) -> list[dict[str, Any]]:
-    return [{"metric": name, "aggregation": "mean", "higher_is_better": True, **rest}]
-
-
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder with a multiple-choice task, a perplexity task and a generation task."""
-    folder = tmp_path / "tasks"
-    words = TEXT.split()
-    choices = [
+    """A folder with a multiple-choice task, a perplexity task and a generation task, and their data."""
+    folder, words = tmp_path / "tasks", TEXT.split()
+    folder.mkdir()
+    choices: list[dict[str, Any]] = [
         {"q": " ".join(words[i : i + 6 + i]), "choices": [words[i + 6 + i], words[i], "x y"], "answer": i % 3}
         for i in range(8)
     ]
-    write_task(
-        folder, "choice", choices, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{choices}}",
-        doc_to_target="answer", num_fewshot=1, fewshot_split="test",
-        metric_list=[*metric("acc"), *metric("acc_norm")],
-    )  # fmt: skip
-    write_task(
-        folder, "rolling", [{"text": TEXT[:n]} for n in (40, 200, 700)], output_type="loglikelihood_rolling",
-        doc_to_text="", doc_to_target="{{text}}",
-        metric_list=metric("bits_per_byte", aggregation="bits_per_byte", higher_is_better=False),
-    )  # fmt: skip
-    write_task(
-        folder, "until", choices, output_type="generate_until", doc_to_text="{{q}}", doc_to_target="{{choices[0]}}",
-        generation_kwargs={"until": ["\n"], "max_gen_toks": 6, "do_sample": False}, metric_list=metric("exact_match"),
-    )  # fmt: skip
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    bits = {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}
+    configs: dict[str, dict[str, Any]] = {
+        "choice": {
+            "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{choices}}",
+            "doc_to_target": "answer", "num_fewshot": 1, "fewshot_split": "test",
+            "metric_list": [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}],
+        },
+        "rolling": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+            "metric_list": [bits],
+        },
+        "until": {
+            "output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6, "do_sample": False},
+            "metric_list": [{"metric": "exact_match", **mean}],
+        },
+    }  # fmt: skip
+    for name, config in configs.items():
+        rows = [{"text": TEXT[:n]} for n in (40, 200, 700)] if name == "rolling" else choices
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config |= {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**config, "test_split": "test"}))
     return folder
 
 
@@ -288,21 +267,16 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
     assert (found["config"]["model"], found["chat_template"] is not None) == ("clearllama", chat)
 
 
-def test_a_group_includes_its_tasks(tasks: Path) -> None:
+def test_tasks_are_named_by_folders_files_and_groups(tasks: Path) -> None:
     both = tasks / "both.yaml"
     both.write_text(yaml.safe_dump({"group": "both", "task": ["choice", "until"]}))
     (tasks / "included.yaml").write_text("output_type: multiple_choice\n")
-    loaded = harness.load_tasks([str(tasks)])
-    assert [getattr(one, "task_name", None) or one.name for one in loaded] == ["both", "rolling"]
+    assert [one.task_name for one in harness.load_tasks([str(tasks)])] == ["choice", "rolling", "until"]
     [group] = harness.load_tasks([str(both)])
     assert [one.task_name for one in group.get_all_tasks()] == ["choice", "until"]
-    for content, message in (
-        ("- a", "not a task of lm-eval: Expected YAML dict"),
-        ("a: [", "not a task of lm-eval"),
-        ("b: 1", "Unknown"),
-    ):
+    for content, message in (("- a", "lm-eval: ValueError"), ("a: [", "lm-eval: "), ("b: 1", "found no task")):
         both.write_text(content)
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(LlamaError, match=message):
             harness.load_tasks([str(both)])
 
 
@@ -320,7 +294,7 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert results == json.loads(output.read_text())
     assert results["n-samples"]["choice"] == {"original": 8, "effective": 4}
     assert results["config"]["model_args"]["model"] == str(tiny_gguf)
-    assert "were longer than the context of 64 tokens; their beginning was cut" in err
+    assert "requests were longer than the context of 64" in err
     assert "Traceback" not in err
     lines = (tmp_path / "samples_choice_results.jsonl").read_text().splitlines()
     assert [json.loads(line)["doc_id"] for line in lines] == [0, 1, 2, 3]
@@ -333,117 +307,69 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", ","], "--tasks is empty"),
-        (["--tasks", "a.yaml"], "--tasks a.yaml: there is no such file or folder"),
-        (["--tasks", "{tmp}"], "expected a folder with .yaml files of tasks, found none"),
+        (["--tasks", "{tmp}"], "found no task"),
         (["--tasks", "x", "--limit", "0"], "--limit must be a number above 0"),
         (["--tasks", "x", "--limit", "1.5"], "--limit must be a whole number, or a fraction below 1, got 1.5"),
-        (["--tasks", "x", "--batch-size", "0"], "--batch-size must be an integer from 1"),
-        (["--tasks", "x", "--num-fewshot", "-1"], "--num-fewshot must be an integer of at least 0"),
         (["--tasks", "x", "--log-samples"], "--log-samples needs --output FILE"),
         (["--tasks", "x", "--output", "{tmp}"], "expected a file in an existing folder"),
-        (["--tasks", "x", "--include-path", "{tmp}/none"], "none: expected a folder"),
         (["--tasks", "x", "--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn needs --apply-chat-template"),
     ],
 )
 def test_usage_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*(one.replace("{tmp}", str(tmp_path)) for one in arguments)) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (out, err.count("\n")) == ("", 1)
     assert message in err
-    assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("found", [None, "0.4.9.1"])
-def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    def version(name: str) -> str:
-        if found is None:
-            raise PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(harness, "version", version)
-    with pytest.raises(UsageError, match=rf"lm-eval 0.4.13 or newer, found {found or 'none'}.*'clearllama\[eval\]'"):
-        harness.load_tasks(["arc_easy"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", None)
+    assert run("--tasks", "arc_easy") == 1
+    assert "pip install 'clearllama[eval]'" in capsys.readouterr().err
 
 
-def test_a_data_set_that_can_not_be_fetched(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_can_not_run_are_one_error(tiny_llm: Llama, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(**_: Any) -> None:
         raise ConnectionError("Couldn't reach 'json' on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(LlamaError, match=r"choice.yaml: its data set can't be downloaded: Couldn't reach"):
-        harness.load_tasks([str(tasks / "choice.yaml")])
-    monkeypatch.undo()
-    (tasks / "choice.jsonl").unlink()
-    with pytest.raises(UsageError, match=r"choice.yaml: FileNotFoundError: Unable to find"):
-        harness.load_tasks([str(tasks / "choice.yaml")])
-
-
-def test_a_task_that_runs_code_is_refused(tasks: Path) -> None:
-    file = write_task(
-        tasks, "code", [{"q": "a"}], output_type="generate_until", doc_to_text="{{q}}", doc_to_target="a",
-        unsafe_code=True, metric_list=metric("exact_match"),
-    )  # fmt: skip
-    with pytest.raises(UsageError, match="task code runs code that the model writes"):
-        harness.load_tasks([str(file)])
-
-
-def test_a_text_without_context_needs_a_token() -> None:
-    llm = loader.load(Path(__file__).parents[1] / "checkpoints/tiny-kjv", dtype="float32", device="cpu")
-    ours = harness.language_model(llm, 2)
-    assert len(ours.loglikelihood(instances("loglikelihood", ("In the", " beginning")))) == 1
-    with pytest.raises(UsageError, match="needs a begin-of-text or end-of-text token"):
-        ours.loglikelihood(instances("loglikelihood", ("", "In the")))
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", unreachable)
+        with pytest.raises(LlamaError, match=r"lm-eval: ConnectionError: Couldn't reach"):
+            harness.load_tasks([str(tasks / "choice.yaml")])
+    choice = harness.load_tasks([str(tasks / "choice.yaml")])
+    with pytest.raises(TemplateError, match=r"no chat template.*leave out --apply-chat-template"):
+        harness.evaluate(Llama(tiny_llm.model, tiny_llm.tokenizer), choice, batch_size=1, apply_chat_template=True)
+    config = yaml.safe_load((tasks / "until.yaml").read_text())
+    (tasks / "code.yaml").write_text(yaml.safe_dump({**config, "task": "code", "unsafe_code": True}))
+    with pytest.raises(LlamaError, match="marked as unsafe"):
+        harness.evaluate(tiny_llm, harness.load_tasks([str(tasks / "code.yaml")]), batch_size=1)
 
 
 # ------------------------------------------------------------------------------------- what HFLM ends in an assertion
 @pytest.mark.parametrize("model", ["chatml"], indirect=True)
 def test_requests_that_end_hflm(model: Model) -> None:
-    ours, oracle = harness.language_model(model.llm, 4), model.oracle
-    long = TEXT[:400]
-    assert len(model.llm.tokenizer.encode(long)) > WINDOW
-    for pair in (("the", ""), (" ", "dog"), ("", ""), ("h", "e"), ("the", long)):
-        with pytest.raises((AssertionError, IndexError)):
-            oracle.loglikelihood(instances("loglikelihood", pair), disable_tqdm=True)
-    requests = instances("loglikelihood", ("the", ""), ("", ""), (" ", "dog"), ("", " dog"))
-    empty, nothing, space, expected = ours.loglikelihood(requests)
-    assert empty == nothing == (0.0, True)
+    ours = harness.LanguageModel(model.llm, 4)
+    space, expected = ours.loglikelihood(instances("loglikelihood", (" ", "dog"), ("", " dog")))
     assert space == expected
-    with pytest.raises(UsageError, match=r"'e' adds no token to the context that ends in 'h'"):
-        ours.loglikelihood(instances("loglikelihood", ("h", "e")))
-    with pytest.raises(ContextLengthError, match=r"a continuation has .* tokens, but the context of the model is 64"):
-        ours.loglikelihood(instances("loglikelihood", ("the", long)))
-    with pytest.raises(UsageError, match="generates up to 64 tokens, but the model's context of 64"):
-        ours.generate_until(instances("generate_until", ("the", {"until": [], "max_gen_toks": 64})))
-
-
-@pytest.mark.parametrize("model", ["chatml"], indirect=True)
-def test_generation_options(model: Model) -> None:
-    def options(**settings: Any) -> dict[str, Any]:
-        return harness.generation_options(model.llm, settings, 7)
-
-    greedy = {"max_new_tokens": 256, "temperature": 0.0, "seed": 7, "continues": False}
-    assert options() == {**greedy, "stop": ["<|im_end|>"]}
-    assert options(until="x", max_gen_toks=3, temperature=0.5, do_sample=False, num_beams=1, top_p=0.5) == {
-        **greedy, "max_new_tokens": 3, "stop": ["x", "<|im_end|>"]
-    }  # fmt: skip
-    sampled = options(until=["x"], do_sample=True, temperature=0.8, top_p=0.95)
-    assert {key: sampled[key] for key in ("temperature", "top_p", "top_k")} == {
-        "temperature": 0.8, "top_p": 0.95, "top_k": 50
-    }  # fmt: skip
-    with pytest.raises(UsageError, match="num_beams, which is not supported; supported: until"):
-        options(num_beams=10)
-    with pytest.raises(UsageError, match="needs a temperature above 0"):
-        options(do_sample=True)
+    for pair, message in ((("the", ""), "adds no token"), (("h", "e"), "adds no token"), (("a", TEXT), "continuation")):
+        with pytest.raises((UsageError, ContextLengthError), match=message):
+            ours.loglikelihood(instances("loglikelihood", pair))
+    for settings, message in (({"max_gen_toks": 64}, "no room in the context of 64"), ({"num_beams": 10}, "num_beams")):
+        with pytest.raises(UsageError, match=message):
+            ours.generate_until(instances("generate_until", ("the", {"until": [], "max_gen_toks": 9, **settings})))
 
 
 @pytest.mark.parametrize("model", ["chatml"], indirect=True)
 def test_sampled_answers_repeat_and_differ(model: Model) -> None:
-    ours = harness.language_model(model.llm, 4)
-    request = ("the dog", {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5})
-    first = ours.generate_until(instances("generate_until", *[request] * 4))
-    assert first == ours.generate_until(instances("generate_until", *[request] * 4))
+    ours, settings = harness.LanguageModel(model.llm, 4), {"until": [], "max_gen_toks": 12, "do_sample": True}
+    requests = instances("generate_until", *[("the dog", {**settings, "temperature": 1.5})] * 4)
+    first = ours.generate_until(requests)
+    assert first == ours.generate_until(requests)
     assert len(set(first)) == 4
+    with pytest.raises(UsageError, match="needs a temperature above 0"):
+        ours.generate_until(instances("generate_until", ("the dog", settings)))
+    options = harness.generation_options(model.llm, {**settings, "temperature": 0.8, "top_p": 0.9, "num_beams": 1}, 7)
+    assert {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 7, "max_new_tokens": 12}.items() <= options.items()
 
 
 @pytest.mark.parametrize("model", ["chatml"], indirect=True)
@@ -456,17 +382,11 @@ def test_a_control_token_ends_an_answer(model: Model) -> None:
     weight[start] = 2 * weight[free[-1]]  # so it has the largest logit where the last of these ids had it
     try:
         ids = llm.generate("the dog", max_new_tokens=30, temperature=0.0).tokens
-        answer = harness.language_model(llm, 1).generate_until(instances("generate_until", request))
+        answer = harness.LanguageModel(llm, 1).generate_until(instances("generate_until", request))
     finally:
         weight[start] = row
     assert answer == [llm.tokenizer.decode(ids[: ids.index(start)])]
     assert len(llm.tokenizer.decode(ids)) > len(answer[0]) > 0
-
-
-def test_a_model_without_a_template(tiny_llm: Llama, tasks: Path) -> None:
-    bare = Llama(tiny_llm.model, tiny_llm.tokenizer)
-    with pytest.raises(TemplateError, match=r"no chat template.*leave out --apply-chat-template"):
-        harness.evaluate(bare, [], batch_size=1, apply_chat_template=True)
 
 
 @pytest.mark.slow
@@ -474,16 +394,13 @@ def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, 
     """A trained model, with its chat template. HFLM's float32 softmax of 49,152 logits is off by 1e-5 for each id."""
     convert(default_gguf, tmp_path / "hf", "hf", dtype=torch.float32)
     oracle = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4, softmax_dtype="float64")
-    ours = harness.language_model(default_llm, 16)
+    ours = harness.LanguageModel(default_llm, 16)
     texts = ["Water freezes at", "The capital of France is Paris. The capital of Italy is", TEXT[:300]]
     choices = [" Rome", " 0 degrees Celsius.", " a", "\nThe dog bites the man."]
     requests = instances("loglikelihood", *((text, choice) for text in (*texts, "") for choice in choices))
     found, expected = ours.loglikelihood(requests), oracle.loglikelihood(requests, disable_tqdm=True)
     assert [one[1] for one in found] == [one[1] for one in expected]
-    assert any(one[1] for one in found)
     assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=1e-3)
-    requests = instances("loglikelihood_rolling", (TEXT,))
-    assert ours.loglikelihood_rolling(requests) == pytest.approx(oracle.loglikelihood_rolling(requests), abs=1e-3)
     chats = [ours.apply_chat_template([{"role": "user", "content": f"{text}?"}]) for text in texts]
     assert chats[0] == oracle.apply_chat_template([{"role": "user", "content": f"{texts[0]}?"}])
     requests = instances("generate_until", *((text, {"until": ["."], "max_gen_toks": 20}) for text in (*texts, *chats)))
@@ -493,7 +410,7 @@ def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, 
 @pytest.mark.slow
 def test_names_and_no_network(tiny_gguf: Path, tasks: Path, tmp_path: Path) -> None:
     """In processes of their own: the second must not look up any address."""
-    with pytest.raises(UsageError, match=r"no task with this name.*did you mean .*arc_easy"):
+    with pytest.raises(UsageError, match="found no task"):
         harness.load_tasks(["arc_esy"])
     code = (
         "import socket, sys\n"

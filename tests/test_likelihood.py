@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama import loader
-from llama.errors import ContextLengthError, NumericalError, UsageError
+from llama.errors import ContextLengthError, NumericalError
+from llama.generate import generate
 from llama.model import Transformer
+from llama.sampling import SamplingParams
 from llama.tools import likelihood
-from llama.tools.likelihood import Likelihood, Text, log_likelihoods
+from llama.tools.likelihood import Likelihood, log_likelihoods
 
 from . import tiny
 
@@ -44,13 +46,6 @@ def assert_equal(found: Sequence[Likelihood], expected: Sequence[Likelihood], to
     assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=tolerance)
 
 
-def greedy(model: Transformer, context: list[int], length: int) -> list[int]:
-    ids = list(context)
-    for _ in range(length):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(context) :]
-
-
 def mixture(model: Transformer) -> list[Pair]:
     """Questions with choices of one and more tokens, examples before some of them, repeats, and texts that are cut."""
     rng = random.Random(0)
@@ -63,7 +58,8 @@ def mixture(model: Transformer) -> list[Pair]:
         context = (examples if number % 3 == 0 else []) + ids(1, 50)
         for _ in range(rng.randint(1, 4)):
             pairs.append((context, ids(1, 1) if number % 2 else ids(1, 25)))
-        pairs.append((context, greedy(model, context, 1 + number % 3)))
+        params = SamplingParams(temperature=0.0, max_new_tokens=1 + number % 3)
+        pairs.append((context, [token.id for token in generate(model, context, params)]))
     pairs += [pairs[0], (ids(300, 300), ids(3, 3)), (ids(300, 300), ids(model.max_seq_len, model.max_seq_len))]
     rng.shuffle(pairs)
     return pairs
@@ -74,22 +70,17 @@ def model() -> Transformer:
     return tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=110))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_batches_are_exact(model: Transformer, batch_size: int) -> None:
-    pairs, done = mixture(model), []
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 2**15), (3, 2**15), (16, 2**15), (16, 200)])
+def test_batches_are_exact(model: Transformer, monkeypatch: pytest.MonkeyPatch, batch_size: int, most: int) -> None:
+    """Also if the cache has room for a few rows only, and the tokens are fed in small parts."""
+    monkeypatch.setattr(likelihood, "MOST_TOKENS", most)
+    monkeypatch.setattr(likelihood, "CHUNK", most // 5)
+    pairs, done = mixture(model), list[tuple[int, int]]()
     expected = one_by_one(model, pairs)
     assert sum(one.greedy for one in expected) >= 14
-    assert_equal(log_likelihoods(model, pairs, batch_size=batch_size, progress=done.append), expected)
-    assert sum(done) == len(pairs)
-
-
-def test_long_texts_use_fewer_rows(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood, "MOST_TOKENS", 200)
-    monkeypatch.setattr(likelihood, "CHUNK", 40)
-    pairs = mixture(model)
-    assert_equal(log_likelihoods(model, pairs, batch_size=16), one_by_one(model, pairs))
-    text = Text((1,) * 60, [])
-    assert [likelihood.batch_rows([text] * count, 16) for count in (1, 3, 4, 20)] == [1, 3, 2, 2]
+    assert_equal(log_likelihoods(model, pairs, batch_size, lambda *counts: done.append(counts)), expected)
+    assert done == sorted(done)
+    assert done[-1] == (len(pairs), len(pairs))
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_cache": "int8"}], ids=str)
@@ -106,54 +97,36 @@ def test_kernels_and_cache_formats(tiny_gguf: Path, options: dict[str, str]) -> 
 
 
 def test_a_context_is_fed_once(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four choices of 3 ids after a context of 60: 62 ids in one row, then 3 in three rows."""
+    """Four choices of 3 ids after a context of 60: 62 ids in one row, then 3 in three rows; examples are fed once."""
     shapes, hidden = [], Transformer.hidden
 
     def recorded(self: Transformer, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
         shapes.append(tuple(tokens.shape))
         return hidden(self, tokens, *rest)  # type: ignore[arg-type]
 
-    context = list(range(60))
-    pairs: list[Pair] = [(context, [100 + i, 2, 3]) for i in range(4)]
-    expected = one_by_one(model, pairs)
     monkeypatch.setattr(Transformer, "hidden", recorded)
-    found = log_likelihoods(model, pairs, batch_size=4)
-    assert shapes == [(1, 62), (3, 3)]
-    one_token: list[Pair] = [(context, [100 + i]) for i in range(4)]
-    log_likelihoods(model, one_token, batch_size=4)
-    assert shapes[2:] == [(1, 60)]
-    monkeypatch.undo()
-    assert_equal(found, expected)
+    context = list(range(60))
+    log_likelihoods(model, [(context, [100 + i, 2, 3]) for i in range(4)], batch_size=4)
+    log_likelihoods(model, [(context, [100 + i]) for i in range(4)], batch_size=4)
+    log_likelihoods(model, [([*context, i], [7, 8]) for i in range(4)], batch_size=2)
+    assert shapes == [(1, 62), (3, 3), (1, 60), (1, 62), (1, 2), (1, 2), (1, 2)]
 
 
 def test_frequencies_that_depend_on_the_length_are_those_of_each_text() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=32, rope_scaling=scaling))
-    assert model.rope.by_length
     pairs: list[Pair] = [([5] * n + [7, 9], [3, 4]) for n in (10, 40, 50, 20)]
     assert_equal(log_likelihoods(model, pairs, batch_size=4), one_by_one(model, pairs))
 
 
-def test_no_pairs(model: Transformer) -> None:
-    assert log_likelihoods(model, [], batch_size=4) == []
-
-
 def test_errors(model: Transformer) -> None:
+    assert log_likelihoods(model, [], batch_size=4) == []
     with pytest.raises(ContextLengthError, match="a continuation has 111 tokens, but the context of the model is 110"):
         log_likelihoods(model, [([1], [2] * 111)], batch_size=1)
-    for pair in (([], [1]), ([1], [])):
-        with pytest.raises(UsageError, match="pair 2: expected at least one id"):
-            log_likelihoods(model, [([1], [2]), pair], batch_size=1)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_located(value: float) -> None:
-    model = tiny.model()
-    model.layers[1].attention.wo.weight[0, 0] = value
-    with pytest.raises(
-        NumericalError, match=r"not finite; non-finite numbers begin at the output of layers.1.attention.wo"
-    ):
-        log_likelihoods(model, [([1, 2], [3])], batch_size=1)
+    broken = tiny.model()
+    broken.layers[1].attention.wo.weight[0, 0] = math.inf
+    with pytest.raises(NumericalError, match=r"begin at the output of layers.1.attention.wo"):
+        log_likelihoods(broken, [([1, 2], [3])], batch_size=1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(-1, 20)), min_size=1, max_size=20))
@@ -164,11 +137,3 @@ def test_every_text_is_fed_once_and_after_its_source(given_texts: list[tuple[int
     order = {i: number for number, step in enumerate(steps) for i in step}
     assert sorted(i for step in steps for i in step) == list(range(len(rest)))
     assert all(source is None or order[source] < order[i] for i, source in enumerate(sources))
-
-
-@given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40), st.integers(0, 40))
-def test_shared_prefix(one: list[int], other: list[int], common: int) -> None:
-    first, second = (1,) * common + tuple(one), (1,) * common + tuple(other)
-    length = likelihood.shared_prefix(first, second)
-    assert first[:length] == second[:length]
-    assert length == min(len(first), len(second)) or first[length] != second[length]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import tqdm
 
-from llama.cli import answers, batch, convert, study, verify
+from llama.cli import answers, batch, streams, study, verify
 from llama.text import Llama, Session
 from llama.tokenizer.gguf import from_metadata
 
@@ -70,7 +70,7 @@ def of_verify() -> Iterator[Show]:
 
 
 @pytest.mark.parametrize(
-    "bar", [of_verify, lambda: convert.progress_bar(False), lambda: contextlib.nullcontext(study._progress())]
+    "bar", [of_verify, lambda: streams.progress(False, "weight"), lambda: contextlib.nullcontext(study._progress())]
 )  # fmt: skip
 def test_a_bar_shows_the_counts_that_are_reported(bar: Any, bars: list[Bar]) -> None:
     with bar() as show:

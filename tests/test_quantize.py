@@ -218,7 +218,7 @@ def test_rows_can_be_read_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     target, source = tmp_path / "q", sources["gguf, tied"]
     assert main(["quantize", str(source), str(target), "--scheme", "int8", "--shards", "2"]) == 0
-    assert f"{target}\n20 tensors" in capsys.readouterr().out
+    assert f"{target}\n20 weights" in capsys.readouterr().out
     assert main(["inspect", str(target), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["quantization"] == "int8"
@@ -233,7 +233,7 @@ def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
     source = quantize(sources["meta"], tmp_path / "q", "int4").path
-    with pytest.raises(UsageError, match=r"quantized .*int4-g32\+offset, int8-g32.*--dtype float32 is exact"):
+    with pytest.raises(UsageError, match=r"quantized.*--dtype float32 is exact"):
         convert(source, tmp_path / "out", to)
     proof = convert(source, tmp_path / "out", to, dtype=torch.float32)
     quantized_model, back = (load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))

@@ -19,7 +19,7 @@ from llama.loader import load, load_model
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
 from llama.rope_scaling import STRETCHING, inverse_frequencies, reach, with_rope
-from llama.tools.evaluate import perplexity, token_logprobs
+from llama.tools.evaluate import token_logprobs
 
 from . import tiny
 from .scripts import make_tiny
@@ -272,11 +272,10 @@ def test_log_probabilities_in_chunks_equal_one_full_pass(chunk: int) -> None:
     expected = model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)  # (B, T - 1)
     found = token_logprobs(model, tokens, chunk=chunk)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    assert perplexity(found) == pytest.approx(float((-expected.double().mean()).exp()), rel=1e-5)
 
 
 def test_a_text_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(Exception, match="the text has 300 tokens, but the context of the model is 256"):
+    with pytest.raises(Exception, match="outside the 256 positions"):
         token_logprobs(tiny.model(), tiny.random_tokens(300))
     with pytest.raises(UsageError, match="at least 2 tokens"):
         token_logprobs(tiny.model(), tiny.random_tokens(1))

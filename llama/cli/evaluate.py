@@ -11,13 +11,10 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
 
 from ..checks import integer, positive
-from ..errors import UsageError
+from ..errors import LlamaError, UsageError
 from . import arguments, loading, streams
-
-BATCH_SIZE = 16
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -34,50 +31,26 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--tasks",
         required=True,
         metavar="NAME|FILE[,...]",
-        help="comma-separated list of lm-eval task or group names, patterns such as mmlu_*, .yaml files, and folders of"
-        " .yaml files",
+        help="lm-eval tasks or groups, patterns such as mmlu_*, .yaml files, and folders of .yaml files",
     )
+    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks that --tasks can name")
+    parser.add_argument("--limit", type=float, metavar="N", help="first N examples of each task; below 1, a fraction")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     parser.add_argument(
-        "--include-path", type=Path, metavar="FOLDER", help="a folder of additional tasks that --tasks can name"
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="N",
-        help="use the first N examples of each task, or a fraction of them if N is below 1 (default: all)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=BATCH_SIZE,
-        metavar="N",
-        help="number of requests to run at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="number of worked examples in each prompt (default: the task's)"
+        "--num-fewshot", type=int, metavar="N", help="worked examples in a prompt (default: the task's)"
     )
     group = parser.add_argument_group("chat models")
-    group.add_argument(
-        "--apply-chat-template", action="store_true", help="write each prompt as a chat message with the chat template"
-    )
+    group.add_argument("--apply-chat-template", action="store_true", help="write each prompt as a chat message")
     group.add_argument(
         "--no-fewshot-as-multiturn",
         dest="fewshot_as_multiturn",
         action="store_false",
         help="write all worked examples in one message (default: as turns of the chat)",
     )
-    group.add_argument(
-        "--system-instruction",
-        metavar="TEXT",
-        help="the system message; without --apply-chat-template, a text that is put before each prompt",
-    )
+    group.add_argument("--system-instruction", metavar="TEXT", help="the system message, or a text before each prompt")
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="write the complete results of lm-eval as JSON")
-    group.add_argument(
-        "--log-samples",
-        action="store_true",
-        help="also write each request and its answer: samples_TASK_FILE.jsonl in the folder of --output",
-    )
+    group.add_argument("--log-samples", action="store_true", help="also write samples_TASK_FILE.jsonl beside --output")
     arguments.add_output_options(parser, json="the complete results as one JSON object, instead of the table")
     arguments.add_model_options(parser)
     arguments.add_rope_options(parser)
@@ -85,114 +58,64 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    batch_size = integer("--batch-size", args.batch_size, 1, 4096)
-    if args.limit is not None:
-        limit = positive("--limit", args.limit, 1e9)
-        if limit > 1 and not limit.is_integer():
-            raise UsageError(f"--limit must be a whole number, or a fraction below 1, got {limit:g}")
-    if args.num_fewshot is not None:
-        integer("--num-fewshot", args.num_fewshot, 0)
+    integer("--batch-size", args.batch_size, 1, 4096)
+    if args.limit is not None and positive("--limit", args.limit, 1e9) > 1 and not args.limit.is_integer():
+        raise UsageError(f"--limit must be a whole number, or a fraction below 1, got {args.limit:g}")
     if not args.fewshot_as_multiturn and not args.apply_chat_template:
         raise UsageError("--no-fewshot-as-multiturn needs --apply-chat-template")
-    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    if not names:
-        raise UsageError("--tasks is empty; name a task, such as --tasks arc_easy")
-    if args.include_path is not None and not args.include_path.is_dir():
-        raise UsageError(f"--include-path {args.include_path}: expected a folder")
     if args.log_samples and args.output is None:
         raise UsageError("--log-samples needs --output FILE")
     if args.output is not None:
         streams.check_file("--output", args.output)
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # `datasets` contacts a server even for local files
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the harness forks processes for standard errors
-    from ..tools import harness
+    try:
+        from lm_eval.utils import make_table
 
-    with captured(args):
+        from ..tools import harness
+    except ImportError as error:
+        raise LlamaError(f"evaluation needs {error.name}: pip install 'clearllama[eval]'") from None
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    with captured(args.quiet):
         tasks = harness.load_tasks(names, args.include_path)
     llm = loading.load(args)
-    with captured(args) as stderr, progress(args, stderr) as show:
+    about = {"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize}
+    options = ("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction")
+    with captured(args.quiet), streams.progress(args.quiet, "req") as show:
         results = harness.evaluate(
             llm,
             tasks,
-            batch_size=batch_size,
-            limit=args.limit,
-            num_fewshot=args.num_fewshot,
-            apply_chat_template=args.apply_chat_template,
-            fewshot_as_multiturn=args.fewshot_as_multiturn,
-            system_instruction=args.system_instruction,
-            model_args={
-                "model": args.model,
-                "dtype": loading.dtype_name(llm.model),
-                "quantize": args.quantize,
-                "adapters": list(llm.adapters),
-            },
+            batch_size=args.batch_size,
+            model_args={**about, "adapters": list(llm.adapters)},
             progress=show,
+            **{name: getattr(args, name) for name in options},
         )
     samples = results.pop("samples")
     if args.output is not None:
         for task, rows in samples.items() if args.log_samples else ():
-            streams.write_file(
-                args.output.with_name(f"samples_{task}_{args.output.stem}.jsonl"), harness.sample_lines(rows)
-            )
+            file = args.output.with_name(f"samples_{task}_{args.output.stem}.jsonl")
+            streams.write_file(file, harness.sample_lines(rows))
         streams.write_file(args.output, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     if args.json:
         streams.write_json(results)
-    else:
-        streams.write(harness.tables(results))
+        return 0
+    streams.write(make_table(results))
+    if results.get("groups"):
+        streams.write("\n" + make_table(results, "groups"))
     return 0
 
 
 @contextlib.contextmanager
-def captured(args: argparse.Namespace) -> Iterator[TextIO]:
-    """Yield stderr, and hide the harness's own output; if stderr is a terminal, write that output to stderr.
-
-    Log records of the harness and of this package are always written to stderr, each as one line.
-    """
-    stderr = sys.stderr
-    shown: TextIO = stderr if stderr.isatty() and not args.quiet else io.StringIO()
-    levels = {"llama": "INFO", "lm_eval": "WARNING", "datasets": "ERROR", "huggingface_hub": "ERROR"}
-    before = {}
-    for name, level in levels.items():
-        log = logging.getLogger(name)
-        before[log] = log.handlers, log.propagate
-        log.handlers, log.propagate = [Lines(stderr)], False
-        log.handlers[0].setLevel("ERROR" if args.quiet else level)  # the packages set their loggers' levels themselves
-    try:
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-            yield stderr
-    finally:
-        for log, (handlers, propagate) in before.items():
-            log.handlers, log.propagate = handlers, propagate
-
-
-class Lines(logging.Handler):
-    """Write log records to a stream, each as one line."""
-
-    def __init__(self, stream: TextIO):
-        super().__init__()
-        self.stream = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        source = "lm-eval: " * (not record.name.startswith("llama"))
-        with contextlib.suppress(OSError):
-            print(source + streams.one_line(record.getMessage()), file=self.stream, flush=True)
-
-
-@contextlib.contextmanager
-def progress(args: argparse.Namespace, stderr: TextIO) -> Iterator[Any]:
-    """Yield a function that shows a progress bar for each kind of request."""
-    from tqdm import tqdm
-
-    bars: dict[str, Any] = {}
-
-    def show(name: str, done: int, total: int) -> None:
-        if name not in bars:
-            off = args.quiet or not stderr.isatty()
-            bars[name] = tqdm(total=total, desc=name, unit="req", file=stderr, dynamic_ncols=True, disable=off)
-        bars[name].update(done - bars[name].n)
-
-    try:
-        yield show
-    finally:
-        for bar in bars.values():
-            bar.close()
+def captured(quiet: bool) -> Iterator[None]:
+    """Send what lm-eval prints to stderr if it is a terminal, and drop it otherwise. Warnings are always written."""
+    shown = sys.stderr if sys.stderr.isatty() and not quiet else io.StringIO()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.ERROR if quiet else logging.WARNING)  # the packages set their loggers' levels themselves
+    with contextlib.ExitStack() as stack:
+        for name in ("llama", "lm_eval"):
+            log = logging.getLogger(name)
+            stack.callback(setattr, log, "handlers", log.handlers)
+            log.handlers = [handler]
+        stack.enter_context(contextlib.redirect_stdout(shown))
+        stack.enter_context(contextlib.redirect_stderr(shown))
+        yield

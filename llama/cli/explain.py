@@ -18,15 +18,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--text", default="The cat sat on the mat", metavar="TEXT", help="the text (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--token", type=int, metavar="N", help="index of the token to follow, from 0 (default: the last)"
-    )
-    parser.add_argument(
-        "--layer", type=int, default=0, metavar="N", help="index of the block, from 0 (default: %(default)s)"
-    )
+    parser.add_argument("--text", default="The cat sat on the mat", help="the text (default: %(default)s)")
+    parser.add_argument("--token", type=int, metavar="N", help="index of the token, from 0 (default: the last)")
+    parser.add_argument("--layer", type=int, default=0, metavar="N", help="index of the block (default: %(default)s)")
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser, optional=True, dtype="float32")
     arguments.add_rope_options(parser)
@@ -39,13 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
     arguments.check_one_device(args, "explain")
     if args.model is None:
-        if args.adapter:
-            raise UsageError(f"--adapter {args.adapter[0]} needs a model (-m); the tiny random model has no adapters")
-        for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):
-            if value not in ("auto", known):
-                raise UsageError(
-                    f"{option} {value} needs a model (-m); the tiny random model runs in float32 on the CPU"
-                )
+        plain = args.device in ("auto", "cpu") and args.dtype in ("auto", "float32")
+        if not plain or args.adapter or args.tokenizer or args.quantize:
+            raise UsageError("the tiny random model runs in float32 on the CPU; other options of a model need --model")
         config = with_rope(explain.TINY, arguments.rope_scaling(args), args.rope_theta)
         net = explain.tiny_model(config, args.rope, args.max_seq_len)
         ids = list(args.text.encode(errors="surrogateescape"))

@@ -13,7 +13,7 @@ from . import arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..model import Transformer
-    from ..tokenizer import Tokenizer
+    from ..text import Llama
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -35,12 +35,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_window(args)
     text = streams.read_stdin() if str(args.text) == "-" else streams.read_text(args.text)
     llm = loading.load(args)
-    window = window_size(args, llm.model, llm.model.max_seq_len)
-    tokens, parts = split(llm.tokenizer, text, window, str(args.text))
-    total = sum(nats(args, llm.model, parts))
+    window, tokens, parts = split(args, llm, text, str(args.text), llm.model.max_seq_len)
+    total = sum(nats(args, llm.model, parts, "perplexity"))
     predicted = sum(len(part) - 1 for part in parts)
     facts = {
         "model": args.model,
@@ -63,38 +61,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------------------------- shared with bench --quality
-def check_window(args: argparse.Namespace) -> None:
-    """Check --window before a model is loaded."""
-    if args.window is not None:
-        integer("--window", args.window, 2)
+def split(
+    args: argparse.Namespace, llm: Llama, text: str, source: str, default: int
+) -> tuple[int, int, list[list[int]]]:
+    """Split a text into windows of --window tokens: (tokens of a window, of the text, the windows).
 
-
-def window_size(args: argparse.Namespace, model: Transformer, default: int) -> int:
-    """Tokens per window: --window or the default, at most the context. Raises UsageError if --window exceeds it."""
-    if args.window is not None and args.window > model.max_seq_len:
-        raise UsageError(
-            f"--window {args.window} exceeds the context of {model.max_seq_len}; lower it, or extend the context with"
-            " --rope-scaling"
-        )
-    return min(args.window or default, model.max_seq_len)
-
-
-def split(tokenizer: Tokenizer, text: str, window: int, source: str) -> tuple[int, list[list[int]]]:
-    """Split a text into windows. Returns its number of tokens and the windows. Raises UsageError if it is too short."""
+    Raises UsageError if --window exceeds the context, or if the text is too short.
+    """
     from ..tools.evaluate import windows
 
-    tokens, parts = windows(tokenizer, text, window)
+    longest = llm.model.max_seq_len
+    window = min(default, longest) if args.window is None else integer("--window", args.window, 2, longest)
+    tokens, parts = windows(llm.tokenizer, text, window)
     if not parts:
-        raise UsageError(f"{source} has {tokens} token{'s' * (tokens != 1)}; perplexity needs at least 2")
-    return tokens, parts
+        raise UsageError(f"{source} has {tokens} tokens; perplexity needs at least 2")
+    return window, tokens, parts
 
 
-def nats(args: argparse.Namespace, model: Transformer, parts: list[list[int]], label: str | None = None) -> list[float]:
-    """-log p of each window in nats, with a progress bar on stderr."""
-    from tqdm import tqdm
+def nats(args: argparse.Namespace, model: Transformer, parts: list[list[int]], label: str) -> list[float]:
+    """-log p of each window in nats, with a progress bar."""
+    from ..tools import evaluate
 
-    from ..tools.evaluate import nats as nats_of
-
-    total = sum(map(len, parts))
-    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, leave=False, disable=args.quiet or None) as bar:
-        return nats_of(model, parts, bar.update)
+    with streams.progress(args.quiet, "tok") as show:
+        return evaluate.nats(model, parts, lambda done, total: show(label, done, total))

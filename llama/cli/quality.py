@@ -8,19 +8,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from . import arguments, loading, perplexity, streams
+from . import loading, perplexity, streams
 
 SHIPPED = Path("held-out.txt")  # next to the model of the study
 GOALS = {8: 0.5, 4: 6.0}  # bits -> largest acceptable rise of perplexity in percent
 WINDOW = 512
+COLUMNS = ("perplexity", "change_percent", "stderr_percent", "goal_percent", "met")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench --quality`."""
     group = parser.add_argument_group(
-        "quality",
-        "measure the perplexity with float32 weights and with each scheme of --quantize (default: int8,int4), and"
-        " compare them; the scheme none leaves the weights unquantized",
+        "quality", "compare float32 weights with each scheme of the list --quantize (default: int8,int4)"
     )
     group.add_argument(
         "--quality",
@@ -28,49 +27,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=SHIPPED,
         type=Path,
         metavar="FILE",
-        help="the text, UTF-8 (default: the last book of the King James Bible, which comes with the package)",
+        help="measure the perplexity of a text (default: the last book of the King James Bible, which is included)",
     )
     group.add_argument("--window", type=int, metavar="N", help=f"tokens per window (default: {WINDOW})")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and write the results. Raises UsageError for a text that is too short or a bad option."""
-    perplexity.check_window(args)
-    schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
-    from .. import loader
-    from ..checkpoint import open_checkpoint
-    from ..hub import resolve
+    """Measure each scheme and write the results. Raises UsageError for a text that is too short."""
     from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
 
-    for scheme in schemes:
-        if scheme != "none":
-            pick_scheme(scheme)
+    names = [None if name == "none" else name for name in (args.quantize or "int8,int4").split(",")]
+    schemes = {name: None if name is None else pick_scheme(name) for name in names}
     path = tiny_folder() / SHIPPED if args.quality == SHIPPED else args.quality
     text = streams.read_text(path)
-    scaling = arguments.rope_scaling(args)
-    exact = loader.load_model(
-        args.model,
-        adapters=args.adapter,
-        device=args.device,
-        dtype="float32",
-        rope=args.rope,
-        max_seq_len=args.max_seq_len,
-        rope_scaling=scaling,
-        rope_theta=args.rope_theta,
-        gpu_layers=args.gpu_layers,
-    )
-    window = perplexity.window_size(args, exact, WINDOW)
-    tokens, parts = perplexity.split(
-        open_checkpoint(resolve(args.model, args.quiet), args.tokenizer).tokenizer(), text, window, str(path)
-    )
+    llm = loading.load(argparse.Namespace(**{**vars(args), "dtype": "float32", "quantize": None}))
+    window, tokens, parts = perplexity.split(args, llm, text, str(path), WINDOW)
     predicted = sum(len(part) - 1 for part in parts)
-    streams.info(
-        args,
-        f"measuring {1 + len(schemes)} models on {path.name}: {tokens:,} tokens in {len(parts)} windows of {window}",
-    )
-    base = perplexity.nats(args, exact, parts, "float32")
-    del exact
+    streams.info(args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}")
+    base = perplexity.nats(args, llm.model, parts, "float32")
     facts: dict[str, Any] = {
         "model": args.model,
         "text": str(path),
@@ -81,25 +56,18 @@ def run(args: argparse.Namespace) -> int:
         "schemes": [],
     }
     if not args.json:
-        streams.write(f"{'weights':<14} {'perplexity':>10}    change, standard error and goal in %\n")
-        streams.write(f"{'float32':<14} {facts['float32']:>10.4f}\n")
-    for scheme in schemes:
-        own = {"quantize": None if scheme == "none" else scheme, "compile": False}
-        model = loading.load(argparse.Namespace(**{**vars(args), **own})).model
-        found = compare(base, perplexity.nats(args, model, parts, scheme), predicted)
-        goal = None if scheme == "none" else GOALS[pick_scheme(scheme).format.bits]
-        facts["schemes"].append(
-            {
-                "quantize": own["quantize"],
-                "dtype": loading.dtype_name(model),
-                **found,
-                "goal_percent": goal,
-                "met": goal and found["change_percent"] <= goal,
-            }
-        )
-        del model
+        streams.write(row("weights", dict(zip(COLUMNS, COLUMNS, strict=True))))
+        streams.write(row("float32", {"perplexity": facts["float32"]}))
+    for name, scheme in schemes.items():
+        del llm  # so that memory holds one model
+        llm = loading.load(argparse.Namespace(**{**vars(args), "quantize": name}))
+        nats = perplexity.nats(args, llm.model, parts, name or "none")
+        found = {"quantize": name, "dtype": loading.dtype_name(llm.model), **compare(base, nats, predicted)}
+        goal = None if scheme is None else GOALS[scheme.format.bits]
+        found |= {"goal_percent": goal, "met": goal and found["change_percent"] <= goal}
+        facts["schemes"].append(found)
         if not args.json:
-            streams.write(_row(scheme, facts["schemes"][-1]))
+            streams.write(row(name or "none", found))
     if args.json:
         streams.write_json(facts)
     return 0
@@ -123,9 +91,9 @@ def compare(exact: list[float], other: list[float], predicted: int) -> dict[str,
     }
 
 
-def _row(scheme: str, facts: dict[str, Any]) -> str:
-    error = "" if facts["stderr_percent"] is None else f" ± {facts['stderr_percent']:.2f}"
-    line = f"{scheme:<14} {facts['perplexity']:>10.4f}    {facts['change_percent']:+.2f}{error}"
-    if facts["goal_percent"] is None:
-        return f"{line}\n"
-    return f"{line}   at most +{facts['goal_percent']:g}: {'met' if facts['met'] else 'missed'}\n"
+def row(weights: str, facts: dict[str, Any]) -> str:
+    """A line of the table, whose columns are keys of the facts."""
+    cells = [facts.get(name) for name in COLUMNS]
+    texts = ["" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    padded = [text.rjust(len(name)) for text, name in zip(texts, COLUMNS, strict=True)]
+    return "  ".join([f"{weights:<10}", *padded]).rstrip() + "\n"

@@ -13,6 +13,13 @@ from ..errors import LlamaError, UsageError
 from . import arguments, loading, streams
 
 KEY = "CLEARLLAMA_API_KEY"
+# option -> default, smallest and largest value, help
+NUMBERS = {
+    "--port": (8000, 0, 65535, "port to listen on; 0 chooses a free one"),
+    "--parallel": (16, 1, 1024, "maximum number of answers generated at once"),
+    "--queue": (128, 1, 100_000, "maximum number of waiting answers; further requests get HTTP 429"),
+    "--timeout": (3600, 1, 10**6, "maximum time of a request in seconds"),
+}
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -25,36 +32,12 @@ def add_parser(commands: arguments.Subparsers) -> None:
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0 chooses a free one (default: %(default)s)"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
-    parser.add_argument(
-        "--no-auth", action="store_true", help="with --host: accept requests without a key from other machines"
-    )
+    parser.add_argument("--no-auth", action="store_true", help="with --host: accept other machines without a key")
     parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
-    parser.add_argument(
-        "--parallel",
-        type=int,
-        default=16,
-        metavar="N",
-        help="maximum number of answers generated at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--queue",
-        type=int,
-        default=128,
-        metavar="N",
-        help="maximum number of waiting answers; further requests get HTTP 429 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=int,
-        default=3600,
-        metavar="S",
-        help="maximum time of a request in seconds (default: %(default)s)",
-    )
+    for option, (default, _, _, help) in NUMBERS.items():
+        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help} (default: %(default)s)")
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
@@ -73,10 +56,8 @@ def run(args: argparse.Namespace) -> int:
         raise LlamaError(f"serving needs {error.name}: pip install 'clearllama[serve]'") from None
     from ..server.engine import Engine
 
-    integer("--port", args.port, 0, 65535)
-    integer("--parallel", args.parallel, 1, 1024)
-    integer("--queue", args.queue, 1, 100_000)
-    integer("--timeout", args.timeout, 1, 10**6)
+    for option, (_, low, high, _) in NUMBERS.items():
+        integer(option, getattr(args, option[2:]), low, high)
     key, local = api_key(args.api_key), is_loopback(args.host)
     if not local and key is None and not args.no_auth:
         raise UsageError(
@@ -113,10 +94,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"can't listen on --host {host} --port {port}: {reason}; choose a free port, such as --port 0, and an"
-            " address of this machine"
+            f"can't listen on --host {host} --port {port}: {error}; --port 0 chooses a free port"
         ) from None
     return listener
 
@@ -131,12 +110,10 @@ def is_loopback(host: str) -> bool:
 
 def api_key(path: str | None) -> str | None:
     """The key in a file or in the environment. Raises UsageError for an empty one."""
-    if path is not None:
-        key, source = streams.read_text(Path(path)).strip(), path
-    else:
-        key, source = os.environ.get(KEY, "").strip(), KEY
-        if KEY not in os.environ:
-            return None
+    key = os.environ.get(KEY) if path is None else streams.read_text(Path(path))
+    if key is None:
+        return None
+    key = key.strip()
     if not key or not key.isascii() or not key.isprintable():
-        raise UsageError(f"{source}: expected a key of printable ASCII characters")
+        raise UsageError(f"{path or KEY}: expected a key of printable ASCII characters")
     return key

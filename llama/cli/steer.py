@@ -26,9 +26,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="TEXT",
         help="the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged",
     )
-    parser.add_argument(
-        "--negative", action="append", required=True, metavar="TEXT", help="the prompt to move away from"
-    )
+    parser.add_argument("--negative", action="append", required=True, metavar="TEXT", help="the prompt to move from")
     parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="the file to write (.gguf)")
     parser.add_argument("--raw", action="store_true", help="use the prompts as plain text, without a chat template")
     arguments.add_chat_format(parser, "no format is used and the texts are plain")
@@ -40,10 +38,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if len(args.positive) != len(args.negative):
-        raise UsageError(
-            f"expected a --negative for each --positive, got {len(args.positive)} --positive and"
-            f" {len(args.negative)} --negative"
-        )
+        raise UsageError(f"got {len(args.positive)} --positive, but {len(args.negative)} --negative")
     if args.compile:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     streams.check_file("--output", args.output)
@@ -51,26 +46,22 @@ def run(args: argparse.Namespace) -> int:
     from ..study import steering
 
     llm = loading.load(args)
-    if args.chat_format != "auto":
-        llm.chat_format = args.chat_format
-    plain = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
+    format = None if args.chat_format == "auto" else args.chat_format
+    plain = args.raw or (format is None and llm.chat_template is None)
 
     def encoded(prompt: str) -> list[int]:
         if plain:
             return llm.tokenizer.encode_prompt(prompt)
         messages = [{"role": "user", "content": prompt}]
-        return encode_chat(llm.tokenizer, llm.chat_template, messages, format=llm.chat_format)
+        return encode_chat(llm.tokenizer, llm.chat_template, messages, format=format or llm.chat_format)
 
     pairs = [(encoded(one), encoded(other)) for one, other in zip(args.positive, args.negative, strict=True)]
     vector = steering.control_vector(llm.model, pairs)
-    try:
-        vector.write(args.output)
-    except OSError as error:
-        raise UsageError(f"--output {args.output}: {error.strerror or error}") from None
+    vector.write(args.output)
     streams.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
-    of_pairs = f", the mean of {len(pairs)} pairs" if len(pairs) > 1 else ""
+    mean = f", the mean of {len(pairs)} pairs" if len(pairs) > 1 else ""
+    count, last = len(vector.directions), max(vector.directions)
     streams.write(
-        f"{args.output}: {len(vector.directions)} directions of {llm.model.config.dim} numbers, for layers 1 to"
-        f" {max(vector.directions)}{of_pairs}\n"
+        f"{args.output}: {count} directions of {llm.model.config.dim} numbers, for layers 1 to {last}{mean}\n"
     )
     return 0

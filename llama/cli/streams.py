@@ -10,6 +10,7 @@ import logging
 import stat
 import sys
 import unicodedata
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..errors import one_line as one_line
 from ..system.temporary import check_writable, write_atomically
 
 LARGEST_INPUT = 2**28  # bytes read from standard input, which may be endless
+
+Progress = Callable[[str, int, int], None]  # progress(what, done, total)
 
 
 # -------------------------------------------------------------------------------------------------------------- stderr
@@ -36,6 +39,32 @@ def write_stderr(text: str) -> None:
     """Write a text and a newline to stderr. Failures are ignored: they must not cost the output on stdout."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
+    """Yield a function that draws a bar on stderr for each `what`, if stderr is a terminal.
+
+    settings  for tqdm, such as leave=False to remove a bar when it is complete
+    """
+    bars: dict[str, Any] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if quiet or not sys.stderr.isatty():
+            return
+        if what not in bars:
+            from tqdm import tqdm
+
+            bars[what] = tqdm(desc=what, initial=done, total=total, unit=unit, dynamic_ncols=True, **settings)
+        bars[what].update(done - bars[what].n)
+        if done == total:
+            bars.pop(what).close()
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()
 
 
 class LogHandler(logging.Handler):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import integer
 from ..errors import UsageError
 from . import arguments, loading, streams
 from .prompt import add_prompt_options, read_prompt
@@ -32,9 +32,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         allow_abbrev=False,
     )
     add_prompt_options(parser, "text")
-    parser.add_argument(
-        "--sample", action="store_true", help="use a text of about 40 tokens that comes with clearllama"
-    )
+    parser.add_argument("--sample", action="store_true", help="use a text of about 40 tokens that is included")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
     parser.add_argument(
         "--json",
@@ -44,13 +42,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="FILE",
         help="write all numbers as one JSON object to FILE (default: to standard output, in place of the summary)",
     )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum length of the text in tokens (default: %(default)s)",
-    )
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest text (default: %(default)s)")
     arguments.add_output_options(parser)
     group = parser.add_argument_group("interventions", "the options of RoPE below are interventions, too")
     group.add_argument(
@@ -62,12 +54,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--layers", metavar="FIRST:END", help="run only these layers: 0:8 is layers 0 to 7")
     group.add_argument("--no-rope", action="store_true", help="do not rotate queries and keys")
-    group.add_argument(
-        "--against",
-        metavar="METHOD",
-        help="with --rope-scaling: compare with this scaling, such as linear:4 (default: the unchanged model)",
-    )
-    group = parser.add_argument_group("activation patching")
+    group.add_argument("--against", metavar="METHOD", help="compare --rope-scaling with this one, such as linear:4")
     group.add_argument(
         "--patch-from",
         metavar="TEXT",
@@ -80,50 +67,31 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_tokens < 1:
-        raise UsageError(f"--max-tokens must be at least 1, got {args.max_tokens}")
-    for option, file in (("--html", args.html), ("--json", args.json)):
-        if file not in (None, STDOUT):
-            streams.check_file(option, file)
-    if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
+    integer("--max-tokens", args.max_tokens)
+    files = [file for file in (args.html, args.json) if file not in (None, STDOUT)]
+    for file in files:
+        streams.check_file("--html" if file is args.html else "--json", file)
+    if len({file.resolve() for file in files}) < len(files):
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
     arguments.check_one_device(args, "trace")
-    at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if (
-        args.json not in (None, STDOUT)
-        and (args.text, args.prompt, args.file) == (None, None, None)
-        and not args.sample
-        and at_terminal
-    ):
-        raise UsageError(f"no prompt: {str(args.json)!r} was read as the FILE of --json; put the PROMPT first")
     if args.sample and (args.text, args.prompt, args.file) != (None, None, None):
         raise UsageError("--sample is the text, and a prompt was given too; leave one of them out")
-    from ..study.trace import SAMPLE
-
-    prompt = SAMPLE if args.sample else read_prompt(args)
-    scaling = arguments.rope_scaling(args)
-    unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
-    unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None
     from ..rope_scaling import reach, with_rope
     from ..study import intervene, trace, trace_page
     from ..study.perplexity import scaling_of
 
-    # Report wrong options before the model is loaded.
-    intervene.Intervention(no_rope=args.no_rope, theta=args.rope_theta, scaling=scaling)
+    prompt, scaling = trace.SAMPLE if args.sample else read_prompt(args), arguments.rope_scaling(args)
     against = None
     if args.against is not None:
         if scaling is None:
             raise UsageError("--against compares two scalings: add --rope-scaling, for example --rope-scaling yarn")
         against = intervene.Intervention(scaling=scaling_of(args.against))
-    for text in args.ablate_head:
-        intervene.head_numbers(text)
-    if args.layers is not None:
-        intervene.layer_numbers(args.layers)
+    unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
+    unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None
     llm = loading.load(unchanged)
     config = llm.model.config
-    changed = with_rope(config, scaling, args.rope_theta)
     other = config if against is None else with_rope(config, against.scaling, None)
-    stretched = max(reach(changed), reach(other))
+    stretched = max(reach(with_rope(config, scaling, args.rope_theta)), reach(other))
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
@@ -140,32 +108,23 @@ def run(args: argparse.Namespace) -> int:
             " square of the length); shorten the text or raise --max-tokens"
         )
     traced = trace.trace(llm.model, ids, intervention, against)
-    patched = {} if args.patch_from is None else {"patching": patching_facts(llm, args.patch_from, ids, intervention)}
-    about = {
-        "model": loading.model_name(args.model),
-        "prompt": prompt,
-        "dtype": str(llm.model.tok_embeddings.weight.dtype).removeprefix("torch."),
-        "n_layers": config.n_layers,
-        "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-    }
-    facts = trace.facts(traced, llm.tokenizer, about) | patched
-    if args.json is not None:
-        facts_and_maps = facts | {"attention": trace.attention_rows(traced.weights)}
-    if args.json not in (None, STDOUT):
-        text = json.dumps(facts_and_maps, allow_nan=False) + "\n"
-        streams.write_file(args.json, text)
-        streams.info(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
+    about = {"model": loading.model_name(args.model), "prompt": prompt, "dtype": loading.dtype_name(llm.model)}
+    about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
+    facts = trace.facts(traced, llm.tokenizer, about)
+    if args.patch_from is not None:
+        facts["patching"] = patching_facts(llm, args.patch_from, ids, intervention)
     if args.html is not None:
         text = trace_page.render(facts, trace.packed_maps(traced.weights))
         streams.write_file(args.html, text)
         streams.info(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
+    facts_and_maps = facts if args.json is None else facts | {"attention": trace.attention_rows(traced.weights)}
     if args.json == STDOUT:
         streams.write_json(facts_and_maps)
         return 0
+    if args.json is not None:
+        streams.write_file(args.json, json.dumps(facts_and_maps, allow_nan=False) + "\n")
     streams.write(trace.summary(facts))
-    if args.html is None and args.json is None:
+    if not files:
         streams.info(args, "--html FILE writes a page for a browser")
     return 0
 
@@ -177,11 +136,8 @@ def patching_facts(llm: Llama, text: str, ids: Sequence[int], intervention: Inte
 
     source = llm.tokenizer.encode_prompt(text)
     if len(source) != len(ids):
-        parts = [" | ".join(spelled(llm.tokenizer, id) for id in one)[:400] for one in (source, ids)]
-        raise UsageError(
-            f"--patch-from must have as many tokens as the prompt, got {len(source)} and {len(ids)}: {parts[0]!r} and"
-            f" {parts[1]!r}; reword one of them"
-        )
+        pieces = " | ".join(spelled(llm.tokenizer, id) for id in source)
+        raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
     with intervention.on(llm.model):
         grid = patching.patching_grid(llm.model, source, ids)
     return patching.facts(grid, {id: spelled(llm.tokenizer, id) for id in {*source, *ids, *grid.answers}})

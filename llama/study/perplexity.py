@@ -207,25 +207,13 @@ def _logprobs(net: Transformer, tokens: Tensor, method: str, trained: int, advan
     tokens = tokens.to(net.tok_embeddings.weight.device)
     if not method.partition(":")[0].endswith("-whole"):
         chunk = max(1, trained // 8) if net.rope.by_length else max(256, trained // 8)
-        return token_logprobs(net, tokens, chunk=chunk, progress=_summing(advance))
+        return token_logprobs(net, tokens, chunk=chunk, progress=lambda done, total: advance(done - 1))
     parts, first = [], 0
     for last in _ends(trained, tokens.shape[1] - 1):
         parts.append(token_logprobs(net, tokens[:, : last + 1], chunk=last)[:, first:])
         first = last
         advance(last)
     return torch.cat(parts, dim=1)
-
-
-def _summing(advance: Callable[[int], object]) -> Callable[[int], object]:
-    """A function that is called with the tokens of each chunk, and calls `advance` with their sum so far."""
-    total = 0
-
-    def add(tokens: int) -> None:
-        nonlocal total
-        total += tokens
-        advance(total)
-
-    return add
 
 
 def _ends(trained: int, length: int) -> list[int]:

@@ -16,14 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..errors import UsageError
 from ..generate import generate
 from ..model import Transformer
 from ..sampling import SamplingParams
@@ -31,85 +30,42 @@ from ..system.memory import rooms
 
 CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
 WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
-PROFILED = 8  # decoding steps in a profile
 
 
-@dataclass(frozen=True)
-class Speed:
-    """The measurements of one model; the tuples have one number for each repetition.
-
-    prefill_s      seconds for `batch` prompts of `context` tokens
-    decode_s       seconds for the `new_tokens` steps after them
-    bandwidths     bytes per second that were read from memory right after each repetition
-    step_bytes     bytes that one decoding step has to read
-    peak_rss_mb    peak resident memory in MiB, before the bandwidth was measured; None if the system does not report it
-    """
-
-    batch: int
-    context: int
-    new_tokens: int
-    prefill_s: tuple[float, ...]
-    decode_s: tuple[float, ...]
-    bandwidths: tuple[float, ...]
-    step_bytes: int
-    peak_rss_mb: int | None
-
-    @property
-    def prefill_tps(self) -> list[float]:
-        """Prompt tokens per second, over all rows of the batch."""
-        return [self.batch * self.context / seconds for seconds in self.prefill_s]
-
-    @property
-    def decode_tps(self) -> list[float]:
-        """New tokens per second, over all rows of the batch."""
-        return [self.batch * self.new_tokens / seconds for seconds in self.decode_s]
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes to read for each new token; the rows of a batch share the weights."""
-        return self.step_bytes / self.batch
-
-    @property
-    def share(self) -> float:
-        """The fraction of the bandwidth that decoding uses: the fastest run divided by the highest bandwidth."""
-        return self.bytes_per_token * max(self.decode_tps) / max(self.bandwidths)
-
-    def as_dict(self) -> dict[str, float | int | list[float] | None]:
-        """The results to print, with few digits; the bandwidth is in GB/s."""
-        return {
-            "prefill_tps": round(max(self.prefill_tps), 1),
-            "decode_tps": round(max(self.decode_tps), 2),
-            "decode_tps_all": [round(tps, 2) for tps in self.decode_tps],
-            "peak_rss_mb": self.peak_rss_mb,
-            "prefill_tps_median": round(statistics.median(self.prefill_tps), 1),
-            "decode_tps_median": round(statistics.median(self.decode_tps), 2),
-            "bytes_per_token": round(self.bytes_per_token),
-            "bandwidth_gbs": round(max(self.bandwidths) / 1e9, 2),
-            "share": round(self.share, 3),
-        }
-
-
-def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, reps: int = 3) -> Speed:
+def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, reps: int = 3) -> dict[str, Any]:
     """Prefill random prompts of `context` tokens and decode `new_tokens` steps greedily after them, `reps` times.
 
-    A short warm-up is not timed. The bandwidth is measured after each repetition, since that of a shared machine
-    changes from second to second. Raises ContextLengthError if the tokens don't fit into the context.
+    Returns tokens per second over all rows of the batch, bytes per new token, the bandwidth in GB/s, and the peak of
+    the resident memory in MiB before the bandwidth was measured. A short warm-up is not timed. The bandwidth is
+    measured after each repetition, since that of a shared machine changes from second to second. Raises
+    ContextLengthError if the tokens don't fit into the context.
     """
-    _run(model, _prompts(model, batch, min(context, WARM_UP), seed=-1), min(2, new_tokens), context + new_tokens)
-    prefill_s, decode_s, bandwidths, peak, buffer = [], [], [], None, None
+    slots, device = context + new_tokens, model.norm.weight.device
+    run(model, random_prompts(model, batch, min(context, WARM_UP), seed=-1), min(2, new_tokens), slots)
+    prefill_tps, decode_tps, bandwidths, peak, buffer = [], [], [], None, None
     for rep in range(reps):
-        seconds = _run(model, _prompts(model, batch, context, rep), new_tokens, context + new_tokens)
-        prefill_s.append(seconds[0])
-        decode_s.append(seconds[1])
+        prefill_s, decode_s = run(model, random_prompts(model, batch, context, rep), new_tokens, slots)
+        prefill_tps.append(batch * context / prefill_s)
+        decode_tps.append(batch * new_tokens / decode_s)
         if buffer is None:  # made after the first repetition, so that the peak does not include it
-            peak = peak_rss_mb()
-            buffer = torch.ones(buffer_bytes(model.norm.weight.device) // 4, device=model.norm.weight.device)
+            peak, buffer = peak_rss_mb(), torch.ones(buffer_bytes(device) // 4, device=device)
         bandwidths.append(bandwidth(buffer))
-    read = linear_bytes(model) + cache_bytes(model.new_cache(context, batch=batch), context)
-    return Speed(batch, context, new_tokens, tuple(prefill_s), tuple(decode_s), tuple(bandwidths), read, peak)
+    step_bytes = linear_bytes(model) + cache_bytes(model.new_cache(context, batch=batch), context)
+    bytes_per_token = step_bytes / batch  # the rows of a batch share the weights
+    return {
+        "prefill_tps": round(max(prefill_tps), 1),
+        "decode_tps": round(max(decode_tps), 2),
+        "decode_tps_all": [round(tps, 2) for tps in decode_tps],
+        "peak_rss_mb": peak,
+        "prefill_tps_median": round(statistics.median(prefill_tps), 1),
+        "decode_tps_median": round(statistics.median(decode_tps), 2),
+        "bytes_per_token": round(bytes_per_token),
+        "bandwidth_gbs": round(max(bandwidths) / 1e9, 2),
+        "share": round(bytes_per_token * max(decode_tps) / max(bandwidths), 3),
+    }
 
 
-def _run(model: Transformer, prompts: list[list[int]], steps: int, slots: int) -> tuple[float, float]:
+def run(model: Transformer, prompts: list[list[int]], steps: int, slots: int) -> tuple[float, float]:
     """(seconds of the prefill, seconds of the decoding steps after it)."""
     passes = decode(model, prompts, steps, slots)
     started = time.perf_counter()
@@ -120,7 +76,7 @@ def _run(model: Transformer, prompts: list[list[int]], steps: int, slots: int) -
     return between - started, time.perf_counter() - between
 
 
-def _prompts(model: Transformer, batch: int, context: int, seed: int) -> list[list[int]]:
+def random_prompts(model: Transformer, batch: int, context: int, seed: int) -> list[list[int]]:
     """Random token ids, (B, T)."""
     rng = random.Random(seed)
     return [[rng.randrange(model.config.vocab_size) for _ in range(context)] for _ in range(batch)]
@@ -163,11 +119,8 @@ def linear_bytes(model: nn.Module) -> int:
     An embedding counts if it is tied to the output layer, since a step reads all of that.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "in_features", None), int)]
-    return sum(
-        tensor.nbytes
-        for layer in layers
-        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-    )
+    tensors = [(*layer.parameters(recurse=False), *layer.buffers(recurse=False)) for layer in layers]
+    return sum(tensor.nbytes for tensor in itertools.chain(*tensors))
 
 
 def cache_bytes(cache: KVCache, length: int) -> int:
@@ -206,53 +159,3 @@ def peak_rss_mb() -> int | None:
         return None
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used // (2**20 if sys.platform == "darwin" else 2**10)
-
-
-# ------------------------------------------------------------------------------------------------------- the profile
-@dataclass(frozen=True)
-class Cost:
-    """The time of one operator in a profile, without the operators that it calls, and its share of the total."""
-
-    operator: str
-    calls: int
-    self_ms: float
-    share: float
-
-
-def profile(
-    model: Transformer, folder: Path, context: int, new_tokens: int, batch: int = 1, top: int = 10
-) -> dict[str, list[Cost]]:
-    """Run a prefill and a few decoding steps under torch.profiler: "prefill" and "decode" -> the slowest operators.
-
-    The traces are written to prefill.json and decode.json in the folder, for chrome://tracing or ui.perfetto.dev. Time
-    outside of operators, in Python and compiled code, is listed under the name of the phase. The profiler adds some
-    time to every call. Raises UsageError if the folder can't be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror or error}; expected a folder for the traces") from None
-    on_gpu = model.norm.weight.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
-    prompts = _prompts(model, batch, context, seed=0)
-    _run(model, [row[:WARM_UP] for row in prompts], min(2, new_tokens), context + new_tokens)
-    passes = decode(model, prompts, min(PROFILED, new_tokens), context + new_tokens)
-    found = {}
-    for phase, count in (("prefill", 1), ("decode", None)):
-        with torch.profiler.profile(activities=activities) as prof, torch.profiler.record_function(phase):
-            for _ in itertools.islice(passes, count):
-                pass
-        prof.export_chrome_trace(str(folder / f"{phase}.json"))
-        found[phase] = _costs(prof, on_gpu)[:top]
-    return found
-
-
-def _costs(prof: torch.profiler.profile, on_gpu: bool) -> list[Cost]:
-    """All operators of a profile, the slowest first."""
-    rows = []
-    for event in prof.key_averages():
-        if event.device_type.name == "CPU":  # an operator's time includes its GPU kernels
-            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            rows.append((event.key, event.count, spent / 1e3))
-    total = sum(ms for *_, ms in rows) or 1.0
-    return [Cost(key, count, ms, ms / total) for key, count, ms in sorted(rows, key=lambda row: -row[2])]

@@ -6,14 +6,12 @@ weight, the configuration and the tokenizer are compared with those of the sourc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -34,10 +32,11 @@ from ..quant.gguf_types import MIXES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
 from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
+from ..tokenizer.write import check_equal
 from ..weights import cast as to_dtype
 from ..weights import check_tensors, to_layout
 
-FORMATS = ("hf", "gguf")  # a folder, a file
+DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
 CHAT_NAME = re.compile("instruct|chat", re.IGNORECASE)  # in the name of a folder with a model trained to chat
 # Names of the files that conversions write into a folder
 OWN = re.compile(
@@ -45,7 +44,7 @@ OWN = re.compile(
     r"|model(-\d{5}-of-\d{5})?\.safetensors"
 )
 # (the step, number of weights done, number of weights)
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,6 @@ class Proof:
     warnings: list[str]
 
 
-# 11 parameters: one for each option of the command
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -79,44 +77,40 @@ def convert(
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
-    """Write the model at `source` to `target` in another format.
+    """Write the model at `source` to `target` in another format. The parameters are the options of the command.
 
-    to             "hf" (a folder) or "gguf" (a file)
-    shards         number of weight files in a folder; 0: as few as needed
-    dtype          dtype of the matrices; None keeps the stored one
+    dtype          of the matrices; None keeps the stored one
     quantize       for GGUF: the entry of gguf_types.MIXES by which the matrices are quantized
-    adapters       LoRA adapters to merge, as for `llama.load`
-    tokenizer      a file or folder with the tokenizer to write in place of the source's own
     chat_template  "auto": the source's, or for Meta's format, which has none, that of the vocabulary's family if the
                    folder's name contains "instruct" or "chat"; "none"; a name of chat.TEMPLATES; or Jinja source
-    force          replace an existing target
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model or its
     tokenizer, CheckpointError if the target can't be written. After an error, the target is unchanged.
     """
-    checks.choice("format", to, FORMATS)
-    checks.integer("shards", shards, 0)
-    if to == "gguf" and shards > 1:
-        raise UsageError("a GGUF model is written as one file; leave --shards out")
+    checks.choice("format", to, ("hf", "gguf"))
+    checks.integer("shards", shards, 0, 1 if to == "gguf" else None)
     if quantize is not None:
         checks.choice("quantization of GGUF files", quantize, MIXES)
-    if quantize is not None and (to, dtype) != ("gguf", None):
-        raise UsageError(
-            f"--quantize {quantize} needs --to gguf and no --dtype; 'clearllama quantize' quantizes to a folder"
-        )
+        if to != "gguf" or dtype is not None:
+            raise UsageError(f"--quantize {quantize} needs --to gguf and no --dtype; for a folder: clearllama quantize")
     source, target = Path(source), Path(target)
     check_target(source, target, to == "hf", force)
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     types = {} if quantize is None else types_of(checkpoint.shapes, checkpoint.config, quantize)
-    dtypes = dict.fromkeys(checkpoint.shapes, torch.float32) if types else plan_dtypes(checkpoint, dtype)
+    stored = {name: DTYPES.get(checkpoint.stored(name)) for name in checkpoint.shapes}
+    dtypes = {name: torch.float32 if types else dtype or kind for name, kind in stored.items()}
     if to == "gguf":  # llama.cpp has vectors in float32
         dtypes |= {name: torch.float32 for name, shape in checkpoint.shapes.items() if len(shape) == 1}
-    model, warnings = model_of(checkpoint, dtypes, chat_template)
-    if twice := sorted({checkpoint.stored(name) for name in types} - {*FLOATS.values()}):
-        warnings.append(
-            f"the source is already quantized ({', '.join(twice)}); quantizing the original would lose less accuracy"
+    floats = {name: kind for name, kind in dtypes.items() if kind is not None}
+    if len(floats) < len(dtypes):
+        raise UsageError(
+            f"{checkpoint.path}: the weights are quantized; choose the dtype to write: --dtype float32 is exact,"
+            " bfloat16 takes half the space"
         )
+    model, warnings = model_of(checkpoint, floats, chat_template)
+    if any(stored[name] is None for name in types):
+        warnings.append("the source is already quantized; quantizing the original would lose less accuracy")
 
     def read(name: str) -> Tensor:
         weight = model.read(name)
@@ -131,30 +125,8 @@ def convert(
         else:
             gguf_write.write(path, recorded, types, MIXES[quantize].file_type if quantize else None)
 
-    try:
-        with new_target(target, to == "hf") as path:
-            proof = write_and_prove(path, dataclasses.replace(model, read=read), write, read_back, progress)
-    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
-        raise ConfigError(f"{source} can't be converted to {to}: {error}") from error
-    return dataclasses.replace(proof, path=target, warnings=warnings)
-
-
-def plan_dtypes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype to write each weight in: `dtype`, or the stored one."""
-    stored = {name: dtype or stored_dtype(checkpoint, name) for name in checkpoint.shapes}
-    floats = {name: kind for name, kind in stored.items() if isinstance(kind, torch.dtype)}
-    if quantized := sorted({kind for kind in stored.values() if isinstance(kind, str)}):
-        raise UsageError(
-            f"{checkpoint.path}: the weights are quantized ({', '.join(quantized)}); choose the dtype to write:"
-            " --dtype float32 is exact, bfloat16 takes half the space"
-        )
-    return floats
-
-
-def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype | str:
-    """The dtype of a weight, or the name of its format if it is quantized."""
-    kind = checkpoint.stored(name)
-    return next((dtype for dtype, float in FLOATS.items() if float == kind), kind)
+    proof = save(target, to == "hf", dataclasses.replace(model, read=read), write, read_back, progress)
+    return dataclasses.replace(proof, warnings=warnings)
 
 
 def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str) -> tuple[Model, list[str]]:
@@ -190,7 +162,7 @@ def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
 def pick_template(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: str
 ) -> tuple[str | Mapping[str, str] | None, list[str]]:
-    """The chat template to write, as `convert` describes it, and a note unless the user chose it.
+    """The chat template to write, as `convert` describes it, and a note if it was chosen by the source's name.
 
     Raises TemplateError if it does not fit the vocabulary.
     """
@@ -210,27 +182,26 @@ def pick_template(
     if CHAT_NAME.search(name):
         return TEMPLATES[family], [
             f"wrote the chat template of {family}, because the name {name} contains instruct or chat;"
-            " chat_template='none' (--chat-template none) leaves it out"
+            " --chat-template none leaves it out"
         ]
-    return None, [
-        f"wrote no chat template, because the name {name} does not contain instruct or chat; for a chat model, use"
-        f" chat_template={family!r} (--chat-template {family})"
-    ]
+    return None, [f"wrote no chat template; if {name} is a chat model, use --chat-template {family}"]
 
 
 # -------------------------------------------------------------------------------------------------------- the proof
-def write_and_prove(
-    path: Path,
+def save(
+    target: Path,
+    is_folder: bool,
     model: Model,
     write: Callable[[Path, Model], None],
     read_back: Callable[[Checkpoint, str], Tensor],
     progress: Progress,
 ) -> Proof:
-    """Write new files and compare what they contain with the model.
+    """Write a file or a folder under a temporary name, compare it with the model, and rename it to `target`.
 
     read_back  returns a weight of the new checkpoint as model.read returned it, but in the layout of the checkpoint
 
-    Raises CheckpointError if a weight differs, ConfigError or TokenizerError if the model would compute something else.
+    Raises CheckpointError if a weight differs or the system reports an error, ConfigError if the model would compute
+    something else. After an error, the target is unchanged.
     """
     hashes: dict[str, str] = {}
 
@@ -240,24 +211,41 @@ def write_and_prove(
         progress("writing", len(hashes), len(model.shapes))
         return weight
 
-    write(path, dataclasses.replace(model, read=record))
-    written, config = open_checkpoint(path), model.config
-    check_tensors(written)
-    check_config(config, written.config)
-    if model.tokenizer is not None:
-        from ..tokenizer.write import check_equal
+    try:
+        with own_temporary(target.parent, ".convert") as work:
+            path = work / target.name
+            if is_folder:
+                path.mkdir()
+            write(path, dataclasses.replace(model, read=record))
+            check_written(open_checkpoint(path), model, hashes, read_back, progress)
+            replace(path, target)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
+    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
+        raise ConfigError(f"{target} can't be written: {error}") from error
+    total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode())
+    return Proof(target, len(hashes), total.hexdigest(), [])
 
+
+def check_written(
+    written: Checkpoint,
+    model: Model,
+    hashes: Mapping[str, str],
+    read_back: Callable[[Checkpoint, str], Tensor],
+    progress: Progress,
+) -> None:
+    """Compare new files with the model and with the hashes of its weights."""
+    check_tensors(written)
+    check_config(model.config, written.config)
+    if model.tokenizer is not None:
         check_equal(model.tokenizer, written.tokenizer())
-    for done, name in enumerate(model.shapes):
-        progress("checking", done, len(hashes))
-        weight = to_layout(name, read_back(written, name), config.head_dim, written.layout, "interleaved")
+    for done, name in enumerate(model.shapes, 1):
+        weight = to_layout(name, read_back(written, name), model.config.head_dim, written.layout, "interleaved")
         if tensor_hash(weight) != hashes[name]:
             raise CheckpointError(f"{name} differs after it was written; check the disk, or report a bug")
         del weight  # so that memory holds one weight
         written.release(name)
-    progress("checking", len(hashes), len(hashes))
-    total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode())
-    return Proof(path, len(hashes), total.hexdigest(), [])
+        progress("checking", done, len(hashes))
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -279,47 +267,25 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
         )
         if not (torch.allclose(ours, theirs, rtol=4e-6, atol=0) and math.isclose(factor, other, rel_tol=1e-6)):
             raise ConfigError(f"its RoPE for texts of {length} tokens would change; choose another format")
-    for name, value in dataclasses.asdict(source).items():
-        found = getattr(written, name)
-        if name == "max_seq_len":
-            value, found = reach(source), reach(written)
-        close = isinstance(value, float) and math.isclose(value, found, rel_tol=1e-6)
-        if value != found and not close and name != "rope_scaling":
-            raise ConfigError(f"its {name} {value} would become {found}; choose another format")
+    fields = {**dataclasses.asdict(source), "max_seq_len": reach(source), "rope_scaling": None}
+    others = {**dataclasses.asdict(written), "max_seq_len": reach(written), "rope_scaling": None}
+    for name, value in fields.items():
+        close = isinstance(value, float) and math.isclose(value, others[name], rel_tol=1e-6)
+        if value != others[name] and not close:
+            raise ConfigError(f"its {name} {value} would become {others[name]}; choose another format")
 
 
-# ------------------------------------------------------------------------------------------------------- the target
 def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
     """Raise UsageError unless the target does not exist, or `force` is set and it may be replaced."""
-    if not target.name or not target.parent.is_dir():
-        raise UsageError(f"{target} is not a name in an existing folder")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target} is not in an existing folder")
     if not os.path.lexists(target):
         return
     if target.resolve() in (source.resolve(), *source.resolve().parents):
         raise UsageError(f"{target} is the source or contains it; name another target")
     if not force:
         raise UsageError(f"{target} exists already; name another target, or replace it with force=True (--force)")
-    foreign = [path.name for path in target.iterdir() if not OWN.fullmatch(path.name)] if target.is_dir() else []
+    foreign = target.is_dir() and [path.name for path in target.iterdir() if not OWN.fullmatch(path.name)]
     if target.is_dir() != is_folder or foreign:
         what = f"contains {min(foreign)}" if foreign else "is a file" if is_folder else "is a folder"
         raise UsageError(f"{target} {what}, which this conversion does not write; remove it first")
-
-
-@contextlib.contextmanager
-def new_target(target: Path, is_folder: bool) -> Iterator[Path]:
-    """A temporary path for a new file or an empty folder, which is renamed to `target` if no error occurs.
-
-    Raises CheckpointError if the system reports an error. Then the target is unchanged.
-    """
-    try:
-        with own_temporary(target.parent, ".convert") as work:
-            path = work / target.name
-            if is_folder:
-                path.mkdir()
-            yield path
-            replace(path, target)
-    except OSError as error:
-        free = shutil.disk_usage(target.parent).free // 10**6
-        raise CheckpointError(
-            f"{error.filename or target}: {error.strerror or error} ({free} MB are free); nothing was changed"
-        ) from error

@@ -11,32 +11,29 @@ import torch
 from torch import Tensor
 
 from ..engine.nonfinite import locate
-from ..errors import ContextLengthError, NumericalError, UsageError
+from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..tokenizer import Tokenizer
+
+Progress = Callable[[int, int], object]  # (number of tokens done, number of tokens)
 
 
 @torch.inference_mode()
 def token_logprobs(
-    model: Transformer, tokens: Tensor, chunk: int = 256, progress: Callable[[int], object] | None = None
+    model: Transformer, tokens: Tensor, chunk: int = 256, progress: Progress = lambda done, total: None
 ) -> Tensor:
     """log p(token t + 1 | tokens 0 .. t) for tokens (B, T) int64, T >= 2: (B, T - 1) float32, natural logarithm.
 
     The text is fed `chunk` tokens at a time, as a prompt is, which bounds the memory: logits of one chunk, keys and
     values of all tokens. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), a chunk is rotated by
     those of the length it reaches and earlier keys are not rotated again, as in decoding; with chunk=T all tokens are
-    rotated by the frequencies of the full length. progress is called with the number of tokens of each chunk.
+    rotated by the frequencies of the full length.
 
-    Raises ContextLengthError if the text is longer than model.max_seq_len.
+    Raises ContextLengthError if the text is longer than model.max_seq_len, NumericalError if a result is NaN.
     """
     B, T = tokens.shape
     if T < 2 or chunk < 1:
         raise UsageError(f"perplexity needs at least 2 tokens and a chunk of at least 1, got {T} and {chunk}")
-    if model.max_seq_len < T - 1:
-        raise ContextLengthError(
-            f"the text has {T} tokens, but the context of the model is {model.max_seq_len}; use shorter windows, or"
-            " extend the context with rope_scaling (--rope-scaling)"
-        )
     cache = model.new_cache(T - 1, batch=B)
     found = []
     for start in range(0, T - 1, chunk):
@@ -46,14 +43,14 @@ def token_logprobs(
             logits = model.output(h[:, row : row + 256]).float()  # (B, t', V)
             wanted = tokens[:, start + row + 1 : start + row + 1 + logits.shape[1], None]  # (B, t', 1)
             found.append(logits.gather(-1, wanted).squeeze(-1) - logits.logsumexp(-1))  # (B, t')
-        if progress is not None:
-            progress(end - start)
-    return torch.cat(found, dim=1)  # (B, T - 1)
-
-
-def perplexity(logprobs: Tensor) -> float:
-    """exp of the mean negative log-probability of all tokens."""
-    return float(torch.exp(-logprobs.double().mean()))
+        progress(end + 1, T)  # with the first token, which nothing predicts
+    logprobs = torch.cat(found, dim=1)  # (B, T - 1)
+    if bool(logprobs.isnan().any()):
+        row, place = logprobs.isnan().nonzero()[0].tolist()
+        raise NumericalError(
+            f"the logits of token {place + 1} are not finite; {locate(model, tokens[row, : place + 1].tolist())}"
+        )
+    return logprobs
 
 
 def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[list[int]]]:
@@ -70,18 +67,16 @@ def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[lis
 
 
 def nats(
-    model: Transformer, parts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None
+    model: Transformer, parts: Sequence[Sequence[int]], progress: Progress = lambda done, total: None
 ) -> list[float]:
-    """-log p of each window, summed over its tokens except the first, which nothing predicts.
-
-    Raises NumericalError if a log-probability is NaN.
-    """
-    device = model.norm.weight.device
-    found = []
+    """-log p of each window, summed over its tokens except the first, which nothing predicts."""
+    found, before, total = [], 0, sum(map(len, parts))
     for part in parts:
-        logprobs = token_logprobs(model, torch.tensor([part], device=device), progress=progress)
-        if bool(logprobs.isnan().any()):
-            at = int(logprobs[0].isnan().nonzero()[0]) + 1
-            raise NumericalError(f"the logits of token {at} are not finite; {locate(model, part[:at])}")
-        found.append(-float(logprobs.double().sum()))
+        tokens = torch.tensor([part], device=model.norm.weight.device)  # (1, T)
+
+        def advance(done: int, _: int, before: int = before) -> None:
+            progress(before + done, total)
+
+        found.append(-float(token_logprobs(model, tokens, progress=advance).double().sum()))
+        before += len(part)
     return found

@@ -12,16 +12,19 @@ Letters: B rows of a step, T tokens of a step, N predictions, C model dim, V voc
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..engine.nonfinite import locate
-from ..errors import ContextLengthError, NumericalError, UsageError
+from ..errors import ContextLengthError, NumericalError
 from ..model import Transformer
+from .evaluate import Progress
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is fed again, since each step has a fixed cost
 CHUNK = 2048  # tokens of all rows in one pass, which bounds the memory
@@ -56,33 +59,21 @@ class Text(NamedTuple):
         return [(number, ids[last]) for number, ids in self.requests if -last <= len(ids)]
 
 
-class Prediction(NamedTuple):
-    """The row and index of a hidden state in a step, and the ids whose log p is needed: (number of the request, id)."""
-
-    row: int
-    place: int
-    targets: list[tuple[int, int]]
-
-
 def log_likelihoods(
     model: Transformer,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
     batch_size: int,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> list[Likelihood]:
     """log p(continuation | context) of pairs (context, continuation) of ids, each with at least one id.
 
     A pair that is longer than the model's context is truncated at its start. batch_size is the number of texts to feed
-    at once. progress is called after each batch with its number of pairs. If the RoPE frequencies depend on the length
-    (rope_scaling.BY_LENGTH), the texts are fed one by one.
+    at once. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), the texts are fed one by one.
 
     Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is NaN.
     """
     texts: dict[tuple[int, ...], Text] = {}
     for number, (context, continuation) in enumerate(pairs):
-        if not context or not continuation:
-            raise UsageError(f"pair {number + 1}: expected at least one id of context and one of continuation")
         if len(continuation) > model.max_seq_len:
             raise ContextLengthError(
                 f"a continuation has {len(continuation)} tokens, but the context of the model is {model.max_seq_len};"
@@ -91,16 +82,16 @@ def log_likelihoods(
         ids = (*context, *continuation)[-model.max_seq_len - 1 : -1]
         texts.setdefault(ids, Text(ids, [])).requests.append((number, continuation))
     found = [Likelihood(0.0, True)] * len(pairs)
-    waiting, rows = in_order(list(texts.values())), None
-    longest = max(map(len, texts), default=0)
+    waiting, rows, done = in_order(list(texts.values())), None, 0
     while waiting:
-        size = batch_rows(waiting, 1 if model.rope.by_length else batch_size)
+        most = 1 if model.rope.by_length else batch_size
+        size = max(1, min(most, MOST_TOKENS // max(len(text.ids) for text in waiting[:most])))
         if rows is None or rows.cache.batch < size:
-            rows = Rows(model, size, longest)
+            rows = Rows(model, size, longest=max(map(len, texts)))
         batch, waiting = waiting[:size], waiting[size:]
         rows.feed(batch, found)
-        if progress is not None:
-            progress(sum(len(text.requests) for text in batch))
+        done += sum(len(text.requests) for text in batch)
+        progress(done, len(pairs))
     return found
 
 
@@ -108,35 +99,19 @@ def in_order(texts: Sequence[Text]) -> list[Text]:
     """Sort texts: longest first, so that the texts of a batch have similar lengths, and similar texts together."""
     families: list[list[Text]] = []
     for text in sorted(texts):
-        if families:
-            shared = shared_prefix(families[-1][-1].ids, text.ids)
-            if shared >= SHORTEST_PREFIX and 2 * shared >= min(len(families[-1][-1].ids), len(text.ids)):
-                families[-1].append(text)
-                continue
-        families.append([text])
+        last = families[-1][-1].ids if families else ()
+        if shared_prefix(last, text.ids) >= max(SHORTEST_PREFIX, min(len(last), len(text.ids)) / 2):
+            families[-1].append(text)
+        else:
+            families.append([text])
     families.sort(key=lambda family: -max(len(text.ids) for text in family))
     return [text for family in families for text in family]
 
 
-def batch_rows(texts: Sequence[Text], most: int) -> int:
-    """The size of the next batch: a power of two if `most` texts do not fit into MOST_TOKENS."""
-    rows = min(most, len(texts))
-    fit = MOST_TOKENS // max(len(text.ids) for text in texts[:rows])
-    return rows if fit >= rows else 1 << max(0, fit.bit_length() - 1)
-
-
 def shared_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of leading ids that are equal, by bisection: comparing slices is faster than comparing single ids."""
-    low, high = 0, min(len(one), len(other))
-    if one[:SHORTEST_PREFIX] != other[:SHORTEST_PREFIX]:
-        high = min(high, SHORTEST_PREFIX - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The number of leading ids that are equal."""
+    differences = itertools.compress(itertools.count(), map(operator.ne, one, other))  # 3 times as fast as a loop
+    return next(differences, min(len(one), len(other)))
 
 
 def prefixes(texts: Sequence[Text]) -> list[tuple[int | None, int]]:
@@ -146,12 +121,9 @@ def prefixes(texts: Sequence[Text]) -> list[tuple[int | None, int]]:
     """
     found: list[tuple[int | None, int]] = []
     for i, text in enumerate(texts):
-        best: tuple[int | None, int] = (None, SHORTEST_PREFIX - 1)
-        for j in range(i):
-            length = min(shared_prefix(texts[j].ids, text.ids), text.first)
-            if length > best[1]:
-                best = (j, length)
-        found.append((None, 0) if best[0] is None else best)
+        shared = [min(shared_prefix(other.ids, text.ids), text.first) for other in texts[:i]]
+        longest = max(shared, default=0)
+        found.append((shared.index(longest), longest) if longest >= SHORTEST_PREFIX else (None, 0))
     return found
 
 
@@ -185,31 +157,27 @@ class Rows:
     def feed(self, texts: Sequence[Text], found: list[Likelihood]) -> None:
         """Feed a batch, and add the log-probabilities to `found`, which has an entry for each request."""
         self.cache.reserve(max(len(text.ids) for text in texts))
-        if self.model.rope.by_length:  # then the keys of a prefix depend on the length of the text
-            sources, shared = [None], [0]
-        else:
-            sources, shared = map(list, zip(*prefixes(texts), strict=True))
-        rest = [len(text.ids) - length for text, length in zip(texts, shared, strict=True)]
-        steps = schedule(rest, sources)
-        row_of = {i: row for row, i in enumerate(i for step in steps for i in step)}
-        first = texts[steps[0][0]]
+        shared = prefixes(texts)
+        rest = [len(text.ids) - length for text, (_, length) in zip(texts, shared, strict=True)]
+        steps = schedule(rest, [source for source, _ in shared])
+        order = [i for step in steps for i in step]  # row -> text
+        first = texts[order[0]]
         if self.ids and not self.model.rope.by_length:  # the last batch may share a prefix, such as few-shot examples
             lengths = [min(shared_prefix(ids, first.ids), first.first) for ids in self.ids]
-            row = max(range(len(lengths)), key=lengths.__getitem__)
+            row = lengths.index(max(lengths))
             if row > 0:
                 self.cache.copy_row(row, 0, lengths[row])
-            rest[steps[0][0]] -= lengths[row]
-        self.ids = [texts[i].ids for step in steps for i in step]
+            rest[order[0]] -= lengths[row]
+        self.ids = [texts[i].ids for i in order]
         for step in steps:
             T = max(rest[i] for i in step)
             for i in step:
-                if (source := sources[i]) is not None:
-                    self.cache.copy_row(row_of[source], row_of[i], max(0, len(texts[i].ids) - T))
-            self._step([texts[i] for i in step], row_of[step[0]], T, found)
+                if (source := shared[i][0]) is not None:
+                    self.cache.copy_row(order.index(source), order.index(i), max(0, len(texts[i].ids) - T))
+            self._step([texts[i] for i in step], order.index(step[0]), T, found)
         for text in texts:
-            for number, _ in text.requests:
-                if not math.isfinite(found[number].logprob):
-                    raise NumericalError(f"the log-likelihood of a text is not finite; {locate(self.model, text.ids)}")
+            if not all(math.isfinite(found[number].logprob) for number, _ in text.requests):
+                raise NumericalError(f"the log-likelihood of a text is not finite; {locate(self.model, text.ids)}")
 
     def _step(self, texts: Sequence[Text], row: int, T: int, found: list[Likelihood]) -> None:
         """Feed the last T ids of each text into the rows from `row` on, which hold the ids before them already.
@@ -229,21 +197,23 @@ class Rows:
         for first in range(0, T, size):
             part = slice(first, min(first + size, T))
             h = self.model.hidden(tokens[:, part], positions[..., part], cache, length)  # (B, t, C)
-            predictions = []
+            places, targets = [], []
             for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
                 for position in range(max(text.first, start + first), min(len(text.ids), start + part.stop)):
-                    predictions.append(Prediction(i, position - start - first, text.targets(position)))
-            self._score(h, predictions, found)
+                    places.append((i, position - start - first))
+                    targets.append(text.targets(position))
+            for some in range(0, len(places), 256):  # in parts, since logits are large: V for each prediction
+                self._score(h, places[some : some + 256], targets[some : some + 256], found)
 
-    def _score(self, h: Tensor, predictions: Sequence[Prediction], found: list[Likelihood]) -> None:
-        """Add log p of the targets of predictions from h (B, t, C) to `found`."""
-        for start in range(0, len(predictions), 256):  # in parts, since logits are large: V for each prediction
-            part = predictions[start : start + 256]
-            rows, places = torch.tensor([(p.row, p.place) for p in part], device=h.device).T
-            logits = self.model.output(h[rows, places][None])[0].float()  # (N, V)
-            total, best = logits.logsumexp(-1), logits.argmax(-1)  # (N,)
-            targets = [(i, id, number) for i, p in enumerate(part) for number, id in p.targets]
-            at, ids = torch.tensor([target[:2] for target in targets], device=logits.device).T
-            values, equal = (logits[at, ids] - total[at]).tolist(), (best[at] == ids).tolist()
-            for (_, _, number), value, is_best in zip(targets, values, equal, strict=True):
-                found[number] = Likelihood(found[number].logprob + value, found[number].greedy and is_best)
+    def _score(
+        self, h: Tensor, places: list[tuple[int, int]], targets: list[list[tuple[int, int]]], found: list[Likelihood]
+    ) -> None:
+        """Add log p of targets (request, id), which are predicted at places (row, index) of h (B, t, C), to `found`."""
+        rows, columns = torch.tensor(places, device=h.device).T  # (N,) each
+        logits = self.model.output(h[rows, columns][None])[0].float()  # (N, V)
+        total, best = logits.logsumexp(-1), logits.argmax(-1)  # (N,)
+        asked = [(n, id, number) for n, of_place in enumerate(targets) for number, id in of_place]
+        at, ids = torch.tensor([one[:2] for one in asked], device=logits.device).T
+        values, equal = (logits[at, ids] - total[at]).tolist(), (best[at] == ids).tolist()
+        for (_, _, number), value, is_best in zip(asked, values, equal, strict=True):
+            found[number] = Likelihood(found[number].logprob + value, found[number].greedy and is_best)

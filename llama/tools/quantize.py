@@ -14,12 +14,12 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.quantized import LAYOUT, write
 from ..checkpoint.write import Model
-from ..errors import CheckpointError, ConfigError, TokenizerError
+from ..errors import CheckpointError
 from ..hub import resolve
 from ..quant.blocks import BlockFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
 from ..weights import check_tensors, read_quantized, requantization_warning
-from .convert import Progress, Proof, check_target, model_of, new_target, stored_dtype, write_and_prove
+from .convert import DTYPES, Progress, Proof, check_target, model_of, save
 
 
 def quantize(
@@ -32,26 +32,21 @@ def quantize(
     tokenizer: str | os.PathLike[str] | None = None,
     chat_template: str = "auto",
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Proof:
     """Write a model to the folder `target`, its linear layers quantized, as `clearllama quantize` does.
 
     The source is a path or a name, as for `llama.load`. Weights that are stored quantized as in the scheme are copied;
     those quantized in another way are quantized again, with a warning. All other weights stay as they are.
 
-    scheme         one of `clearllama quantize --list`
-    adapters       LoRA adapters to merge first, as for `llama.load`
-    shards         number of weight files; 0: as few as needed
-    tokenizer      a file or folder with the tokenizer to write in place of the source's own
-    chat_template  as for convert.convert
-    force          replace an existing folder
-    progress       called as progress(what, done, total), in weights
+    scheme    one of `clearllama quantize --list`
+    adapters  LoRA adapters to merge first, as for `llama.load`
+    shards, tokenizer, chat_template, force  as for convert.convert
 
-    Returns the `path` of the folder, the number of `tensors` that were read back and compared, and `warnings`.
     Raises UsageError for an unknown scheme, or if the target exists and force is False, CheckpointError for a weight
     that can't be quantized, ConfigError for a model or tokenizer that such a folder can't hold.
     """
-    chosen, report = pick_scheme(scheme), progress or (lambda what, done, total: None)
+    chosen = pick_scheme(scheme)
     checks.integer("shards", shards, 0)
     source, target = resolve(source), Path(target)
     check_target(source, target, True, force)
@@ -59,9 +54,8 @@ def quantize(
     check_tensors(checkpoint)
     formats = {name: format_for(checkpoint, name, chosen) for name in checkpoint.shapes}
     dtypes = {}
-    for name, format in formats.items():
-        kind = stored_dtype(checkpoint, name)  # quantized: computed with in bfloat16, or dequantized here to float32
-        dtypes[name] = kind if isinstance(kind, torch.dtype) else torch.bfloat16 if format else torch.float32
+    for name, format in formats.items():  # quantized: computed with in bfloat16, or dequantized here to float32
+        dtypes[name] = DTYPES.get(checkpoint.stored(name), torch.bfloat16 if format else torch.float32)
     model, warnings = model_of(checkpoint, dtypes, chat_template)
 
     def read(name: str) -> Tensor:
@@ -82,13 +76,8 @@ def quantize(
     def write_folder(path: Path, recorded: Model) -> None:
         write(path, recorded, {name: format for name, format in formats.items() if format}, scheme, shards)
 
-    try:
-        with new_target(target, True) as path:
-            proof = write_and_prove(path, dataclasses.replace(model, read=read), write_folder, read_back, report)
-    except (ConfigError, TokenizerError) as error:
-        raise ConfigError(f"{source} can't be saved: {error}") from error
-    warnings += requantization_warning(checkpoint, chosen)
-    return dataclasses.replace(proof, path=target, warnings=warnings)
+    proof = save(target, True, dataclasses.replace(model, read=read), write_folder, read_back, progress)
+    return dataclasses.replace(proof, warnings=warnings + requantization_warning(checkpoint, chosen))
 
 
 def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:

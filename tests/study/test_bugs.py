@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pexpect
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from llama.cli import main
 from llama.errors import UsageError
 from llama.study.bugs import BUGS, THEMES, find, number, theme
-from llama.study.bugs.base import Bug
 from llama.study.bugs.quiz import Number, evaluate, judge
 from llama.study.topics import TOPICS
 from llama.study.topics import find as find_topic
@@ -313,12 +311,12 @@ Study = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Run `clearllama study bugs ..` with bytes as standard input: exit code, stdout, stderr."""
+    """Run `clearllama study ..` with a text as standard input: exit code, stdout, stderr."""
 
-    def run(*args: str, stdin: bytes = b"", topic: tuple[str, ...] = ("bugs",)) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
-            code = main(["study", *topic, *args])
+            code = main(["study", *args])
         except SystemExit as exit:
             code = int(exit.code or 0)
         out, err = capsys.readouterr()
@@ -327,227 +325,72 @@ def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-@pytest.mark.parametrize("name", ["bugs", "errata"])
-def test_the_list_shows_every_exercise_by_theme(study: Study, name: str) -> None:
-    code, out, err = study(topic=(name,))
-    lines = out.splitlines()
-    assert code == 0
-    assert [line for line in lines if not line.startswith(" ")] == list(BUGS.themes)
-    assert [line.split()[:2] for line in lines if line.startswith(" ")] == [
-        [str(number(b)), b.name] for b in BUGS.values()
-    ]
-    assert max(map(len, lines)) <= 110
-    assert "clearllama study bugs 1 shows the first exercise" in err
-    assert study("-q")[2] == ""
-
-
-def test_the_list_of_checks(study: Study) -> None:
-    code, out, _ = study("--checks")
-    assert code == 0
-    assert out.count("\n  PASS  ") == 3 * len(NAMES)
-    assert out.splitlines()[-1] == f"PASS: {3 * len(NAMES)} of {3 * len(NAMES)} checks"
-
-
-def test_the_list_has_a_json_form(study: Study) -> None:
-    code, out, _ = study("--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["passed"] is True
+def test_the_list_and_its_checks(study: Study) -> None:
+    code, out, err = study("bugs")
+    listed = [line.split()[:2] for line in out.splitlines() if line.startswith(" ")]
+    assert (code, listed) == (0, [[str(number(bug)), bug.name] for bug in BUGS.values()])
+    assert [line for line in out.splitlines() if not line.startswith(" ")] == list(BUGS.themes)
+    assert "clearllama study bugs 1" in err
+    code, out, _ = study("bugs", "--checks")
+    assert (code, out.count("\n  PASS  ")) == (0, 3 * len(NAMES))
+    found = json.loads(study("bugs", "--json")[1])
     assert [row["name"] for row in found["exercises"]] == NAMES
-    keys = ["number", "name", "theme", "line", "predict", "ask", "names", "evidence", "repair", "why"]
-    assert list(found["exercises"][0]) == keys
     assert found["exercises"][0]["evidence"][0] == {"what": "different sine columns, of 32", "line": 1, "right": 32}
 
 
-def failing(bug: Bug) -> Bug:
-    """The exercise with the wrong line as its repair."""
-    return replace(bug, right=bug.wrong)
+def test_one_exercise_has_a_text_and_a_json_form(study: Study) -> None:
+    code, out, err = study("bugs", "own-key", "--checks")
+    assert code == 0
+    labels = [line.split()[0] for line in out.splitlines() if re.match("  [a-z]", line)]
+    assert labels == ["line", "predict", "evidence", "find", "repair", "why"]
+    assert out.count("\n  PASS  ") == 3
+    assert "clearllama study bugs own-key --quiz" in err
+    found = json.loads(study("bugs", "21", "--json")[1])
+    assert (found["name"], found["repair"], found["passed"], len(found["checks"])) == ("own-key", "m + 1", True, 3)
+    keys = ["number", "name", "theme", "line", "predict", "ask", "names", "evidence", "repair", "why"]
+    assert list(found)[: len(keys)] == keys
 
 
 def test_a_failing_check_gives_exit_code_1(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = {"One theme": (failing(BUGS["radix"]), BUGS["speed"])}
-    monkeypatch.setattr(BUGS, "themes", two)
-    monkeypatch.setattr(BUGS, "_bugs", {bug.name: bug for bug in two["One theme"]})
-    assert study("radix")[0] == 1
-    assert study("radix")[1].splitlines()[-1] == "FAIL"
-    assert study("speed")[0] == 0
-    code, out, _ = study("--checks")
-    assert code == 1
-    assert out.splitlines()[-1] == "FAIL: 5 of 6 checks"
-    assert json.loads(study("--json")[1])["passed"] is False
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_exercise_fits_on_a_screen(study: Study, name: str) -> None:
-    code, out, err = study(name)
-    assert code == 0
-    lines = out.splitlines()
-    assert lines[0].startswith(f"bugs {number(BUGS[name])} of 27, {name}: ")
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 110
-    labels = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
-    assert labels == ["line", "predict", "evidence", "find", "repair", "why"]
-    assert "FAIL" not in out
-    assert f"clearllama study bugs --quiz {name} asks for the repair" in err
-    assert ("shows the next exercise" in err) == (name != NAMES[-1])
-    assert study("--checks", name)[1].count("\n  PASS  ") == 3
-
-
-@pytest.mark.parametrize("words", [("own-key", "--json"), ("--json", "own-key"), ("--json", "21")])
-def test_one_exercise_has_a_json_form(study: Study, words: tuple[str, ...]) -> None:
-    code, out, _ = study(*words)
-    found = json.loads(out)
-    assert code == 0
-    assert found["name"] == "own-key"
-    assert found["line"] == BUGS["own-key"].line
-    assert found["repair"] == "m + 1"
-    assert found["passed"] is True
-    assert len(found["checks"]) == 3
+    failing = replace(BUGS["radix"], right=BUGS["radix"].wrong)
+    monkeypatch.setattr(BUGS, "themes", {"One theme": (failing,)})
+    monkeypatch.setattr(BUGS, "_bugs", {"radix": failing})
+    code, out, _ = study("bugs", "radix")
+    assert (code, "  FAIL  right line" in out) == (1, True)
+    assert study("bugs", "--checks")[0] == 1
+    assert json.loads(study("bugs", "--json")[1])["passed"] is False
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("E99",), "unknown exercise 'E99'"),
-        (("--figure", "x.png"), "study bugs does not accept --figure"),
-        (("--which", "x"), "study bugs does not accept --which"),
-        (("--context", "0"), "study bugs does not accept --context"),
-        (("step", "--rope-theta", "5"), "study bugs does not accept --rope-theta"),
-        (("--seed", "1"), "--seed needs --quiz"),
-        (("step", "--seed", "1"), "--seed needs --quiz"),
-        (("--quiz", "--seed", "-1"), "--seed must be 0 or more"),
-        (("--quiz", "--json"), "--quiz is interactive and does not accept --json"),
-        (("--quiz", "--checks"), "--quiz is interactive and does not accept --checks"),
-        (("--quiz", "28"), "unknown exercise '28'"),
-        (("step", "--quiz", "speed"), "expected one exercise, found two: step and speed"),
-        (("step", "speed"), "unrecognized arguments: speed"),
-        (("--json", "step", "speed"), "unrecognized arguments"),
-        (("--nonsense",), "unrecognized arguments: --nonsense"),
+        (("bugs", "E99"), "unknown exercise 'E99'"),
+        (("bugs", "--context", "0"), "study bugs does not accept --context"),
+        (("bugs", "step", "--seed", "1"), "--seed needs --quiz"),
+        (("bugs", "--quiz", "--json"), "--quiz does not accept --json"),
+        (("bugs", "step", "speed"), "unrecognized arguments: speed"),
+        (("example", "step"), "belong to the topic bugs"),
+        (("example", "--seed", "1"), "belong to the topic bugs"),
+        (("--quiz",), "belong to the topic bugs"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(study: Study, words: tuple[str, ...], reason: str) -> None:
     code, out, err = study(*words)
-    assert code == 2
-    assert out == ""
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert reason in err
-    assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("topic", "words"),
-    [(("example",), ("step",)), (("example",), ("--quiz",)), (("example",), ("--seed", "1")), ((), ("--quiz",))],
-)
-def test_arguments_of_bugs_are_errors_for_other_topics(
-    study: Study, topic: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    code, out, err = study(*words, topic=topic)
-    assert (code, out) == (2, "")
-    assert "belongs to the topic bugs" in err
+def test_the_quiz_shows_the_repair_after_the_prediction(study: Study) -> None:
+    def asked(*words: str, stdin: str) -> list[str]:
+        return re.findall(r"^bugs \d+ of \d+, ([a-z-]+): ", study("bugs", "--quiz", *words, stdin=stdin)[1], re.M)
 
-
-def test_the_list_of_topics_includes_bugs(study: Study) -> None:
-    out = study(topic=())[1]
-    assert f"bugs         {TOPICS['bugs']}" in out
-    assert "errata" not in out
-
-
-def asked(out: str) -> list[str]:
-    """The exercises that a quiz asked, in order."""
-    return re.findall(r"^\d+ of \d+, ([a-z-]+): ", out, re.M)
-
-
-def test_the_quiz_counts_repairs_and_does_not_judge_predictions(study: Study) -> None:
-    answers = "".join(f"no idea {i}\n{bug.right}\n" for i, bug in enumerate(BUGS.values()))
-    code, out, err = study("--quiz", stdin=answers.encode())
-    assert code == 0
-    assert err == ""
-    assert asked(out) == NAMES
-    assert out.splitlines()[-1] == "score: 27 of 27"
-    assert out.count("\n  right ") == 27
-
-
-def test_the_evidence_follows_the_prediction(study: Study) -> None:
-    """Neither the evidence nor the repair is shown before."""
-    assert "RuntimeError" not in study("--quiz", "div-term")[1]
-    out = study("--quiz", "div-term", stdin=b"fails\n")[1]
+    everything = "no idea\n" * len(NAMES)
+    assert asked(stdin=everything) == NAMES
+    assert asked(stdin="\n") == NAMES[:2]  # the end of the input ends the quiz
+    shuffled = asked("--seed", "1", stdin=everything)
+    assert shuffled == asked("--seed", "1", stdin=everything) != asked("--seed", "2", stdin=everything) != NAMES
+    assert sorted(shuffled) == sorted(NAMES)
+    assert "RuntimeError" not in study("bugs", "div-term", "--quiz")[1]
+    out = study("bugs", "div-term", "--quiz", stdin="it fails\n")[1]
     assert "RuntimeError" in out
-    assert "d_model / 2" not in out
-
-
-def test_the_quiz_shows_the_answer_after_three_tries(study: Study) -> None:
-    code, out, _ = study("--quiz", "power", stdin=b"\nexp(2*i/d)*log(10000)\n1\n2\n3\n")
-    assert code == 0
-    assert out.count("  no (") == 3
-    assert "no (3 of 3): at i = " in out
-    assert "answer   exp(-(2*i/d) * log(10000))" in out
-    assert "why      a**b is exp(b * log(a))" in out
-    assert out.splitlines()[-1] == "score: 0 of 1"
-
-
-def test_a_rejected_line_of_the_quiz_does_not_count_as_a_try(study: Study) -> None:
-    hostile = b"grows\n9**9**9**9\n().__class__\n2*\xff\n" + b"x" * 5000 + b"\n"
-    code, out, _ = study("power", "--quiz", stdin=hostile + b"1\n2\n10000**(-2*i/d)\n")
-    assert code == 0
-    rejected = [line for line in out.splitlines() if line.startswith("  rejected: ")]
-    assert len(rejected) == 5  # the long line is read in two pieces
-    assert out.count("  no (") == 2
-    assert out.splitlines()[-1] == "score: 1 of 1"
-
-
-def test_the_quiz_moves_on_after_ten_rejected_lines(study: Study) -> None:
-    code, out, _ = study("--quiz", "power", stdin=b"nonsense\n" * 1000)
-    assert code == 0
-    assert out.count("rejected") == 10
-    assert out.splitlines()[-1] == "score: 0 of 1"
-
-
-def test_the_quiz_ends_at_the_end_of_the_input(study: Study) -> None:
-    code, out, _ = study("--quiz")
-    assert code == 0
-    assert out.splitlines()[-1] == "score: 0 of 0, 27 left"
-    code, out, _ = study("--quiz", stdin=f"\n\n\n{BUGS['step'].right}\n\n1".encode())
-    assert code == 0
-    assert "answer   sin(pos / 10000**(2*i/d))" in out  # shown for an empty line
-    assert out.splitlines()[-1] == "score: 1 of 2, 25 left"
-
-
-def test_the_seed_of_the_quiz_determines_the_order(study: Study) -> None:
-    def order(*words: str) -> list[str]:
-        return asked(study("--quiz", *words, stdin=b"\n" * 100)[1])
-
-    assert order() == NAMES
-    assert order("--seed", "1") == order("--seed", "1")
-    assert order("--seed", "1") != order("--seed", "2") != NAMES
-    assert sorted(order("--seed", "1")) == sorted(NAMES)
-
-
-def test_the_quiz_needs_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["study", "bugs", "--quiz"]) == 2
-    assert "standard input is closed" in capsys.readouterr().err
-
-
-def test_the_quiz_works_at_a_terminal() -> None:
-    child = pexpect.spawn(
-        sys.executable, ["-m", "llama", "study", "bugs", "--quiz"], encoding="utf-8", timeout=60, dimensions=(50, 120)
-    )
-    child.expect("1 of 27, exponent")
-    child.expect("> ")
-    child.sendline("all of them")
-    child.expect("different sine columns")
-    child.expect("> ")
-    child.sendline("().__class__")
-    child.expect("rejected: ")
-    child.expect("> ")
-    child.sendline("sin(pos / 10000**(2*pos/d))")
-    child.expect("no \\(1 of 3\\)")
-    child.expect("> ")
-    child.sendline("sin(pos / 10000**(2*i/d))")
-    child.expect("right ")
-    child.expect("2 of 27, step")
-    child.expect("> ")
-    child.sendeof()
-    child.expect("score: 1 of 1")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    assert "d_model / 2" in out

@@ -271,7 +271,7 @@ def test_the_command_makes_a_vector_and_generate_applies_it(
         (("generate", "x", "--steer", "FILE", "--steer-scale", "inf"), "--steer-scale must be a number"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:1"), "no direction for these layers"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:9"), "after the last layer"),
-        (("steer", "--positive", "a", "--positive", "b", "--negative", "c", "-o", "NEW"), "got 2 --positive and 1"),
+        (("steer", "--positive", "a", "--positive", "b", "--negative", "c", "-o", "NEW"), "got 2 --positive, but 1"),
         (("steer", "--positive", "a", "--negative", "c", "-o", "NEW", "--compile"), "leave --compile out"),
         (("steer", "--positive", "a", "--negative", "c", "-o", "/nowhere/at.all"), "existing folder"),
     ],
