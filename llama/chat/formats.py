@@ -108,7 +108,8 @@ TOKENS = {
 
 def chat_format_of(tokenizer: Tokenizer) -> str | None:
     """The first format that a vocabulary can express, or None. The model may have been trained on another one."""
-    return next((name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens}), None)
+    fitting = (name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens})
+    return None if "<|im_start|>" in tokenizer.control else next(fitting, None)  # ChatML, which is none of these
 
 
 def check_format(name: str, tokenizer: Tokenizer) -> None:

@@ -141,9 +141,14 @@ class Tokenizer(ABC):
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
 
     def digest(self) -> str:
-        """A hash of what the ids mean."""
-        tokens = [self.token_bytes(id).hex() for id in range(self.n_vocab)]
-        return hashlib.sha256(json.dumps([self.kind, tokens, sorted(self.control.items())]).encode()).hexdigest()
+        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
+        metadata = getattr(self, "metadata", {})
+        content = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
+        content |= {"data": getattr(self, "data", tokens), "settings": getattr(self, "settings", None)}
+        content["control"] = sorted(self.control.items())
+        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
+        return hashlib.sha256(data).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.
