@@ -22,7 +22,7 @@ from torch import Tensor
 import llama
 from llama.chat import TEMPLATES
 from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
-from llama.checkpoint.architectures import FAMILIES
+from llama.checkpoint.architectures import MODEL_TYPES
 from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.quant.gguf_types import MIXES
@@ -92,7 +92,7 @@ NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "S
 
 
 @pytest.mark.parametrize("kind", [None, *MIXES])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
     """Each matrix, dequantized by the gguf package, is close to the one that transformers saved."""
     model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)

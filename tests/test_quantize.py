@@ -394,7 +394,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no scheme": (edit_quantization(scheme=None), "the key scheme is missing"),
     "another method": (edit_quantization(quant_method="hqq"), "'hqq' can't be read"),
     "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"'.*\.tiles' is not part of"),
-    "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings is set, but lm_head\.weight differs"),
+    "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"lm_head\.weight differs from the embedding"),
     "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* requires"),
     "no metadata": (lambda d: edit_header(d, lambda h: h.pop("__metadata__")), r"metadata of .*\.tiles is not valid JSON"),
     "no bits": (edit_metadata(bits=None), f"{META}: the key bits is missing"),

@@ -15,7 +15,7 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import to_half_layout
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
-from .architectures import INTERVAL, LAYOUTS, every
+from .architectures import GGUF_LAYOUTS, INTERVAL, every
 from .base import to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .write import ROTATED, Model, dtype_name, raw_bytes
@@ -55,14 +55,14 @@ def write(
         writer.write_tensor_data(values)
     for name in model.shapes:
         tensor = model.read(name)
-        if LAYOUTS[kind] == "half" and name.endswith(ROTATED):
+        if GGUF_LAYOUTS[kind] == "half" and name.endswith(ROTATED):
             tensor = to_half_layout(tensor, model.config.head_dim)
         writer.write_tensor_data(raw_bytes(tensor))
     writer.close()
 
 
 def architecture(config: ModelConfig, has_tables: bool) -> str:
-    """The architecture of LAYOUTS under which llama.cpp can run the model.
+    """The architecture of GGUF_LAYOUTS under which llama.cpp can run the model.
 
     llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no tables of RoPE divisors. Raises
     ConfigError if none of them fits.

@@ -22,7 +22,7 @@ import torch
 from ..checkpoint import Checkpoint, base, gguf, huggingface, meta, open_checkpoint, torchfile
 from ..errors import CheckpointError, DamagedError, LlamaError, TokenizerError, UsageError, one_line
 from ..hub import models as hub
-from ..system.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_of
+from ..system.documents import LARGEST, LARGEST_TOKENIZER, read_json, refuse_mistakes, size_of
 from ..tokenizer import open_tokenizer
 from ..weights import mismatches
 
@@ -216,7 +216,7 @@ def check_size(file: Path, root: Path) -> Finding:
 
     def look() -> str:
         with open(file, "rb") as opened:
-            torchfile.refuse_mistakes(file, opened.read(64))
+            refuse_mistakes(file, opened.read(64))
         if file.suffix == ".safetensors":
             tensors = huggingface.open_file(file)
             return f"{file.stat().st_size:,} bytes, as its header says: {len(tensors):,} tensors"
@@ -234,8 +234,6 @@ def torch_size(file: Path) -> str:
     size = file.stat().st_size
     with open(file, "rb") as opened:
         start = opened.read(4)
-    if start[:2] == torchfile.PICKLE:
-        return f"{size:,} bytes; an old torch file, which does not declare its size"
     if start != torchfile.ZIP:
         raise DamagedError(f"{file} is not a torch file: it begins with {start!r}")
     return f"{size:,} bytes, {len(torchfile.read_records(file, file)):,} records to the end of the archive"
@@ -271,7 +269,7 @@ def check_records(file: Path, root: Path, progress: Progress = _silent) -> Findi
 
     def read() -> str:
         damaged, done = [], 0
-        records = torchfile.read_records(file, file).values() if torchfile.is_archive(file) else ()
+        records = torchfile.read_records(file, file).values()
         if not any(record.CRC for record in records):  # torch.serialization.set_crc32_options(False)
             return UNCHECKED
         total = sum(record.file_size for record in records)
