@@ -377,6 +377,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "'extra' is not part of a LLaMA decoder",
     ),
     "template type": (lambda d: edit(d, file="tokenizer_config.json", chat_template=3), "chat_template must be a string"),
+    "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "at most 4,194,304"),
     "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),
 }  # fmt: skip
 

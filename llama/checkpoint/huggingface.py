@@ -26,7 +26,7 @@ from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
-from ..system.documents import Fields, describe, read_json, refuse_mistakes, size_of, utf8_name
+from ..system.documents import LARGEST, Fields, describe, read_json, refuse_mistakes, size_of, utf8_name
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
@@ -356,6 +356,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _read_template(path: Path) -> str:
+    if size_of(path) > LARGEST:
+        raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST:,}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
