@@ -14,9 +14,7 @@ from torch import Tensor
 
 import llama
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.architectures import FAMILIES, LAYOUTS
-from llama.cli import main
-from llama.config import ModelConfig
+from llama.checkpoint.architectures import GGUF_LAYOUTS, MODEL_TYPES
 from llama.engine import kernels
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
@@ -155,24 +153,18 @@ def test_logits_and_cached_keys_are_the_same_in_every_form_of_rope(form: str) ->
 @pytest.mark.parametrize("family", ["Qwen2", "SmolLM3"])
 @pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 def test_quantized_folders_keep_what_is_special(tmp_path: Path, family: str) -> None:
-    """The folder computes what quantizing while loading computes, and that is near the original: random weights of
-    this size amplify rounding, so the unit is the error of bfloat16, which is 0.01 to 0.03.
-    """
-    model = write(tmp_path / "hf", family, hidden_size=128, intermediate_size=256)
+    """The folder computes what quantizing while loading computes."""
+    write(tmp_path / "hf", family, hidden_size=128, intermediate_size=256)
     quantize(tmp_path / "hf", tmp_path / "int8", "int8")
     saved, loaded = (
         llama.loader.build(open_checkpoint(tmp_path / name), "cpu", "float32", quantize="int8", fast=True)
         for name in ("int8", "hf")
     )
     assert torch.equal(saved(tokens(40)), loaded(tokens(40)))
-    expected = model(tokens(40)).logits
-    rounded = llama.load_model(tmp_path / "hf", dtype="bfloat16", device="cpu")
-    ours, bfloat16 = (float((m(tokens(40)).float() - expected).norm() / expected.norm()) for m in (saved, rounded))
-    assert ours < 3 * bfloat16 < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- sliding windows
-def test_a_window_ends_the_context_and_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_ends_the_context(tmp_path: Path) -> None:
     model = write(tmp_path, "Mistral", sliding_window=16)
     ours = load(tmp_path)
     assert (ours.config.max_seq_len, ours.max_seq_len) == (64, 16)
@@ -185,10 +177,9 @@ def test_a_window_ends_the_context_and_the_command_says_so(tmp_path: Path, capsy
     with pytest.raises(UsageError, match="exceeds the model's sliding window"):
         load(tmp_path, max_seq_len=32, rope_scaling={"rope_type": "linear", "factor": 4.0})
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
-    arguments = ["bench", "-m", str(tmp_path), "--prompt-tokens", "4", "-n", "2", "--device", "cpu"]
-    assert main(arguments) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "sliding window" in line]
-    assert lines == [f"clearllama: warning: {open_checkpoint(tmp_path).warnings[0]}"]
+    assert open_checkpoint(tmp_path).warnings == [
+        "the context is limited to 16 of 64 tokens: sliding windows are not implemented"
+    ]
 
 
 def tiny_without_window(model: Any) -> Any:
@@ -230,8 +221,8 @@ def test_a_window_applies_as_in_transformers(
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """The classes of transformers have the defaults; keys that a file leaves out have these values."""
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
-    assert names.keys() == FAMILIES.keys()
-    for kind, family in FAMILIES.items():
+    assert names.keys() == MODEL_TYPES.keys()
+    for kind, family in MODEL_TYPES.items():
         theirs = getattr(transformers, f"{names[kind]}Config")()
         assert theirs.model_type == kind
         assert theirs.max_position_embeddings == family.context
@@ -244,26 +235,21 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- faults
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
-    ("SmolLM3", {"no_rope_layers": [1, 1]}, "no_rope_layers must have a 1 .* for each of the 5 layers"),
-    ("SmolLM3", {"no_rope_layers": [1, 1, 1, 2, 1]}, "no_rope_layers must have a 1"),
-    ("SmolLM3", {"no_rope_layers": [True] * 5}, "no_rope_layers must have a 1"),
-    ("SmolLM3", {"no_rope_layers": "1110"}, "no_rope_layers must be a list"),
+    ("SmolLM3", {"no_rope_layers": [1, 1]}, "no_rope_layers must have a 0 .* for each of the 5 layers"),
+    ("SmolLM3", {"no_rope_layers": [1, 1, 1, 2, 1]}, "no_rope_layers must have a 0"),
+    ("SmolLM3", {"no_rope_layers": [True] * 5}, "no_rope_layers must have a 0"),
     ("SmolLM3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be an integer"),
     ("SmolLM3", {"num_hidden_layers": 2**40, "no_rope_layers": None}, "number of layers must be .* to 65536"),
-    ("Qwen2", {"no_rope_layers": [1, 0, 1, 1, 1]}, "no_rope_layers must be null"),
-    ("Mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
-    ("Mistral", {"sliding_window": "4096"}, "sliding_window must be an integer"),
     ("Mistral", {"sliding_window": 2**80}, "sliding_window must be an integer"),
-    ("Mistral", {"layer_types": ["chunked_attention"] * 5}, "layer_types of mistral must be full_attention or"),
-    ("Mistral", {"layer_types": {"a": 1}}, "layer_types must be a list"),
+    ("Qwen2", {"layer_types": ["chunked_attention"] * 5}, "layer_types must be full_attention or"),
     ("Qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
-    ("Qwen2", {"max_window_layers": 2.5, "layer_types": None}, "max_window_layers must be an integer"),
     ("Qwen2", {"use_mrope": True}, "use_mrope is true"),
-    *(
-        ("Qwen2", {"model_type": kind}, f"model_type is {kind!r}; only llama, mistral, qwen2, smollm3 can be run; try")
-        for kind in ("qwen2_moe", "mixtral", "nonsense")
+    (
+        "Qwen2",
+        {"model_type": "mixtral"},
+        "model_type is 'mixtral'; only llama, mistral, qwen2, smollm3 can be run; try",
     ),
-    ("Mistral", {"model_type": None, "architectures": ["PixtralForX"]}, "model_type is null; only llama"),
+    ("Mistral", {"model_type": None}, "model_type is null; only llama"),
 ]
 
 
@@ -290,49 +276,10 @@ def test_each_fault_is_a_one_line_error(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_keys_that_these_families_ignore_are_named(originals: Path, tmp_path: Path) -> None:
-    for file in (originals / "Qwen2").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    edit(tmp_path, attention_bias=True, use_mrope=False, architectures=None)
-    [warning] = open_checkpoint(tmp_path).warnings
-    assert "unknown keys, which have no effect: attention_bias" in warning
-    edit(tmp_path, remove=("model_type", "attention_bias"), architectures=["Qwen2ForCausalLM"])
-    assert open_checkpoint(tmp_path).config.qkv_bias
-
-
-@pytest.mark.parametrize(
-    ("metadata", "says"),
-    [
-        ({"general.architecture": "qwen3"}, "'qwen3'; only llama, qwen2, smollm3 can be run; try transformers"),
-        ({"general.architecture": "qwen2"}, "qwen2: the key .* is missing"),
-        ({"llama.expert_count": 8}, "expert_count is 8, expected 0"),
-        ({"llama.attention.sliding_window": 1.5}, "sliding_window must be an integer"),
-    ],
-    ids=str,
-)
-def test_another_gguf_architecture_is_refused_with_what_it_is(
-    tmp_path: Path, metadata: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(LlamaError, match=says) as caught:
-        open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("architecture", LAYOUTS)
+@pytest.mark.parametrize("architecture", GGUF_LAYOUTS)
 def test_an_impossible_number_of_layers_allocates_nothing(tmp_path: Path, architecture: str) -> None:
     entries = {key.replace("llama.", f"{architecture}."): value for key, value in tiny.architecture().items()}
     removed = dict.fromkeys(tiny.architecture()) if architecture != "llama" else {}
     entries |= {"general.architecture": architecture, f"{architecture}.block_count": 2**31 - 1}
     with pytest.raises(LlamaError, match=r"layers"):
         load(tiny.write_gguf(tmp_path / "x.gguf", metadata={**removed, **entries}))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"no_rope_layers": [1]}, {"no_rope_layers": (2,)}, {"no_rope_layers": (-1,)}, {"no_rope_layers": (True,)},
-     {"sliding_window": 0}, {"sliding_window": 1.5}, {"qkv_bias": 1}],
-    ids=str,
-)  # fmt: skip
-def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(fields))):
-        ModelConfig(64, 2, 4, 2, 16, 96, 320, **fields)

@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from llama.checkpoint import Checkpoint, meta, open_checkpoint
-from llama.checkpoint.base import to_file_name
+from llama.checkpoint import Checkpoint, open_checkpoint
+from llama.checkpoint.base import META_NAMES, to_file_name
 from llama.checkpoint.huggingface import LAYERS, NAMES
 from llama.checkpoint.write import raw_bytes
 from llama.config import ModelConfig
@@ -150,7 +150,7 @@ def read_gguf(path: Path) -> Weights:
 
 # -------------------------------------------------------------------------------------------------------- the files
 def make_meta(folder: Path) -> Path:
-    state = {to_file_name(name, meta.STEMS): weight.bfloat16() for name, weight in tiny.weights(CONFIG).items()}
+    state = {to_file_name(name, META_NAMES): weight.bfloat16() for name, weight in tiny.weights(CONFIG).items()}
     state["norm.weight"] = torch.nn.Parameter(state["norm.weight"])
     state["output.weight"] = state["output.weight"].T.contiguous().T  # strides that are not row-major
     params = {"dim": CONFIG.dim, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 8, "norm_eps": 1e-5,

@@ -21,7 +21,7 @@ import llama
 from llama.chat import TEMPLATES
 from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
 from llama.checkpoint import write as checkpoint_write
-from llama.checkpoint.architectures import FAMILIES
+from llama.checkpoint.architectures import MODEL_TYPES
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.quant.gguf_types import MIXES
 from llama.system import temporary
@@ -90,7 +90,7 @@ NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "S
 
 
 @pytest.mark.parametrize("kind", [None, *MIXES])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
     model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)
     path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path

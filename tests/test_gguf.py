@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.gguf import GGUFFile
+from llama.checkpoint.gguf import PLAIN_VALUES, GGUFFile
 from llama.checkpoint.gguf_header import read_header
 from llama.errors import CheckpointError, DamagedError, LlamaError
 from llama.quant.blocks import READERS
@@ -139,54 +138,10 @@ def test_a_weight_is_multiplied_by_its_factor(tmp_path: Path, quantization: str)
             open_checkpoint(path)
 
 
-NEIGHBOURS = {"q_proj": ("attn_q", 4), "k_proj": ("attn_k", 2), "v_proj": ("attn_v", 0), "o_proj": ("attn_output", 0),
-              "gate_proj": ("ffn_gate", 0), "up_proj": ("ffn_up", 0), "down_proj": ("ffn_down", 0), "lm_head": ("output", 0),
-              "embed_tokens": ("token_embd", 0), "input_layernorm": ("attn_norm", 0), "norm": ("output_norm", 0),
-              "post_attention_layernorm": ("ffn_norm", 0)}  # fmt: skip
-
-
-def test_rows_and_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
-    """Transformers' weights, converted here by the formulas of llama.cpp's converter; also past position 8192."""
-    factor, low, high, length = 8.0, 1.0, 4.0, 4096
-    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": length, "rope_theta": 500000.0}  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_parameters=rope,
-        )
-    ).eval()  # fmt: skip
-    frequency = 500000.0 ** (-np.arange(0, 16, 2) / 16)
-    smooth = np.clip((length * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
-    tensors = {"rope_freqs.weight": torch.tensor(1 / ((1 - smooth) / factor + smooth), dtype=torch.float32)}
-    for name, weight in model.state_dict().items():
-        scale = 3 * weight.shape[-1] ** -0.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 0.2
-        weight.copy_(scale * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
-        *_, module, _ = name.split(".")
-        theirs, heads = NEIGHBOURS[module]
-        rows = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else weight
-        tensors[f"blk.{name.split('.')[2]}.{theirs}.weight" if "layers" in name else f"{theirs}.weight"] = rows
-    config = dataclasses.replace(tiny.CONFIG, max_seq_len=32768, rope_theta=500000.0)
-    path = tiny.write_gguf(tmp_path / "x.gguf", config, {}, extra=tensors)
-    tokens, positions = tiny.random_tokens(48, seed=1), torch.cat([at + torch.arange(16) for at in (0, 5000, 9000)])
-    expected = model(tokens, position_ids=positions[None]).logits
-    assert float(expected.std()) > 0.3
-    # The tolerance is the error of float32 angles at position 9000.
-    assert float((load(path)(tokens, positions) - expected).abs().max()) < 1e-2
-
-
 def test_reading_never_changes_the_file(tiny_gguf: Path) -> None:
     before, model = tiny_gguf.read_bytes(), load(tiny_gguf)
     model.norm.weight.fill_(9)  # float32 weights are in the mapped file; a write goes to a private copy
     assert tiny_gguf.read_bytes() == before
-
-
-def test_values_beyond_float16_are_an_error_not_infinity(tmp_path: Path) -> None:
-    state = tiny.weights()
-    state["norm.weight"][3] = 1e5
-    with pytest.raises(CheckpointError, match=r"norm.weight holds values beyond float16"):
-        load(tiny.write_gguf(tmp_path / "x.gguf", state=state), dtype="float16")
 
 
 # ----------------------------------------------------------------------------------------------------------- surplus
@@ -209,7 +164,7 @@ def assemble(path: Path, tensors: list[tuple[str, Tensor]], alignment: int, gap:
     return path
 
 
-@pytest.mark.parametrize(("alignment", "after"), [(1, 0), (2, 7), (32, 0), (64, 1)])
+@pytest.mark.parametrize(("alignment", "after"), [(2, 7), (64, 0)])
 def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path, alignment: int, after: int) -> None:
     tensors = [(name, tensor.read()) for name, tensor in GGUFFile(tiny_gguf).tensors.items()]
     for more in ([], [("empty", torch.zeros(0))], [("blk.9.empty.weight", torch.zeros(3, 0))]):
@@ -217,79 +172,46 @@ def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path,
         assert torch.equal(load(path)(TOKENS), load(tiny_gguf)(TOKENS))
 
 
-def test_a_changed_type_is_not_read_as_other_numbers(tiny_gguf: Path, tmp_path: Path) -> None:
-    """Its tensor would end before the next one begins. A gap between tensors is refused for the same reason."""
+def test_a_gap_between_tensors_is_refused(tiny_gguf: Path, tmp_path: Path) -> None:
+    """Without this rule, a tensor whose type was changed would be read as other numbers."""
     tensors = [(name, tensor.read()) for name, tensor in GGUFFile(tiny_gguf).tensors.items()]
     with pytest.raises(DamagedError, match="should begin at"):
         open_checkpoint(assemble(tmp_path / "gap.gguf", tensors, 32, 100, 0))
-    data, name = tiny_gguf.read_bytes(), b"blk.0.attn_q.weight"
-    at = data.index(name) + len(name) + 4 + 2 * 8  # of the type, after the rank and two sizes
-    for type in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
-        (tmp_path / "x.gguf").write_bytes(data[:at] + struct.pack("<I", type) + data[at + 4 :])
-        with pytest.raises(LlamaError):
-            open_checkpoint(tmp_path / "x.gguf")
-
-
-@pytest.mark.parametrize("key", ["attention.head_count_kv", "attention.head_count", "feed_forward_length"])
-def test_an_array_of_equal_numbers_is_that_number(tmp_path: Path, key: str) -> None:
-    number = tiny.architecture()[f"llama.{key}"]
-    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={f"llama.{key}": [number] * 2})
-    assert open_checkpoint(path).config == tiny.CONFIG
-    for wrong in ([number, number + 1], [number, 0]):
-        with pytest.raises(CheckpointError, match=rf"{key} must be an integer"):
-            open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata={f"llama.{key}": wrong}))
 
 
 # ---------------------------------------------------------------------------------------------------------- metadata
-LLM, ATTENTION = gguf.Keys.LLM, gguf.Keys.Attention
-
-
-@pytest.mark.parametrize(
-    ("key", "plain", "other"),
-    [
-        (LLM.EXPERT_COUNT, 0, 8),
-        (ATTENTION.CAUSAL, True, False),
-        (ATTENTION.SCALE, 0.0, 0.5),
-        (ATTENTION.CLAMP_KQV, 0.0, 8.0),
-        (LLM.ATTN_LOGIT_SOFTCAPPING, 0.0, 50.0),
-        (LLM.FINAL_LOGIT_SOFTCAPPING, 0.0, 30.0),
-        (LLM.LOGIT_SCALE, 0.0, 0.5),
-        (LLM.EMBEDDING_SCALE, 0.0, 12.0),
-        (LLM.RESIDUAL_SCALE, 0.0, 0.25),
-        (LLM.USE_PARALLEL_RESIDUAL, False, True),
-    ],
-)
-def test_a_key_that_changes_the_computation_is_refused(tmp_path: Path, key: str, plain: Any, other: Any) -> None:
-    key = key.format(arch="llama")
+@pytest.mark.parametrize("key", PLAIN_VALUES)
+def test_a_key_that_changes_the_computation_is_refused(tmp_path: Path, key: str) -> None:
+    plain, key = PLAIN_VALUES[key], f"llama.{key}"
     open_checkpoint(tiny.write_gguf(tmp_path / "plain.gguf", metadata={key: plain}))
+    other = not plain if isinstance(plain, bool) else plain + 2
     with pytest.raises(CheckpointError, match=re.escape(f"{key} is {other}, expected {plain}")):
         open_checkpoint(tiny.write_gguf(tmp_path / "other.gguf", metadata={key: other}))
 
 
 @pytest.mark.parametrize(
-    ("metadata", "says"),
+    ("options", "says"),
     [
-        ({"general.architecture": "gpt2"}, "architecture is 'gpt2'"),
-        ({"llama.embedding_length": None}, "embedding_length is missing"),
-        ({"llama.attention.head_count": None}, "head_count is missing"),
-        ({"llama.attention.head_count": "4"}, "head_count must be an integer, got '4'"),
-        ({"llama.attention.head_count": 0}, "n_heads must be an integer from 1"),
-        ({"llama.attention.head_count_kv": 3}, "multiple of n_kv_heads"),
-        ({"llama.attention.head_count": 8}, "attn_q.weight has shape"),
-        ({"llama.block_count": 3}, "has 3 layers"),
-        ({"llama.block_count": 2**31}, "has 2147483648 layers"),
-        ({"llama.feed_forward_length": 97}, "ffn_gate.weight has shape"),
-        ({"llama.embedding_length": 2**31}, "have shape|has shape"),
-        ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, but the head dimension is 16"),
-        ({"llama.attention.value_length": 8}, "value_length is 8, but the head dimension is 16"),
-        ({"llama.rope.freq_base": 0.0}, "rope_theta"),
-        ({"tokenizer.chat_template": 5}, "chat_template must be a string, got 5"),
+        ({"metadata": {"general.architecture": "gpt2"}}, "architecture is 'gpt2'"),
+        ({"metadata": {"llama.embedding_length": None}}, "embedding_length is missing"),
+        ({"metadata": {"llama.attention.head_count": 0}}, "n_heads must be an integer from 1"),
+        ({"metadata": {"llama.attention.head_count_kv": [2, 2]}}, "head_count_kv must be an integer"),
+        ({"metadata": {"llama.attention.head_count": 8}}, "attn_q.weight has shape"),
+        ({"metadata": {"llama.block_count": 2**31}}, "has 2147483648 layers"),
+        ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count is 8, expected 16"),
+        ({"metadata": {"llama.attention.value_length": 8}}, "value_length is 8, expected 16"),
+        ({"metadata": {"llama.rope.freq_base": 0.0}}, "rope_theta"),
+        ({"metadata": {"tokenizer.chat_template": 5}}, "chat_template must be a string, got 5"),
+        ({"without": ("blk.1.ffn_up.weight",)}, "1 tensor is missing: blk.1.ffn_up.weight"),
+        ({"without": ("token_embd.weight",)}, "token_embd.weight is missing"),
+        ({"extra": {"blk.0.attn_norm.bias": torch.zeros(64)}}, "1 tensor is unexpected: blk.0.attn_norm.bias"),
+        ({"extra": {"blk.0.other.weight": torch.zeros(64)}}, "blk.0.other.weight is not part of a LLaMA decoder"),
     ],
+    ids=str,
 )
-def test_metadata_that_contradicts_the_tensors_is_an_error(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
-    path = tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata)
+def test_metadata_and_tensors_must_agree(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(LlamaError, match=says):
-        load(path)
+        load(tiny.write_gguf(tmp_path / "x.gguf", **options))
 
 
 def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
@@ -303,13 +225,13 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     )
     assert (tied.config.tie_embeddings, tied.config.max_seq_len) == (True, 2**31)
     window = tiny.write_gguf(
-        tmp_path / "z.gguf", metadata={"llama.attention.sliding_window": 128, "tokenizer.ggml.pre": None}
+        tmp_path / "z-00001-of-00000.gguf", metadata={"llama.attention.sliding_window": 128, "tokenizer.ggml.pre": None}
     )
     assert open_checkpoint(window).config.sliding_window == 128
-    assert "window" in open_checkpoint(window).warnings[0]
+    assert "window" in open_checkpoint(window).warnings[1]
     older = tiny.write_gguf(tmp_path / "w.gguf", metadata={"llama.rope.scale_linear": 4.0})
     assert open_checkpoint(older).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
-    assert "does not name its pre-tokenizer" in open_checkpoint(window).warnings[1]
+    assert "no key tokenizer.ggml.pre" in open_checkpoint(window).warnings[0]
 
 
 SHORT, LONG = [1 + i / 7 for i in range(8)], [1.0 + i for i in range(8)]
@@ -322,22 +244,19 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, list[float]], Any]] = [
     ({"factor": 0.0}, {}, None),
     ({"type": "none", "factor": 4.0, "finetuned": True}, {}, None),
     ({"factor": -1.0}, {}, "'factor' must be a number above 0"),
-    ({"factor": 4.0, "attn_factor": 2.0}, {}, "attn_factor is 2.0, but the type linear does not use it"),
+    ({"factor": 4.0, "attn_factor": 2.0}, {}, "linear, .*attn_factor is not supported"),
     ({"type": "yarn"}, {}, "'factor' must be a number above 0"),
-    ({"type": "spiral", "factor": 4.0}, {}, "type 'spiral' is not supported"),
-    ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.5}, {}, "yarn_ext_factor is not supported"),
+    ({"type": "spiral", "factor": 4.0}, {}, "spiral, .* is not supported"),
+    ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.5}, {}, "yarn_ext_factor is not supported in"),
     ({"type": "yarn", "factor": 4.0, "original_context_length": 64}, {}, {**YARN, "original_max_position_embeddings": 64}),
-    ({"type": "yarn", "factor": 4.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}, {},
-     {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}),
     ({"type": "yarn", "factor": 4.0, "attn_factor": 2.0}, {},
      {**YARN, "attention_factor": 2 * (0.1 * math.log(4) + 1)}),  # llama.cpp multiplies its own by it
-    ({"type": "yarn", "factor": 4.0, "yarn_attn_factor": 2.0}, {}, {**YARN, "attention_factor": 2 * (0.1 * math.log(4) + 1)}),
     ({"type": "longrope", "original_context_length": 64, "attn_factor": 1.25}, LENGTHS,
      {"rope_type": "longrope", "original_max_position_embeddings": 64, "attention_factor": 1.25}),
     ({}, LENGTHS, {"rope_type": "longrope", "attention_factor": 1.0}),
-    ({"type": "longrope", "original_context_length": 64}, {}, "longrope needs the tensors"),
+    ({"type": "longrope", "original_context_length": 64}, {}, "longrope, .* is not supported"),
     ({}, {FREQS: LONG}, {"rope_type": "divisors", "divisors": LONG}),
-    ({"type": "yarn", "factor": 4.0}, {FREQS: LONG}, "both .* type yarn and rope_freqs.weight"),
+    ({"type": "yarn", "factor": 4.0}, {FREQS: LONG}, "yarn, .*rope_freqs.weight is not supported"),
 ]  # fmt: skip
 
 
@@ -389,36 +308,14 @@ def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
         assert torch.equal(loader.build(checkpoint, "cpu", "float32")(TOKENS), expected)
     kept = parts[1].read_bytes()
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(DamagedError, match="is also in another file"):
+    with pytest.raises(DamagedError, match="files have the same tensor"):
         open_checkpoint(parts[0])
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match=rf"is one of 5 files, and {parts[1].name} is missing"):
+    with pytest.raises(CheckpointError, match=rf"{parts[1].name}: No such file"):
         open_checkpoint(parts[2])
     stray = tmp_path / "stray.gguf"
     stray.write_bytes(kept)
     with pytest.raises(CheckpointError, match=r"stray\.gguf"):
         open_checkpoint(stray)
-    with pytest.raises(CheckpointError, match="contains 2 GGUF models; name one of them"):
+    with pytest.raises(CheckpointError, match="contains several GGUF models; name one of them"):
         open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["x-00005-of-00003.gguf", "x-00001-of-00000.gguf", "x-00001-of-00001.gguf"])
-def test_a_name_like_that_of_a_part_is_only_a_name(tmp_path: Path, name: str) -> None:
-    path = tiny.write_gguf(tmp_path / name)
-    if "00005" in name:
-        with pytest.raises(CheckpointError, match="is missing"):
-            open_checkpoint(path)
-    else:
-        assert open_checkpoint(path).config == tiny.CONFIG
-
-
-def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"without": ("blk.1.ffn_up.weight",)}, "1 tensor is missing: blk.1.ffn_up.weight"),
-        ({"without": ("token_embd.weight",)}, "token_embd.weight is missing"),
-        ({"extra": {"blk.0.attn_norm.bias": torch.zeros(64)}}, "1 tensor is unexpected: blk.0.attn_norm.bias"),
-        ({"extra": {"blk.0.other.weight": torch.zeros(64)}}, "blk.0.other.weight is not part of a LLaMA decoder"),
-    ]
-    for options, says in cases:
-        with pytest.raises(CheckpointError, match=re.escape(says)):
-            load(tiny.write_gguf(tmp_path / "x.gguf", **options))

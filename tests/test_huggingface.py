@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -20,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import llama
 from llama import loader
 from llama.checkpoint import huggingface, open_checkpoint
-from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.errors import LlamaError
 from llama.generate import generate
 from llama.sampling import SamplingParams
-from llama.text import Session
 from llama.weights import check_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,10 +84,8 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
     [
         {},
         {"tie_word_embeddings": True},
-        {"head_dim": 32},
         {"head_dim": 8},
         {"attention_bias": True},
-        {"mlp_bias": True},
         {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
         {"num_key_value_heads": 4},
         {"num_key_value_heads": 1},
@@ -165,7 +159,6 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
     [
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 32),
         ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}, 64),  # has no effect
-        ({"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 1.0}, 64),
     ],
 )
 def test_a_trained_length_or_factor_elsewhere_is_read_as_in_transformers(
@@ -193,45 +186,6 @@ def test_scalings_by_length_generate_the_text_of_transformers(
     assert [token.id for token in generate(ours, prompt[0].tolist(), params, chunk=16)] == expected
 
 
-def test_logits_do_not_depend_on_an_earlier_longer_pass(with_tokenizer: Path) -> None:
-    edit(with_tokenizer, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
-    llm = llama.load(with_tokenizer, device="cpu", dtype="float32")
-    before = llm.model(tokens(40))
-    session = Session()
-    for text in ("ab" * 15, "ab" * 15 + "c" * 60, "ab" * 15 + "c" * 60 + "d"):  # 30, 90 and 91 tokens; 64 are trained
-        options = {"max_new_tokens": 4, "logprobs": True}
-        ours = list(llm.stream_ids(llm.tokenizer.encode(text), session=session, **options))[-1].completion
-        fresh = list(llm.stream_ids(llm.tokenizer.encode(text), **options))[-1].completion
-        assert ours is not None
-        assert fresh is not None
-        assert ours.tokens == fresh.tokens
-        assert ours.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
-    assert torch.equal(llm.model(tokens(40)), before)
-
-
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-def test_a_scaled_model_accepts_its_context_times_the_factor(tmp_path: Path, kind: str) -> None:
-    model = write(tmp_path, rope_parameters={"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0})
-    ours = load(tmp_path)
-    assert ours.config.max_seq_len == 64
-    assert float((ours(tokens(256)) - model(tokens(256)).logits).abs().max()) < 5e-4
-    with pytest.raises(LlamaError, match="position 256 lies outside the 256 positions"):
-        ours(tokens(257))
-
-
-def test_the_family_may_be_given_by_the_architecture_alone(tmp_path: Path) -> None:
-    model = write(tmp_path)
-    edit(tmp_path, remove=("model_type",))
-    compare(tmp_path, model)
-
-
-def test_every_form_of_rope_works_with_biases(tmp_path: Path) -> None:
-    write(tmp_path, attention_bias=True)
-    logits = [load(tmp_path, rope=form)(tokens(30)) for form in ("complex", "real", "half")]
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
-
-
 def test_other_dtypes_are_read(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         folder = tmp_path / str(dtype)
@@ -249,13 +203,12 @@ def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> Non
     model = write(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="40KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    for name in ("bin", "old bin", "links", "long header", "surplus", "unlisted"):
-        shutil.copytree(tmp_path / ("many" if name == "unlisted" else "one"), tmp_path / name)
-    for name, new in (("bin", True), ("old bin", False)):
-        torch.save(model.state_dict(), tmp_path / name / "pytorch_model.bin", _use_new_zipfile_serialization=new)
-        (tmp_path / name / WEIGHTS).unlink()
-    (tmp_path / "bin" / "pytorch_model.bin").rename(tmp_path / "bin" / "model.bin")
+    for name in ("bin", "links", "long header", "surplus", "unlisted", "other names"):
+        shutil.copytree(tmp_path / ("many" if name in ("unlisted", "other names") else "one"), tmp_path / name)
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / WEIGHTS).unlink()
     (tmp_path / "bin" / "training_args.bin").touch()
+    (tmp_path / "other names" / INDEX).unlink()
     (tmp_path / "links" / WEIGHTS).unlink()  # as in the hub's cache
     (tmp_path / "links" / WEIGHTS).symlink_to(tmp_path / "one" / WEIGHTS)
     data = (tmp_path / "one" / WEIGHTS).read_bytes()
@@ -268,6 +221,7 @@ def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> Non
     (tmp_path / "unlisted" / "adapter_model.safetensors").touch()
     logits = {path.name: load(path)(tokens(30)) for path in sorted(tmp_path.iterdir())}
     assert len(logits) == 8
+    assert open_checkpoint(tmp_path / "one").about == {"weights": {"F32": 4 * model.num_parameters()}}
     for name, other in logits.items():
         assert torch.equal(logits["one"], other), name
 
@@ -291,7 +245,7 @@ def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, s
     if stored == "both":
         for other in (model.lm_head.weight.detach() + 1, model.lm_head.weight.detach().half(), torch.ones(3, 64)):
             change_state(tmp_path, lambda state, other=other: state.update({HEAD: other}))
-            with pytest.raises(LlamaError, match=r"tie_word_embeddings is set, but lm_head\.weight differs"):
+            with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
                 open_checkpoint(tmp_path)
 
 
@@ -304,21 +258,6 @@ def test_copied_weights_are_released_from_the_mapped_file(tmp_path: Path) -> Non
         loader.build(checkpoint, "cpu", dtype, fast=fast)
         rotated = {name for name in checkpoint.shapes if name.endswith((".wq.weight", ".wk.weight"))}
         assert released == (set(checkpoint.shapes) if dtype == "float32" else rotated)
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_only_pages_of_mapped_files_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool) -> None:
-    model = write(tmp_path)
-    if not safe:
-        (tmp_path / WEIGHTS).unlink()
-        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    dropped: list[torch.Tensor] = []
-    monkeypatch.setattr("llama.checkpoint.huggingface.drop_pages", dropped.append)
-    checkpoint = open_checkpoint(tmp_path)
-    checkpoint.release("norm.weight")
-    assert [tensor.shape for tensor in dropped] == [(checkpoint.config.dim,)] * safe
-    assert (checkpoint.bits("norm.weight"), checkpoint.stored("norm.weight")) == (32, "F32")
-    assert checkpoint.about == {"weights": {"F32": 4 * checkpoint.config.n_params}}
 
 
 # ------------------------------------------------------------------------------------- tokens, sampling, templates
@@ -368,17 +307,6 @@ def test_sampling_options_are_used_if_valid_and_if_sampling_is_on(
     assert any("its sampling options are ignored" in w for w in checkpoint.warnings) == (expected == {})
 
 
-def test_more_tokens_than_rows_are_an_error_only_where_they_occur(with_tokenizer: Path) -> None:
-    """As in CodeLlama-34b-hf, which has 32,004 tokens and 32,000 rows."""
-    change_state(with_tokenizer, lambda state: state.update({name: state[name][:258] for name in (EMBEDDING, HEAD)}))
-    edit(with_tokenizer, vocab_size=258)
-    llm = llama.load(with_tokenizer, device="cpu", dtype="float32")
-    expected = load(with_tokenizer)(torch.tensor([llm.tokenizer.encode("bc")]))[0, -1].argmax()
-    assert llm.generate("bc", max_new_tokens=1, temperature=0.0).tokens == [int(expected)]
-    with pytest.raises(UsageError, match="token id 258 is not in the vocabulary; expected 0 to 257"):
-        llm.generate("<|im_start|>", parse_special=True)
-
-
 BOTH = {"default": "A", "tool_use": "B"}
 LISTED = [{"name": name, "template": text} for name, text in BOTH.items()]
 
@@ -418,16 +346,6 @@ def first(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def mapped_to(value: Any) -> Callable[[Path], object]:
-    """Change the file of a tensor in the index."""
-
-    def change(folder: Path) -> None:
-        weight_map = {**json.loads((folder / INDEX).read_text())["weight_map"], "model.norm.weight": value}
-        edit(folder, file=INDEX, weight_map=weight_map)
-
-    return change
-
-
 def config(**changes: Any) -> Callable[[Path], object]:
     return lambda folder: edit(folder, **changes)
 
@@ -442,47 +360,14 @@ def content(data: bytes) -> Callable[[Path], object]:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (config(model_type="gpt2"), "model_type is 'gpt2'; only llama, .* can be run"),
-    "no family": (config(remove=("model_type", "architectures")), "model_type is null; only llama"),
-    "layer types": (config(layer_types=["sliding_attention"] * 2), "layer_types of llama must be full_attention"),
-    "window": (config(sliding_window=4096), "sliding_window of llama must be null"),
-    "typo": (config(num_key_value_head=2), "'num_key_value_head'; did you mean 'num_key_value_heads'"),
-    "quantized": (config(quantization_config={"quant_method": "aqlm"}), "'aqlm' can't be read; run .*BF16"),
-    "dim fraction": (config(hidden_size=64.0), "hidden_size must be an integer, got 64.0"),
-    "dim gone": (config(remove=("hidden_size",)), "the key hidden_size is missing"),
-    "dim huge": (config(hidden_size=2**40), "dim must be an integer from 1"),
-    "head huge": (config(head_dim=2_000_000_000), "head_dim must be at most 65536"),
     "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
-    "heads": (config(num_attention_heads=7, remove=("head_dim",)), "multiple of n_kv_heads, got 7"),
     "no heads": (config(num_attention_heads=0, remove=("head_dim",)), "num_attention_heads must be .* at least 1, got 0"),
-    "kv heads": (config(num_key_value_heads=3), "multiple of n_kv_heads"),
-    "vocab": (config(vocab_size=300), r"model\.embed_tokens\.weight has shape \(320, 64\).*\(300, 64\)"),
-    "theta": (rope(rope_type="default", rope_theta=-1.0), "rope_theta must be a number above 0"),
-    "theta digits": (rope(rope_type="default", rope_theta=10**400), "rope_theta must be a"),
-    "theta twice": (config(rope_theta=5.0), "rope_theta, rope_scaling and rope_parameters contradict each other"),
-    "rope both": (config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "contradict each other"),
+    "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
+    "rope both": (config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_type is both 'linear' and 'default'"),
     "rope kind": (rope(rope_type="spiral"), "rope_type is 'spiral', expected one of default"),
-    "rope kind list": (rope(rope_type=["a"]), "rope_type is .'a'."),
-    "rope factor": (rope(rope_type="linear", factor=0), "'factor' must be a number above 0"),
-    "rope factor huge": (rope(rope_type="dynamic", factor=1e308), "'factor' must be a number above 0"),
-    "rope order": (rope(**{**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor must be below"),
-    "rope list": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "expected 8 numbers"),
-    "json": (lambda d: (d / "config.json").write_text("{"), r"config\.json is not valid JSON"),
-    "generation json": (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json is not valid"),
-    "path up": (mapped_to("../x.safetensors"), r"'\.\./x\.safetensors' is not a plain file name"),
-    "path root": (mapped_to("/etc/passwd"), "is not a plain file name"),
-    "path dots": (mapped_to(".."), "is not a plain file name"),
-    "path windows": (mapped_to("C:\\x"), "is not a plain file name"),
-    "path number": (mapped_to(5), "5 is not a plain file name"),
-    "map": (lambda d: edit(d, file=INDEX, weight_map=[]), "weight_map must be an object"),
-    "file gone": (lambda d: first(d).unlink(), "model-00001-of-.* is missing"),
-    "wrong file": (lambda d: mapped_to(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
-    "not in index": (lambda d: edit(d, file=INDEX, weight_map={"lm_head.weight": first(d).name}), "should be in|layers"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
-    "cut": (lambda d: first(d).write_bytes(first(d).read_bytes()[:-9]), "safetensors file: .*; the file is damaged"),
-    "empty": (content(b""), "is empty|damaged"),
     "lfs": (content(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
     "html": (content(b"<html>404"), "web page"),
-    "header": (content((10**9).to_bytes(8, "little") + b"{}"), "header too large; the file is damaged"),
     "int8": (
         lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
         r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16",
@@ -491,21 +376,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
         "'extra' is not part of a LLaMA decoder",
     ),
-    "tensor twice": (
-        lambda d: (shutil.copy(first(d), d / "other.safetensors"), (d / INDEX).unlink()),
-        "is in .* and other.safetensors; remove",
-    ),
-    "no weights": (lambda d: [f.unlink() for f in d.glob("*.safetensors*")], "no weights, expected .*complete the download"),
-    "link": (
-        lambda d: ([f.unlink() for f in d.glob("*.safetensors*")], (d / WEIGHTS).symlink_to("gone")),
-        "model.safetensors is (missing|not a regular file)",
-    ),
     "template type": (lambda d: edit(d, file="tokenizer_config.json", chat_template=3), "chat_template must be a string"),
-    "template list": (lambda d: edit(d, file="tokenizer_config.json", chat_template=["A"]), "chat_template must be an"),
-    "template entry": (
-        lambda d: edit(d, file="tokenizer_config.json", chat_template=[{"name": "default"}]), "key template is missing"),
-    "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),
     "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "at most 4,194,304"),
+    "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),
 }  # fmt: skip
 
 
@@ -527,18 +400,12 @@ def test_each_fault_is_a_one_line_error(many_files: Path, tmp_path: Path, fault:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_missing_and_an_extra_tensor_are_named(tmp_path: Path) -> None:
-    write(tmp_path)
-    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
-    change_state(tmp_path, lambda state: (state.pop(HEAD), state.update(bias)))
-    with pytest.raises(CheckpointError, match=r"1 tensor is missing: lm_head\.weight \(and 1 more"):
-        check_tensors(open_checkpoint(tmp_path))
-
-
-def test_unknown_keys_are_a_warning_and_have_no_effect(tmp_path: Path) -> None:
-    write(tmp_path)
-    edit(tmp_path, auto_map={"AutoModel": "evil.py"}, _attn_implementation_internal="evil", my_key=1)
-    (warning,) = open_checkpoint(tmp_path).warnings
+def test_unknown_keys_are_a_warning_and_have_no_effect(many_files: Path) -> None:
+    document = json.loads((many_files / "config.json").read_text())
+    before, none = huggingface.read_config(document, "config.json")
+    more = {"auto_map": {"AutoModel": "evil.py"}, "_attn_implementation_internal": "evil", "my_key": 1}
+    after, (warning,) = huggingface.read_config({**document, **more}, "config.json")
+    assert (before, none) == (after, [])
     assert "_attn_implementation_internal, my_key" in warning
 
 
@@ -547,47 +414,5 @@ def test_a_key_that_would_change_the_result_is_refused_unless_it_has_no_effect(m
     document = json.loads((many_files / "config.json").read_text())
     for value in (None, *huggingface.MUST_BE[key]):
         huggingface.read_config({**document, key: value}, "config.json")
-    with pytest.raises(LlamaError, match=f"{key} is 0.5, but a LLaMA has .*; run the model with transformers"):
+    with pytest.raises(LlamaError, match=f"{key} is 0.5, which no LLaMA has; try transformers"):
         huggingface.read_config({**document, key: 0.5}, "config.json")
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.sampled_from(["", "llama", "silu", "linear"]),
-    lambda values: (
-        st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor", "a"]), values)
-    ),
-    max_leaves=4,
-)
-SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
-
-
-@settings(max_examples=150, **SLOW)  # type: ignore[arg-type]
-@given(data=st.data())
-def test_any_value_of_any_key_is_an_error_or_a_configuration(many_files: Path, data: st.DataObject) -> None:
-    document = json.loads((many_files / "config.json").read_text())
-    key = data.draw(st.sampled_from([*document, "rope_scaling", "rope_theta", "sliding_window", "no_rope_layers"]))
-    with contextlib.suppress(LlamaError):
-        huggingface.read_config({**document, key: data.draw(VALUES)}, "config.json")
-
-
-@settings(max_examples=150, **SLOW)  # type: ignore[arg-type]
-@given(data=st.data())
-def test_a_changed_header_is_an_error_or_gives_the_same_weights(
-    many_files: Path, tmp_path: Path, data: st.DataObject
-) -> None:
-    folder = tmp_path / "model"
-    if not folder.exists():
-        shutil.copytree(many_files.parent / "one", folder)
-    original = (many_files.parent / "one" / WEIGHTS).read_bytes()
-    size = int.from_bytes(original[:8], "little")
-    raw = bytearray(original)
-    for _ in range(data.draw(st.integers(1, 3))):
-        raw[data.draw(st.integers(0, 7 + size))] = data.draw(st.integers(0, 255) | st.sampled_from(b'0123456789"{},:'))
-    (folder / WEIGHTS).write_bytes(raw)
-    before = open_checkpoint(many_files.parent / "one")
-    try:
-        changed = open_checkpoint(folder)
-        check_tensors(changed)
-    except LlamaError:
-        return
-    assert all(torch.equal(changed.tensor(name), before.tensor(name)) for name in before.shapes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 import llama
 from llama import loader, weights
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.meta_quant import hadamard
 from llama.errors import LlamaError
 
 from . import meta_code
@@ -49,13 +47,6 @@ def test_official_models_have_their_published_parameter_counts(like: str) -> Non
     with torch.device("meta"), weights.SkipInit():
         model = llama.Transformer(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[like] == config.n_params
-
-
-def test_parameters_are_counted_without_tying_and_with_repeated_heads() -> None:
-    one = make_tiny.real_config("llama-3.2-1b")
-    assert dataclasses.replace(one, tie_embeddings=False).n_params == 1_498_482_688
-    large = make_tiny.real_config("llama-3.1-405b")
-    assert dataclasses.replace(large, n_kv_heads=16).n_params == 410_081_247_232  # as stored in 16 shards
 
 
 # ---------------------------------------------------------------------------------------------------------- parity
@@ -112,22 +103,6 @@ def test_logits_equal_those_of_metas_code_on_several_processes(tmp_path: Path, l
     assert float((logits - expected).abs().max()) < 2e-4
 
 
-def test_merged_shards_are_the_original_weights(tmp_path: Path) -> None:
-    like, config = "llama-3.1-405b", make_tiny.tiny_config("llama-3.1-405b", 16)
-    state = make_tiny.weights(config)
-    checkpoint = open_checkpoint(make_tiny.write_meta(tmp_path, like, config, state, 16, None))
-    ours = {"feed_forward.w_gate": "feed_forward.w1", "feed_forward.w_up": "feed_forward.w3",
-            "feed_forward.w_down": "feed_forward.w2"}  # fmt: skip
-    for name in checkpoint.shapes:
-        meta = name
-        for new, old in ours.items():
-            meta = meta.replace(new, old)
-        assert torch.equal(checkpoint.tensor(name), state[meta])
-        assert checkpoint.shapes[name] == tuple(state[meta].shape)
-    assert checkpoint.config.n_kv_heads == 8  # 16 are stored
-    assert len(checkpoint.parts) == 16
-
-
 def test_repeated_heads_must_be_equal(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.1-405b", shards=16)
     save(folder, lambda state: state["layers.1.attention.wk.weight"][0, 0].add_(1), 3)
@@ -153,6 +128,7 @@ def test_embeddings_are_tied_only_if_all_rows_are_equal(tmp_path: Path, like: st
         ("qlora", lambda s: s.pop("layers.0.attention.wq.scales"), "scales of layers.0.attention.wq"),
         ("qlora", lambda s: s.update({"layers.0.attention.wq.adaptor.A.weight": torch.ones(3, 5)}), "do not match"),
         ("qlora", lambda s: s.update({"layers.0.attention.wq.scales": torch.ones(7)}), "do not match"),
+        ("qlora", lambda s: s.update({WQ: s[WQ].bfloat16()}), "which no LLaMA has"),
         ("fp8", lambda s: s.update({"output.weight": s["output.weight"].to(torch.float8_e4m3fn)}), "rows of output"),
         ("fp8", lambda s: s.update({WQ: s[WQ].float().to(torch.float8_e5m2)}), "is torch.float8_e5m2"),
     ],
@@ -165,16 +141,6 @@ def test_parts_of_a_quantized_weight_that_do_not_fit_are_an_error(
     for rank in range(shards):
         save(folder, change, rank)
     with pytest.raises(LlamaError, match=words):
-        loader.load_model(folder, device="cpu")
-
-
-def test_params_of_another_quantization_are_an_error(tmp_path: Path) -> None:
-    folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="qlora")
-    edit_params(folder, lora_args="remove")
-    with pytest.raises(LlamaError, match="lora_args: the key scale is missing"):
-        loader.load_model(folder, device="cpu")
-    edit_params(folder, quantization_args={"scheme": "int8"})
-    with pytest.raises(LlamaError, match=r"int8, but quantization_args\.scheme is 'int8', not int4_weight"):
         loader.load_model(folder, device="cpu")
 
 
@@ -238,16 +204,10 @@ def sylvester(n: int) -> torch.Tensor:
     return h / n**0.5
 
 
-def test_hadamard_multiplies_by_sylvesters_matrix() -> None:
-    x = torch.randn(3, 64)
-    torch.testing.assert_close(hadamard(x), x @ sylvester(64))
-    torch.testing.assert_close(hadamard(hadamard(x)), x)
-
-
 # --------------------------------------------------------------------------------------------- decisions and notes
 def test_inferred_values_are_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_tiny.make(tmp_path, "llama-3.2-3b"))
-    assert any("32" in note and "1B and 3B" in note for note in checkpoint.notes)
+    assert any("factor 32" in note for note in checkpoint.notes)
     assert any("131072" in note for note in checkpoint.notes)
     assert list(checkpoint.warnings) == []
 
@@ -265,32 +225,9 @@ def test_optional_keys_of_params_are_read(tmp_path: Path) -> None:
     assert checkpoint.config.rope_scaling is not None
     assert checkpoint.config.rope_scaling["factor"] == 16.0
     assert checkpoint.config.max_seq_len == 1000
-    assert any("model_family" in warning for warning in checkpoint.warnings)
+    assert list(checkpoint.warnings) == ["params.json has unknown keys, which have no effect: model_family"]
     (folder / "params.json").write_text(json.dumps({"model": json.loads((folder / "params.json").read_text())}))
     assert open_checkpoint(folder).config == checkpoint.config
-
-
-def test_a_tokenizer_loads_without_weights(tmp_path: Path) -> None:
-    folder = make_tiny.make(tmp_path / "model", "llama-3-8b")
-    expected = llama.load_tokenizer(folder).encode("two words meet", bos=True)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(folder / "tokenizer.model", alone)
-    assert llama.load_tokenizer(alone).encode("two words meet", bos=True) == expected
-    assert llama.load_tokenizer(alone / "tokenizer.model").encode("two words meet", bos=True) == expected
-    with pytest.raises(LlamaError, match=r"not a checkpoint: .*found tokenizer\.model"):
-        llama.load(alone)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").touch()
-    with pytest.raises(LlamaError, match="not a checkpoint"):
-        llama.load_tokenizer(tmp_path / "notes")
-
-
-def test_a_folder_generates_text(tmp_path: Path) -> None:
-    llm = llama.load(make_tiny.make(tmp_path, "llama-3-8b"), device="cpu")
-    completion = llm.generate("two words meet", max_new_tokens=5)
-    assert len(completion.tokens) <= 5
-    assert llm.chat_format == "llama3"
 
 
 # ------------------------------------------------------------------------------------------------------------ faults
@@ -301,59 +238,41 @@ def save(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], rank: 
     torch.save(state, file)
 
 
-def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda state: state.__delitem__(name)
-
-
 def put(name: str, tensor: object) -> Callable[[dict[str, torch.Tensor]], None]:
     return lambda state: state.__setitem__(name, tensor)  # type: ignore[arg-type]
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda d: (d / "consolidated.00.pth").write_bytes(b""), r"consolidated\.00\.pth is empty"),
-    "cut": (lambda d: cut(d / "consolidated.00.pth"), r"can't read .*consolidated\.00\.pth"),
-    "page": (lambda d: (d / "consolidated.01.pth").write_text("<!DOCTYPE html>"), "web page"),
-    "git-lfs": (lambda d: (d / "consolidated.00.pth").write_text("version https://git-lfs"), "git lfs pull"),
-    "noise": (lambda d: (d / "consolidated.00.pth").write_bytes(b"nothing here"), "not a torch file"),
-    "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
-    "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), "1 shards have 128 of 256 rows of wq; download"),
+    "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"consolidated\.00\.pth is missing"),
+    "last missing": (
+        lambda d: (d / "consolidated.01.pth").unlink(),
+        "1 shards have 128 of 256 rows of wq; download",
+    ),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "the same weights"),
-    "other shape": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), f"01.pth: {WQ} is not as in .*not shards of one"),
-    "other dtype": (lambda d: save(d, lambda s: s.update({WQ: s[WQ].float()}), 1), f"01.pth: {WQ} is not as in"),
-    "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "layers.1.extra.weight is"),
+    "other shape": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "01.pth and .* differ"),
+    "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "01.pth and .* differ"),
     "other model": (
         lambda d: save(d, lambda s: s["norm.weight"].mul_(2), 1),
-        "norm.weight differs from that of consol",
+        "not shards of one model",
     ),
-    "missing tensor": (lambda d: both(d, without(WQ)), f"1 tensor is missing: {WQ}"),
-    "missing embedding": (lambda d: both(d, without("tok_embeddings.weight")), "tok_embeddings.weight is missing"),
-    "extra tensor": (lambda d: both(d, put("layers.1.bonus.weight", torch.ones(2))), "not part of a LLaMA"),
+    "missing embedding": (
+        lambda d: both(d, lambda s: s.pop("tok_embeddings.weight")),
+        "tok_embeddings.weight is missing",
+    ),
     "wrong shape": (lambda d: both(d, put(WQ, torch.zeros(64, 100))), "requires"),
-    "no dimension": (lambda d: both(d, put("tok_embeddings.weight", torch.ones(()))), r"the shape \(\)"),
     "int8": (lambda d: both(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8))), "layers.1.attention.wq is int8"),
-    "float64": (lambda d: both(d, put(WQ, torch.zeros(128, 256).double())), "is torch.float64"),
     "float8": (
         lambda d: both(d, put(WQ, torch.zeros(128, 256).to(torch.float8_e4m3fn))),
         r"fp8_scales_0\.pt is missing",
     ),
-    "adaptor": (
-        lambda d: both(d, put("layers.0.attention.wq.adaptor.A.weight", torch.ones(2, 2))),
-        "a quantized weight",
-    ),
     "heads": (lambda d: edit_params(d, n_heads=7), "has shape|head"),
-    "layers": (lambda d: edit_params(d, n_layers=3), "3 layers, but the file has tensors of 2"),
     "kv heads": (lambda d: edit_params(d, n_kv_heads=16), r"wk.weight has shape \(128, 256\)"),
     "vocab": (
         lambda d: (edit_params(d, vocab_size=1000), (d / "tokenizer.model").unlink()),
         "tok_embeddings.weight has sh",
     ),
     "width": (lambda d: edit_params(d, multiple_of=1024), r"w1.weight has shape \(896, 256\).* \(1024, 256\)"),
-    "dim gone": (lambda d: edit_params(d, dim="remove"), "the key dim is missing"),
     "fewer tokens": (lambda d: cut_line(d / "tokenizer.model"), "767 tokens, but the embedding has 768 rows"),
-    "few tokens": (
-        lambda d: (d / "tokenizer.model").write_bytes(make_tiny.sentencepiece_model(512)) and grow(d),
-        "512 tokens, but the embedding has 4096 rows",
-    ),
 }
 
 
@@ -364,19 +283,6 @@ def both(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Non
 
 def cut_line(file: Path) -> None:
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
-
-
-def grow(folder: Path) -> None:
-    """Make the vocabulary of the model larger."""
-    for rank in (0, 1):
-        for name in ("tok_embeddings.weight", "output.weight"):
-            save(folder, lambda state, name=name: state.update({name: torch.randn(2048, 256).bfloat16()}), rank)
-    edit_params(folder, vocab_size=4096)
-
-
-def cut(path: Path, keep: float = 0.5) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * keep)])
 
 
 @pytest.fixture(scope="module")
@@ -393,10 +299,3 @@ def test_each_fault_is_a_one_line_error(two_shards: Path, tmp_path: Path, fault:
     with pytest.raises(LlamaError, match=says) as caught:
         (loader.load_model if fault == "vocab" else loader.load)(folder, device="cpu", dtype="float32")
     assert str(tmp_path) in str(caught.value)
-
-
-def test_other_torch_files_in_the_folder_are_a_warning(two_shards: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(two_shards, folder)
-    torch.save({"step": torch.ones(1)}, folder / "optimizer.pth")
-    assert any("optimizer.pth" in warning for warning in open_checkpoint(folder).warnings)

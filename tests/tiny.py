@@ -188,8 +188,7 @@ def write_meta(
     folder: Path, config: ModelConfig = CONFIG, state: dict[str, Tensor] | None = None, shards: int = 1
 ) -> Path:
     """Write a folder in Meta's format, without a tokenizer, in shards as those of Llama 3."""
-    from llama.checkpoint.base import to_file_name
-    from llama.checkpoint.meta import STEMS
+    from llama.checkpoint.base import META_NAMES, to_file_name
 
     from .scripts import make_tiny
 
@@ -197,7 +196,7 @@ def write_meta(
     state = weights(config) if state is None else state
     if config.tie_embeddings:
         state = {**state, "output.weight": state["tok_embeddings.weight"]}
-    pieces = {to_file_name(name, STEMS): tensor for name, tensor in state.items()}
+    pieces = {to_file_name(name, META_NAMES): tensor for name, tensor in state.items()}
     split = {name: make_tiny.split(name, tensor, config, shards, False) for name, tensor in pieces.items()}
     for rank in range(shards):
         torch.save({name: parts[rank] for name, parts in split.items()}, folder / f"consolidated.{rank:02d}.pth")

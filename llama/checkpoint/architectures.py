@@ -1,4 +1,4 @@
-"""The supported architectures besides Llama's, by their names in config.json and in GGUF.
+"""The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
 Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, and SmolLM3 has layers without
 RoPE. Sources: transformers' configuration and modeling files of these families; llama.cpp 0.3.36 in llama-cpp-python,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..checks import integer, is_integer
 from ..config import ModelConfig
@@ -19,15 +19,18 @@ from ..rope_scaling import reach
 from ..system.documents import Fields, describe
 
 
-class Family(NamedTuple):
+class ModelType(NamedTuple):
     """How transformers reads config.json for a model_type.
 
     architecture          the only entry of `architectures`
     context, theta, tied  the defaults of max_position_embeddings, rope_theta and tie_word_embeddings
     bias_keys             whether attention_bias and mlp_bias have an effect
     qkv_bias              whether q_proj, k_proj and v_proj always add a bias
+    slides                whether sliding_window has an effect: never, always, or if use_sliding_window is set
     window                the default of sliding_window
+    last_layers           whether only the layers from max_window_layers on have a window
     n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
+    no_rope_interval      the default of no_rope_layer_interval; None: every layer has RoPE
     """
 
     architecture: str
@@ -36,28 +39,41 @@ class Family(NamedTuple):
     tied: bool = False
     bias_keys: bool = True
     qkv_bias: bool = False
+    slides: Literal["never", "always", "if used"] = "never"
     window: int | None = None
+    last_layers: bool = False
     n_kv_heads: int | None = None
+    no_rope_interval: int | None = None
 
 
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", 2048),
-    "mistral": Family("MistralForCausalLM", 131072, bias_keys=False, window=4096, n_kv_heads=8),
-    "qwen2": Family("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, window=4096, n_kv_heads=32),
-    "smollm3": Family("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, n_kv_heads=4),
-}
+INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fixed, in config.json it is the default
+MODEL_TYPES = {
+    "llama": ModelType("LlamaForCausalLM", 2048),
+    "mistral": ModelType("MistralForCausalLM", 131072, bias_keys=False, slides="always", window=4096, n_kv_heads=8),
+    "qwen2": ModelType("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, slides="if used", window=4096,
+                       last_layers=True, n_kv_heads=32),
+    "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
+                         no_rope_interval=INTERVAL),
+}  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
 # Hugging Face's permutation for all but qwen2. Mistral's files have the architecture llama.
-LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved"}
+GGUF_LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved"}
 MOST_LAYERS = 2**16  # the largest models have about 100
-INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fixed, in config.json it is the default
+
+# Meta's use_scaled_rope (llama-models, apply_scaling), without its factor
+SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
 
-def refusal(key: str, kind: object, known: Collection[str]) -> str:
-    """Why a model of another family can't be run, and what may run it."""
-    return f"{key} is {describe(kind)}; only {', '.join(known)} can be run; try transformers, vLLM or llama.cpp"
+def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
+    """The value of a key that names the architecture. Raises ConfigError unless it is one of `kinds`."""
+    kind = fields.get(key, object, None)
+    if not isinstance(kind, str) or kind not in kinds:
+        found = f"{fields.where}: {key} is {describe(kind)}"
+        raise ConfigError(f"{found}; only {', '.join(kinds)} can be run; try transformers, vLLM or llama.cpp")
+    return kind
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:
@@ -72,38 +88,35 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
     The name suggests the opposite (transformers' issue 43756), but transformers' modeling_smollm3.py reads the list in
     this way. Its default list and llama.cpp's smollm3.cpp also leave out RoPE in layers 3, 7, 11 and so on.
     """
-    listed = fields.get("no_rope_layers", list, None)
-    if kind != "smollm3":
-        if listed:
-            raise ConfigError(f"{fields.where}: no_rope_layers must be null or [] for {kind}, got {describe(listed)}")
+    default = MODEL_TYPES[kind].no_rope_interval
+    if default is None:
         return ()
-    interval = fields.get("no_rope_layer_interval", int, INTERVAL)
-    integer(f"{fields.where}: no_rope_layer_interval", interval, error=ConfigError)
+    interval = fields.get("no_rope_layer_interval", int, default)
+    listed = fields.get("no_rope_layers", list, None)
     if listed is None:
-        return every(interval, n_layers)
+        return every(integer(f"{fields.where}: no_rope_layer_interval", interval, error=ConfigError), n_layers)
     if len(listed) < n_layers or not all(is_integer(rope) and rope in (0, 1) for rope in listed):
         raise ConfigError(
-            f"{fields.where}: no_rope_layers must have a 1 (RoPE) or a 0 (no RoPE) for each of the {n_layers} layers,"
-            f" got {describe(listed)}"
+            f"{fields.where}: no_rope_layers must have a 0 (no RoPE) or a 1 for each of the {n_layers} layers"
         )
     return tuple(layer for layer in range(n_layers) if not listed[layer])
 
 
 def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
     """The sliding window in tokens; None if no layer has one."""
-    where, types = fields.where, fields.get("layer_types", list, None)
-    default = None if "sliding_window" in fields.values else FAMILIES[kind].window  # null: no window
+    model_type = MODEL_TYPES[kind]
+    if model_type.slides == "never":
+        return None
+    default = None if "sliding_window" in fields.values else model_type.window  # null: no window
     window: int | None = fields.get("sliding_window", int, default)
-    last, used = fields.get("max_window_layers", int, 28), fields.get("use_sliding_window", bool, False)
-    known = [FULL] if kind == "llama" else [FULL, SLIDING]
-    if types is not None and any(type not in known for type in types):
-        raise ConfigError(f"{where}: layer_types of {kind} must be {' or '.join(known)}, got {describe(types)}")
-    if kind == "llama" and window is not None:
-        raise ConfigError(f"{where}: sliding_window of llama must be null, got {window}")
-    if kind in ("qwen2", "smollm3"):
-        slides = (kind == "smollm3" or last < n_layers) if types is None else SLIDING in types
-        window = window if used and slides else None
-    return None if window is None else integer(f"{where}: sliding_window", window, error=ConfigError)
+    if model_type.slides == "if used":
+        types, full = fields.get("layer_types", list, None), fields.get("max_window_layers", int, 28)
+        used = fields.get("use_sliding_window", bool, False)
+        if types is not None and any(type not in (FULL, SLIDING) for type in types):
+            raise ConfigError(f"{fields.where}: layer_types must be {FULL} or {SLIDING}, got {describe(types)}")
+        slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
+        window = window if slides and used else None
+    return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 
 def window_warnings(config: ModelConfig) -> list[str]:

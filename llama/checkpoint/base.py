@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import LARGEST_SIZE, ModelConfig
+from ..config import ModelConfig
 from ..errors import CheckpointError, TokenizerError
 from ..quant.blocks import Blocks
 from ..quant.tiles import TILE
 from ..rope import Layout
-from ..rope_scaling import inverse_frequencies
+from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 
 # Floating-point dtypes in which weights may be stored -> their name in the formats
@@ -27,7 +28,24 @@ FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_DONTNEED") else None
 PIECE = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
 
-T = TypeVar("T")
+# The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's and GGUF's
+NAMES = {
+    "tok_embeddings": ("tok_embeddings", "model.embed_tokens", "token_embd"),
+    "norm": ("norm", "model.norm", "output_norm"),
+    "output": ("output", "lm_head", "output"),
+    "attention_norm": ("attention_norm", "input_layernorm", "attn_norm"),
+    "attention.wq": ("attention.wq", "self_attn.q_proj", "attn_q"),
+    "attention.wk": ("attention.wk", "self_attn.k_proj", "attn_k"),
+    "attention.wv": ("attention.wv", "self_attn.v_proj", "attn_v"),
+    "attention.wo": ("attention.wo", "self_attn.o_proj", "attn_output"),
+    "ffn_norm": ("ffn_norm", "post_attention_layernorm", "ffn_norm"),
+    "feed_forward.w_gate": ("feed_forward.w1", "mlp.gate_proj", "ffn_gate"),
+    "feed_forward.w_up": ("feed_forward.w3", "mlp.up_proj", "ffn_up"),
+    "feed_forward.w_down": ("feed_forward.w2", "mlp.down_proj", "ffn_down"),
+}
+META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES = (
+    {theirs[column]: ours for ours, theirs in NAMES.items()} for column in range(3)
+)
 
 
 class Checkpoint(ABC):
@@ -37,6 +55,8 @@ class Checkpoint(ABC):
     format: str  # for display
     config: ModelConfig
     layout: Layout = "interleaved"  # the order of the rows of wq and wk
+    names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
+    layers: str = "layers"  # what the files call the layers
     shapes: Mapping[str, tuple[int, ...]]  # by the model's tensor names
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
@@ -49,8 +69,12 @@ class Checkpoint(ABC):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Further facts to display: name, licence, quantization, ..."""
-        return {}
+        """Further facts to display: name, licence, quantization, and the bytes of the weights by their stored type."""
+        weights: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            nbytes = round(self.bits(name) * math.prod(shape) / 8)
+            weights[self.stored(name)] = weights.get(self.stored(name), 0) + nbytes
+        return {"weights": weights}
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -63,7 +87,7 @@ class Checkpoint(ABC):
 
     def file_name(self, name: str) -> str:
         """The name in the files of the tensor that the model calls `name`."""
-        return name
+        return to_file_name(name, self.names, self.layers)
 
     @abstractmethod
     def stored(self, name: str) -> str:
@@ -110,11 +134,11 @@ def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
 
     Meta's downloads of LLaMA 1 and 2 have it in the parent. Raises TokenizerError if there is none.
     """
-    places = (folder, folder.absolute().parent, folder / "original")
-    found = next((path for place in places for name in names if (path := place / name).exists()), None)
-    if found is None:
-        raise TokenizerError(f"{folder} has no {' or '.join(names)}; name one with --tokenizer PATH")
-    return found
+    for place in (folder, folder.absolute().parent, folder / "original"):
+        for name in names:
+            if (place / name).exists():
+                return place / name
+    raise TokenizerError(f"{folder} has no {' or '.join(names)}; name one with --tokenizer PATH")
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
@@ -131,19 +155,10 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> N
         )
 
 
-def use_tied_output(sources: dict[str, T], tied: bool) -> None:
-    """Let a tied model that stores only its output matrix use it as the embedding. sources: by the model's names."""
-    if tied and "tok_embeddings.weight" not in sources and "output.weight" in sources:
-        sources["tok_embeddings.weight"] = sources.pop("output.weight")
-
-
-def checked(config: ModelConfig) -> ModelConfig:
-    """The configuration, after computing its RoPE below and above the trained length. Raises ConfigError."""
-    for seq_len in (None, LARGEST_SIZE):
-        inverse_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling, seq_len=seq_len, max_seq_len=config.max_seq_len
-        )
-    return config
+def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
+    """A warning that names the entries that nothing has read, except those that never have an effect."""
+    unknown = [key for key in fields.unknown() if key not in no_effect]
+    return [f"{fields.where} has unknown keys, which have no effect: {', '.join(unknown)}"] if unknown else []
 
 
 def to_file_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:
@@ -171,14 +186,6 @@ def dequantized_floats(rows: int, columns: int, floats: Callable[[slice], Tensor
     for first in range(0, rows, step):
         weight[first : first + step] = floats(slice(first, min(first + step, rows)))
     return weight
-
-
-def stored_bytes(tensors: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """{tensor: (dtype, bytes)} -> {dtype: bytes}, the largest first."""
-    total: dict[str, int] = {}
-    for dtype, nbytes in tensors.values():
-        total[dtype] = total.get(dtype, 0) + nbytes
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def drop_pages(tensor: Tensor) -> None:

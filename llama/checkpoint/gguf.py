@@ -18,64 +18,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import CheckpointError, ConfigError, DamagedError, TokenizerError
+from ..errors import CheckpointError, ConfigError, DamagedError
 from ..quant.blocks import READERS, Blocks, dequantize
 from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
-from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
-from .base import (
-    FLOATS,
-    Checkpoint,
-    check_vocabulary,
-    checked,
-    dequantized_floats,
-    drop_pages,
-    stored_bytes,
-    to_file_name,
-    to_model_name,
-)  # fmt: skip
+from . import base
+from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
+from .base import FLOATS, GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 
 PLAIN = {name: dtype for dtype, name in FLOATS.items()}
 
 LAYERS = "blk"
 TEMPLATE = "tokenizer.chat_template"
-# GGUF's tensor names -> the model's
-NAMES = {
-    "token_embd": "tok_embeddings",
-    "output_norm": "norm",
-    "output": "output",
-    "attn_norm": "attention_norm",
-    "attn_q": "attention.wq",
-    "attn_k": "attention.wk",
-    "attn_v": "attention.wv",
-    "attn_output": "attention.wo",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w_gate",
-    "ffn_up": "feed_forward.w_up",
-    "ffn_down": "feed_forward.w_down",
-}
+NAMES = GGUF_NAMES
 # Keys that would change what is computed, and the value that changes nothing
 PLAIN_VALUES = {
-    "expert_count": 0,
-    "attention.causal": True,
-    "attention.scale": 0.0,
-    "attention.clamp_kqv": 0.0,
-    "attn_logit_softcapping": 0.0,
-    "final_logit_softcapping": 0.0,
-    "logit_scale": 0.0,
-    "embedding_scale": 0.0,
-    "residual_scale": 0.0,
-    "use_parallel_residual": False,
-}
+    "expert_count": 0, "attention.causal": True, "attention.scale": 0.0, "attention.clamp_kqv": 0.0,
+    "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "logit_scale": 0.0, "embedding_scale": 0.0,
+    "residual_scale": 0.0, "use_parallel_residual": False,
+}  # fmt: skip
 SCALING = "rope.scaling."
 # Extra tensors: divisors of the RoPE frequencies
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+TABLES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 # NVFP4 has one factor for the weight, and one for its input; the second is unused, as inputs are not quantized here
 FACTOR = re.compile(r"(.*)\.(scale|input_scale)")
-SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama.cpp's name for a file of a split model
+SPLIT = re.compile(r"(.*)-(\d{5})-of-((?!00000)\d{5})\.gguf")  # llama.cpp's name for a file of a split model
 
 
 def recognizes(path: Path) -> bool:
@@ -86,10 +57,10 @@ def recognizes(path: Path) -> bool:
 
 
 class GGUFTensor:
-    """A tensor in a mapped file."""
+    """A tensor in a mapped file. llama.cpp multiplies weights by a factor, if the file has one: NVFP4's needs it."""
 
     def __init__(self, data: mmap.mmap, info: TensorInfo):
-        self.data, self.info, self.type, self.shape = data, info, info.type, info.shape
+        self.data, self.info, self.type, self.shape, self.factor = data, info, info.type, info.shape, 1.0
 
     @property
     def raw(self) -> NDArray[np.uint8]:
@@ -100,22 +71,26 @@ class GGUFTensor:
     def read(self) -> Tensor:
         """The tensor, dequantized to float32 if it is quantized."""
         raw = self.raw
-        if self.type not in PLAIN:
-            weight = dequantized_floats(len(raw), self.shape[-1], lambda rows: dequantize(raw[rows], self.type))
-            return weight.view(self.shape)
-        aligned = raw.copy() if self.info.offset % self.info.size else raw
-        return torch.from_numpy(aligned).view(PLAIN[self.type]).view(self.shape)
+        if self.type in PLAIN:
+            aligned = raw.copy() if self.info.offset % self.info.size else raw
+            weight = torch.from_numpy(aligned).view(PLAIN[self.type])
+        else:
+            weight = base.dequantized_floats(len(raw), self.shape[-1], lambda rows: dequantize(raw[rows], self.type))
+        return self._scaled(weight.view(self.shape))
 
     def piece(self, rows: slice, columns: slice) -> Tensor:
         """`read()[rows, columns]` of a matrix. Reads only the blocks that contain them."""
         if self.type in PLAIN:
             return self.read()[rows, columns]
         raw, own = self._covering(rows, columns)
-        return dequantize(raw, self.type)[:, own]
+        return self._scaled(dequantize(raw, self.type)[:, own])
+
+    def _scaled(self, weight: Tensor) -> Tensor:
+        return weight if self.factor == 1 else weight * self.factor
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
         """A part of a matrix as blocks for the kernels; None if they do not support its type."""
-        if self.type not in READERS or len(self.shape) != 2:
+        if self.type not in READERS or len(self.shape) != 2 or self.factor != 1:
             return None
         raw, own = self._covering(rows, columns)
         return READERS[self.type](raw).columns(own)  # a stored block may contain several groups
@@ -146,76 +121,57 @@ class GGUFFile:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF model of an architecture in LAYOUTS. See Checkpoint for the members."""
+    """A GGUF model of an architecture in GGUF_LAYOUTS. See Checkpoint for the members."""
 
     format = "GGUF"
+    names, layers = NAMES, LAYERS
 
     def __init__(self, path: Path):
         self.path = path
         files = _open_files(path)
         self.metadata = files[0].metadata
         self.parts = {file.path.name: len(file.data) for file in files}
+        found = [item for file in files for item in file.tensors.items() if item[1].info.nbytes]
+        stored = dict(found)
+        if len(stored) < len(found):
+            raise DamagedError(f"{path}: two of its {len(files)} files have the same tensor")
+        tables = {name: stored.pop(name).read().double().flatten().tolist() for name in TABLES if name in stored}
         self._tensors: dict[str, GGUFTensor] = {}
-        self._factors: dict[str, float] = {}
-        tables: dict[str, list[float]] = {}
-        for file in files:
-            for file_name, tensor in file.tensors.items():
-                factor = FACTOR.fullmatch(file_name)
-                name = to_model_name(f"{factor[1]}.weight" if factor else file_name, NAMES, LAYERS)
-                if not tensor.info.nbytes:
-                    continue
-                if file_name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
-                    tables[file_name] = tensor.read().double().flatten().tolist()
-                elif name is None:
-                    raise CheckpointError(
-                        f"{file.path}: tensor {file_name:.80} is not part of a LLaMA decoder; try llama.cpp"
-                    )
-                elif factor is None and name in self._tensors:
-                    raise DamagedError(f"{file.path}: tensor {file_name} is also in another file of the model")
-                elif factor is None:
-                    self._tensors[name] = tensor
-                elif factor[2] == "scale":
-                    self._factors[name] = _factor(tensor, f"{file.path}: {file_name}")
+        for file_name, tensor in stored.items():
+            factor = FACTOR.fullmatch(file_name)
+            name = base.to_model_name(f"{factor[1]}.weight" if factor else file_name, NAMES, LAYERS)
+            if name is None:
+                raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
+            if factor is None:
+                self._tensors[name] = tensor
+            elif factor[2] == "scale" and (weight := stored.get(f"{factor[1]}.weight")) is not None:
+                weight.factor = _factor(tensor, f"{path}: {file_name}")
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        try:
-            self.config = checked(_config(self.metadata, self.shapes, tables))
-            self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
-        except ConfigError as error:
-            raise CheckpointError(f"{files[0].path}: {error}") from error
-        self.layout = LAYOUTS[self.metadata["general.architecture"]]
-        self.warnings = window_warnings(self.config)
+        self.config = _config(self.metadata, self.shapes, tables)
+        self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
+        self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
-            self.warnings.append(
-                "the file does not name its pre-tokenizer (no key tokenizer.ggml.pre); using llama.cpp's default; if"
-                " answers are poor, download a newer conversion"
-            )
+            self.warnings = ["no key tokenizer.ggml.pre; using llama.cpp's default, with which answers may be poor"]
 
     @property
     def about(self) -> Mapping[str, Any]:
         labels = {"name": "general.name", "organization": "general.organization", "licence": "general.license"}
         facts = {label: self.metadata[key] for label, key in labels.items() if isinstance(self.metadata.get(key), str)}
-        stored = {name: (tensor.type, tensor.info.nbytes) for name, tensor in self._tensors.items()}
-        return {**facts, "weights": stored_bytes(stored)}
+        return {**facts, **super().about}
 
     def tensor(self, name: str) -> Tensor:
-        return self._scaled(name, self._tensors[name].read())
+        return self._tensors[name].read()
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
         tensor = self._tensors[name]
-        return tensor.read()[rows] if len(tensor.shape) == 1 else self._scaled(name, tensor.piece(rows, columns))
-
-    def _scaled(self, name: str, weight: Tensor) -> Tensor:
-        return weight * self._factors[name] if name in self._factors else weight
+        return tensor.read()[rows] if len(tensor.shape) == 1 else tensor.piece(rows, columns)
 
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        return None if name in self._factors else self._tensors[name].blocks(rows, columns)
+        return self._tensors[name].blocks(rows, columns)
 
     def raw(self, name: str) -> Tensor:
         """The bytes of a weight in the file: (rows, bytes of a row) uint8."""
         return torch.from_numpy(self._tensors[name].raw)
-
-    def file_name(self, name: str) -> str:
-        return to_file_name(name, NAMES, LAYERS)
 
     def stored(self, name: str) -> str:
         return self._tensors[name].type
@@ -225,18 +181,13 @@ class GGUFCheckpoint(Checkpoint):
         return 8 * info.size / info.block
 
     def release(self, name: str) -> None:
-        drop_pages(self.raw(name))
+        base.drop_pages(self.raw(name))
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata
 
         tokenizer = from_metadata(self.metadata, str(self.path))
-        if tokenizer.add_bos and tokenizer.bos_id is None:
-            raise TokenizerError(
-                f"{self.path}: the tokenizer adds a begin-of-text id, and the key tokenizer.ggml.bos_token_id is"
-                f" missing; get another conversion of the model"
-            )
-        check_vocabulary(tokenizer, self.config, str(self.path))
+        base.check_vocabulary(tokenizer, self.config, str(self.path))
         return tokenizer
 
 
@@ -244,7 +195,7 @@ def _factor(tensor: GGUFTensor, where: str) -> float:
     """The only element of a tensor. Raises DamagedError unless there is one, and it is finite."""
     values = tensor.read().flatten()
     if len(values) != 1 or not bool(values.isfinite()):
-        raise DamagedError(f"{where} must be one finite number, the factor of a weight, got {values.tolist()[:4]}")
+        raise DamagedError(f"{where} must be one finite number, got {values.tolist()[:4]}")
     return float(values)
 
 
@@ -252,49 +203,38 @@ def _open_files(path: Path) -> list[GGUFFile]:
     """The files of a model: one file, or all files of a split model, whichever of them `path` names."""
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
-        models = {match[1] if (match := SPLIT.fullmatch(file.name)) else file.name for file in found}
-        if len(models) > 1:
-            raise CheckpointError(f"{path} contains {len(models)} GGUF models; name one of them")
+        if len({SPLIT.sub(r"\1", file.name) for file in found}) > 1:
+            raise CheckpointError(f"{path} contains several GGUF models; name one of them, such as {found[0]}")
         path = found[0]
-    names = [path.name]
     if match := SPLIT.fullmatch(path.name):
-        names = [f"{match[1]}-{i + 1:05d}-of-{match[3]}.gguf" for i in range(int(match[3]))] or names
-    if missing := [name for name in names if not path.with_name(name).is_file()]:
-        raise CheckpointError(f"{path} is one of {len(names)} files, and {missing[0]} is missing; download all of them")
-    return [GGUFFile(path.with_name(name)) for name in names]
+        return [GGUFFile(path.with_name(f"{match[1]}-{i + 1:05d}-of-{match[3]}.gguf")) for i in range(int(match[3]))]
+    return [GGUFFile(path)]
 
 
 def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:
     """The chat template, or several by name: the keys are tokenizer.chat_template and tokenizer.chat_template.NAME."""
-    default = metadata.get(TEMPLATE, str, None)
-    names = [key.removeprefix(f"{TEMPLATE}.") for key in metadata.values if key.startswith(f"{TEMPLATE}.")]
-    named = {name: metadata.get(f"{TEMPLATE}.{name}", str) for name in names}
-    if not named:
-        return default
-    return named if default is None else {"default": default, **named}
+    keys = [key for key in metadata.values if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")]
+    templates = {key[len(TEMPLATE) + 1 :] or "default": metadata.get(key, str) for key in keys}
+    return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
 def _config(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
 ) -> ModelConfig:
     """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in LAYOUTS:
-        raise ConfigError(refusal("general.architecture", architecture, LAYOUTS))
+    architecture = known(Fields(metadata, "metadata"), "general.architecture", GGUF_LAYOUTS)
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): _single(value) for key, value in metadata.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(own, architecture)
-    for key, plain in PLAIN_VALUES.items():
-        if (value := fields.get(key, type(plain), plain)) != plain:
-            raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {plain!r} as in every LLaMA")
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (value := fields.get(key, int, head_dim)) != head_dim:
-            raise ConfigError(f"{prefix}{key} is {value}, but the head dimension is {head_dim}")
+    same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    for key, expected in (PLAIN_VALUES | same).items():
+        if (value := fields.get(key, type(expected), expected)) != expected:
+            raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
     theta = _decimal(fields.get("rope.freq_base", float, 10000.0))
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
     return ModelConfig(
@@ -318,12 +258,6 @@ def _config(
     )
 
 
-def _single(value: Any) -> Any:
-    """A value; of an array of equal numbers, such as one for each layer, that number."""
-    equal = isinstance(value, np.ndarray) and len(value) > 0 and bool((value == value[0]).all())
-    return value[0].item() if equal else value
-
-
 def _decimal(value: float) -> float:
     """The shortest decimal of a float32 in the file: 1e-05, not 9.999999747378752e-06."""
     return value if isinstance(value, int) or float(np.float32(value)) != value else float(str(np.float32(value)))
@@ -335,40 +269,30 @@ def _rope_scaling(
     """The scaling by the keys rope.scaling.*, the older key rope.scale_linear, or a table of divisors."""
     own = {key.removeprefix(SCALING): value for key, value in fields.values.items() if key.startswith(SCALING)}
     scaling = Fields(own, f"{fields.where}: rope.scaling")
-
-    def number(key: str, default: float) -> float:
-        return _decimal(scaling.get(key, float, default))
-
-    factor = number("factor", _decimal(fields.get("rope.scale_linear", float, 0.0)))  # 0 means none
+    factor = _decimal(scaling.get("factor", float, fields.get("rope.scale_linear", float, 0.0)))  # 0 means none
+    attention, length = _decimal(scaling.get("attn_factor", float, 1.0)), scaling.get("original_context_length", int, 0)
+    original: dict[str, Any] = {"original_max_position_embeddings": length} if length else {}
+    scaling.get("finetuned", object, None)
     kind = scaling.get("type", str, "linear")  # llama.cpp's default if there is only a factor
     if kind == "linear" and factor in (0, 1):
         kind = "none"
-    attention, length = number("attn_factor", 1.0), scaling.get("original_context_length", int, 0)
-    yarn_attention = attention * number("yarn_attn_factor", 1.0)
-    original = {"original_max_position_embeddings": length} if length else {}
-    betas = {key: number(f"yarn_{key}", 0.0) for key in ("beta_fast", "beta_slow") if f"yarn_{key}" in own}
-    scaling.get("finetuned", object, None)
-    if kind not in ("none", "linear", "yarn", "longrope") or scaling.unknown():
-        unknown = scaling.unknown()[0] if scaling.unknown() else f"type {kind!r:.40}"
-        raise ConfigError(f"{scaling.where}: {unknown} is not supported; its types are none, linear, yarn and longrope")
-    if kind in ("none", "linear") and attention != 1:
-        raise ConfigError(f"{scaling.where}: attn_factor is {attention}, but the type {kind} does not use it")
-    if kind != "none" and ROPE_FREQS in tables:
-        raise ConfigError(f"both {scaling.where} of type {kind} and {ROPE_FREQS} are present")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        if factor > 0 and (yarn_attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
-            betas["attention_factor"] = yarn_attention * (0.1 * math.log(factor) + 1)
-        return {"rope_type": "yarn", "factor": factor, **original, **betas}
-    if kind == "longrope" or ROPE_LONG in tables:
-        if not (ROPE_LONG in tables and ROPE_SHORT in tables):
-            raise ConfigError(f"longrope needs the tensors {ROPE_LONG} and {ROPE_SHORT}")
+    plain = not scaling.unknown() and attention == 1
+    if kind == "none" and plain and not tables:
+        return None
+    if kind == "none" and plain and tables.keys() == {ROPE_FREQS}:
+        divisors = tables[ROPE_FREQS]
+        return _as_llama3(divisors, head_dim, theta) or {"rope_type": "divisors", "divisors": divisors}
+    if kind == "linear" and plain and not tables:
+        return {"rope_type": kind, "factor": factor}
+    if kind == "yarn" and not scaling.unknown() and not tables:
+        if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
+            original["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+        return {"rope_type": kind, "factor": factor, **original}
+    if kind in ("none", "longrope") and not scaling.unknown() and tables.keys() == {ROPE_LONG, ROPE_SHORT}:
         lists = {"short_factor": tables[ROPE_SHORT], "long_factor": tables[ROPE_LONG]}
         return {"rope_type": "longrope", **lists, **original, "attention_factor": attention}  # llama.cpp computes none
-    if ROPE_FREQS not in tables:
-        return None
-    return _as_llama3(tables[ROPE_FREQS], head_dim, theta) or {"rope_type": "divisors", "divisors": tables[ROPE_FREQS]}
+    found = ", ".join([kind, *own, *tables])
+    raise ConfigError(f"{scaling.where}: {found:.200} is not supported in this combination; try llama.cpp")
 
 
 def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, Any] | None:
@@ -381,13 +305,7 @@ def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, 
         return None
     plain, _ = inverse_frequencies(head_dim, theta)
     for power in range(1, 25):
-        scaling = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 2**power,
-        }
+        scaling = {**SCALED_ROPE, "factor": factor, "original_max_position_embeddings": 2**power}
         scaled, _ = inverse_frequencies(head_dim, theta, scaling)
         if torch.allclose(plain / scaled, torch.tensor(divisors, dtype=plain.dtype), rtol=2e-6, atol=0):
             return scaling

@@ -62,7 +62,7 @@ class _Cursor:
         """Skip `count` bytes; returns the position of the first."""
         if count > self.end - self.at:
             raise DamagedError(
-                f"{self.where}: {count} bytes of the header are expected at byte {self.at}, but it ends by {self.end}"
+                f"{self.where}: the header needs {count} bytes at byte {self.at}, but ends by {self.end}"
             )
         self.at += count
         return self.at - count
@@ -79,9 +79,7 @@ class _Cursor:
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > end:
-                    raise DamagedError(
-                        f"{self.where}: the string at byte {start} ends at byte {at}, the header by {end}"
-                    )
+                    raise DamagedError(f"{self.where}: a string ends at byte {at}, the header by {end}")
                 found.append(data[start:at].decode())
         except (struct.error, UnicodeDecodeError):
             raise DamagedError(f"{self.where}: the string near byte {at} is cut or not UTF-8") from None
@@ -115,9 +113,8 @@ class _Cursor:
         try:
             type = GGMLQuantizationType(number)
         except ValueError:
-            raise CheckpointError(
-                f"{self.where}: tensor {name:.80} has the unknown type {number}; get the model as Q4_K_M or Q8_0"
-            ) from None
+            found = f"{self.where}: tensor {name:.80} has the unknown type {number}"
+            raise CheckpointError(f"{found}; get the model as Q4_K_M or Q8_0") from None
         block, size = GGML_QUANT_SIZES[type]
         if shape[-1] % block:
             raise DamagedError(f"{self.where}: tensor {name:.80} has rows of {shape[-1]} weights in blocks of {block}")
@@ -155,10 +152,8 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     for name, info in tensors.items():
         begin = start + info.offset
         if begin != end or end + info.nbytes > len(data):
-            raise DamagedError(
-                f"{where}: tensor {name:.80} has {info.nbytes} bytes from {begin}, but should begin at {end},"
-                f" and the file has {len(data)}"
-            )
+            found = f"{where}: tensor {name:.80} has {info.nbytes} bytes from {begin}"
+            raise DamagedError(f"{found}, but should begin at {end}, and the file has {len(data)}")
         tensors[name] = info._replace(offset=end)
         end = -(-(end + info.nbytes) // alignment) * alignment
     return Header(metadata, tensors)

@@ -14,7 +14,7 @@ import torch
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
-from .architectures import INTERVAL, LAYOUTS, every
+from .architectures import GGUF_LAYOUTS, INTERVAL, every
 from .base import to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .write import Model, dtype_name, raw_bytes, to_layout
@@ -53,13 +53,13 @@ def write(
     for values in tables.values():
         writer.write_tensor_data(values)
     for name in model.shapes:
-        tensor = to_layout(name, model.read(name), model.config.head_dim, "interleaved", LAYOUTS[kind])
+        tensor = to_layout(name, model.read(name), model.config.head_dim, "interleaved", GGUF_LAYOUTS[kind])
         writer.write_tensor_data(raw_bytes(tensor))
     writer.close()
 
 
 def architecture(config: ModelConfig, has_tables: bool) -> str:
-    """The architecture of LAYOUTS under which llama.cpp can run the model.
+    """The architecture of GGUF_LAYOUTS under which llama.cpp can run the model.
 
     llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no tables of RoPE divisors. Raises
     ConfigError if none of them fits.

@@ -6,7 +6,6 @@ The safetensors library checks the headers: the tensors of a file cover it witho
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import integer
+from ..checks import integer, is_integer
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
 from ..quant.blocks import Blocks
@@ -27,44 +26,18 @@ from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
-from ..system.documents import LARGEST, Fields, describe, read_json, size_of, utf8_name
+from ..system.documents import LARGEST, Fields, describe, read_json, refuse_mistakes, size_of, utf8_name
 from ..tokenizer import Tokenizer
-from . import torchfile
-from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, window_warnings
-from .base import (
-    FLOATS,
-    Checkpoint,
-    check_vocabulary,
-    checked,
-    dequantized_floats,
-    drop_pages,
-    find_tokenizer,
-    stored_bytes,
-    to_file_name,
-    to_model_name,
-    use_tied_output,
-)  # fmt: skip
+from . import base
+from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
+from .base import FLOATS, HUGGING_FACE_NAMES, Checkpoint
+from .torchfile import read_torch
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 
-# Hugging Face's name -> the model's
-NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "feed_forward.w_gate",
-    "mlp.up_proj": "feed_forward.w_up",
-    "mlp.down_proj": "feed_forward.w_down",
-}
+NAMES = HUGGING_FACE_NAMES
 LAYERS = "model.layers"
-NO_WEIGHTS = ("adapter_", "training_args")  # starts of the names of files beside the weights
 
 # Keys of config.json that do not affect inference
 NO_EFFECT = {
@@ -92,7 +65,8 @@ DTYPES = {
 
 
 def recognizes(folder: Path) -> bool:
-    return folder.is_dir() and (folder / CONFIG).is_file()
+    """Whether a folder has a config.json and files of weights."""
+    return (folder / CONFIG).is_file() and any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- weights
@@ -100,7 +74,6 @@ def recognizes(folder: Path) -> bool:
 class StoredTensor:
     """One tensor of a file, by the file's name for it. Its values are read on demand.
 
-    mapped    whether the values are mapped, so that their pages can be released
     metadata  the entry of the file's metadata with the tensor's name
     """
 
@@ -109,7 +82,6 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    mapped: bool = True
     metadata: str = ""
 
     def expect(self, dtypes: Collection[str], shape: tuple[int, ...]) -> StoredTensor:
@@ -126,10 +98,9 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a torch file if it has another suffix. Raises CheckpointError."""
     size_of(path)  # refuses a pipe, which would block
     if path.suffix != ".safetensors":
-        tensors, mapped = torchfile.read_torch(path), torchfile.is_archive(path)
-        read = tensors.__getitem__
+        tensors = read_torch(path)
         return {
-            name: StoredTensor(path, name, DTYPES.get(t.dtype, "?"), tuple(t.shape), partial(read, name), mapped)
+            name: StoredTensor(path, name, DTYPES.get(t.dtype, "?"), tuple(t.shape), partial(tensors.__getitem__, name))
             for name, t in tensors.items()
         }
     from safetensors import SafetensorError, safe_open
@@ -142,7 +113,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
         with open(path, "rb") as opened:
-            torchfile.refuse_mistakes(path, opened.read(64))
+            refuse_mistakes(path, opened.read(64))
         raise DamagedError(f"{path} is not a valid safetensors file: {error!s:.160}") from None
     return {
         name: StoredTensor(path, name, header.get_dtype(), tuple(header.get_shape()), partial(file.get_tensor, name),
@@ -152,18 +123,19 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_weights(folder: Path) -> list[StoredTensor]:
-    """The tensors of all files: safetensors if there are any, else pytorch_model*.bin; never both."""
+    """The tensors of all files: those of an index or under the usual name, else all safetensors files."""
+    names = sorted(os.listdir(folder))
     for index, single in ((INDEX, "model.safetensors"), (BIN_INDEX, "pytorch_model.bin")):
-        if (folder / index).is_file():
-            if (folder / single).is_file():
-                raise CheckpointError(f"{folder} has both {index} and {single}; remove the one that does not belong")
+        if index in names and single in names:
+            raise CheckpointError(f"{folder} has both {index} and {single}; remove the one that does not belong")
+        if index in names:
             return _open_indexed(folder, index)
-        names = [single] if os.path.lexists(folder / single) else sorted(os.listdir(folder))
-        ending = Path(single).suffix
-        names = [name for name in names if name.endswith(ending) and not name.startswith(NO_WEIGHTS)]
-        if names:
-            return [tensor for name in names for tensor in open_file(folder / name).values()]
-    raise CheckpointError(f"{folder} has {CONFIG} but no weights, expected model.safetensors; complete the download")
+        files = [single] if single in names else [name for name in names if name.endswith(".safetensors")]
+        if files:
+            return [tensor for name in files for tensor in open_file(folder / name).values()]
+    raise CheckpointError(
+        f"{folder} has no weights, expected model.safetensors or pytorch_model.bin; complete the download"
+    )
 
 
 def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
@@ -184,24 +156,17 @@ def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
 # --------------------------------------------------------------------------------------------------- configuration
 def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, list[str]]:
     """The architecture that a config.json describes, and warnings. Raises ConfigError."""
-    fields, warnings = Fields(settings, where), list[str]()
-    named = fields.get("architectures", list, None) or []
-    kind = fields.get("model_type", object, None)
-    if kind is None:
-        kind = next((kind for kind, family in FAMILIES.items() if named == [family.architecture]), None)
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"{where}: {refusal('model_type', kind, FAMILIES)}")
-    family = FAMILIES[kind]
+    fields = Fields(settings, where)
+    kind = known(fields, "model_type", MODEL_TYPES)
+    defaults = MODEL_TYPES[kind]
     for key, allowed in MUST_BE.items():
         if (value := fields.get(key, object, None)) not in (None, *allowed):
-            found = f"{key} is {describe(value)}, but a LLaMA has {describe(allowed[0])}"
-            raise ConfigError(f"{where}: {found}; run the model with transformers or vLLM")
-    n_layers = fields.get("num_hidden_layers", int)
-    dim, n_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
-    integer(f"{where}: num_attention_heads", n_heads, error=ConfigError)
-    theta, scaling = _read_rope(fields, family.theta, warnings)
-    # as in transformers, null stands for n_heads, and a missing key for the family's default
-    kv_heads = n_heads if "num_key_value_heads" in fields.values else family.n_kv_heads or n_heads
+            raise ConfigError(f"{where}: {key} is {describe(value)}, which no LLaMA has; try transformers or vLLM")
+    dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
+    n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
+    theta, scaling, warnings = _read_rope(fields, defaults.theta)
+    # as in transformers, null stands for n_heads, and a missing key for the default of the model_type
+    kv_heads = n_heads if "num_key_value_heads" in fields.values else defaults.n_kv_heads or n_heads
     config = ModelConfig(
         dim=dim,
         n_layers=n_layers,
@@ -213,52 +178,38 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         norm_eps=fields.get("rms_norm_eps", float, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_seq_len=fields.get("max_position_embeddings", int, family.context),
-        tie_embeddings=fields.get("tie_word_embeddings", bool, family.tied),
-        attention_bias=family.bias_keys and fields.get("attention_bias", bool, False),
-        qkv_bias=family.qkv_bias,
-        mlp_bias=family.bias_keys and fields.get("mlp_bias", bool, False),
+        max_seq_len=fields.get("max_position_embeddings", int, defaults.context),
+        tie_embeddings=fields.get("tie_word_embeddings", bool, defaults.tied),
+        attention_bias=defaults.bias_keys and fields.get("attention_bias", bool, False),
+        qkv_bias=defaults.qkv_bias,
+        mlp_bias=defaults.bias_keys and fields.get("mlp_bias", bool, False),
         no_rope_layers=no_rope_layers(fields, kind, n_layers),
         sliding_window=sliding_window(fields, kind, n_layers),
     )
-    unknown = [key for key in fields.unknown() if key not in NO_EFFECT]
-    for key in unknown:
-        if near := difflib.get_close_matches(key, fields.keys_read, 1, 0.9):
-            raise ConfigError(f"{where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
-    if unknown:
-        warnings.append(f"{CONFIG} has unknown keys, which have no effect: {', '.join(unknown)}")
-    return checked(config), [*warnings, *window_warnings(config)]
+    return config, [*warnings, *base.unknown_keys(fields, NO_EFFECT)]
 
 
-def _read_rope(fields: Fields, default: float, warnings: list[str]) -> tuple[float, dict[str, Any] | None]:
-    """theta and scaling, from rope_theta and rope_scaling, or from rope_parameters (transformers 5)."""
-    where = fields.where
-    old, new = (_spelled_out(fields.get(key, dict, None) or {}) for key in ("rope_scaling", "rope_parameters"))
-    thetas = [fields.get("rope_theta", object, None), old.pop("rope_theta", None), new.pop("rope_theta", None)]
-    thetas = [theta for theta in thetas if theta is not None]
-    if (old and new and old != new) or any(theta != thetas[0] for theta in thetas):
-        raise ConfigError(f"{where}: rope_theta, rope_scaling and rope_parameters contradict each other; keep one")
-    theta = Fields({"rope_theta": thetas[0]} if thetas else {}, where).get("rope_theta", float, default)
-    scaling = new or old
-    kind = scaling.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
-    if scaling.get("partial_rotary_factor") == 1 and kind != "proportional":
-        del scaling["partial_rotary_factor"]
+def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, Any] | None, list[str]]:
+    """theta, scaling, and a warning if entries of the scaling have no effect.
+
+    They are in rope_theta and rope_scaling, or in rope_parameters (transformers 5). A null counts as missing.
+    """
+    merged: dict[str, Any] = {}
+    old, new = fields.get("rope_scaling", dict, None), fields.get("rope_parameters", dict, None)
+    for source in ({"rope_theta": fields.get("rope_theta", object, None)}, old or {}, new or {}):
+        for key, value in source.items():
+            key = "rope_type" if key == "type" else key  # of transformers before 4.43
+            if value is not None and merged.setdefault(key, value) != value:
+                raise ConfigError(f"{fields.where}: {key} is both {describe(merged[key])} and {describe(value)}")
     length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
+    scaling, where = Fields(merged, fields.where), fields.where
+    theta, kind = scaling.get("rope_theta", float, default_theta), scaling.get("rope_type", str, "default")
+    if kind not in SCALINGS:
+        raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
+    used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
     if length is not None and kind in ("llama3", "yarn", "longrope"):
-        scaling["original_max_position_embeddings"] = length
-    if odd := [key for key in scaling if key not in ("rope_type", *PARAMETERS.get(kind, ()))]:
-        warnings.append(f"{CONFIG}: rope scaling {kind} has keys that have no effect: {', '.join(odd)}")
-        scaling = {key: value for key, value in scaling.items() if key not in odd}
-    return theta, None if kind == "default" else scaling
-
-
-def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling with the legacy key "type" renamed to "rope_type" and without entries that are null."""
-    kind = scaling.get("rope_type", scaling.get("type"))
-    renamed = {**scaling, "type": None, "rope_type": kind}
-    return {key: value for key, value in renamed.items() if value is not None}
+        used["original_max_position_embeddings"] = length
+    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ())
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
@@ -267,17 +218,15 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     format = "Hugging Face"
     layout: Layout = "half"
+    names, layers = NAMES, LAYERS
     suffixes: tuple[str, ...] = ()  # of tensors that store a quantized matrix, beside or in place of its `weight`
     unused: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of the names of tensors that are not weights
 
     def __init__(self, folder: Path):
         self.path = folder
         self.settings = read_json(folder / CONFIG)
-        try:
-            self.config, warnings = read_config(self.settings, CONFIG)
-        except ConfigError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
-        self.warnings: list[str] = warnings
+        self.warnings: list[str]
+        self.config, self.warnings = read_config(self.settings, CONFIG)
         self.generation = _read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = _read_optional(folder / "tokenizer_config.json")
@@ -289,13 +238,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._add_tensors(tensors)
         self.shapes = {name: (self._matrices.get(name) or self._first(name)).shape for name in self._tensors}
 
-    @property
-    def about(self) -> Mapping[str, Any]:
-        return {"weights": stored_bytes({name: (self.stored(name), self._nbytes(name)) for name in self._tensors})}
-
     def tensor(self, name: str) -> Tensor:
         matrix = self._matrices.get(name)
-        return self._first(name).read() if matrix is None else dequantized_floats(*matrix.shape, matrix.floats)
+        return self._first(name).read() if matrix is None else base.dequantized_floats(*matrix.shape, matrix.floats)
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
         matrix = self._matrices.get(name)
@@ -306,37 +251,32 @@ class HuggingFaceCheckpoint(Checkpoint):
         return None if blocks is None else blocks.columns(columns)
 
     def file_name(self, name: str) -> str:
-        return self._first(name).name if name in self._tensors else to_file_name(name, NAMES, LAYERS)
+        return self._first(name).name if name in self._tensors else super().file_name(name)
 
     def stored(self, name: str) -> str:
         return self._matrices[name].label if name in self._matrices else self._first(name).dtype
 
     def bits(self, name: str) -> float:
-        return 8 * self._nbytes(name) / math.prod(self.shapes[name])
+        return 8 * sum(tensor.read().nbytes for tensor in self._tensors[name].values()) / math.prod(self.shapes[name])
 
     def release(self, name: str) -> None:
         for tensor in self._tensors[name].values():
-            if tensor.mapped:
-                drop_pages(tensor.read())
+            base.drop_pages(tensor.read())
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import Named, open_tokenizer
 
-        path, settings = find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model")), self.tokenizer_settings
-        if path.parent != self.path:
-            settings = settings or _read_optional(path.with_name("tokenizer_config.json"))
+        path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
+        settings = self.tokenizer_settings or _read_optional(path.with_name("tokenizer_config.json"))
         template = self.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
         tokenizer = open_tokenizer(path, settings, Named(self._ids("bos_token_id"), self._ids("eos_token_id"), text))
-        check_vocabulary(tokenizer, self.config, str(path))
+        base.check_vocabulary(tokenizer, self.config, str(path))
         return tokenizer
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _first(self, name: str) -> StoredTensor:
         return next(iter(self._tensors[name].values()))
-
-    def _nbytes(self, name: str) -> int:
-        return sum(tensor.read().nbytes for tensor in self._tensors[name].values())
 
     def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
         """Collect the tensors that store each weight. Raises CheckpointError for one that no LLaMA has."""
@@ -347,22 +287,25 @@ class HuggingFaceCheckpoint(Checkpoint):
                 continue
             # In a model that was saved without its head, names lack the prefix "model."
             full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
-            name = to_model_name(full, NAMES, LAYERS)
+            name = base.to_model_name(full, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
             other = self._tensors.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
             if other is not tensor:
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
-        use_tied_output(self._tensors, self.config.tie_embeddings)
+        if (
+            self.config.tie_embeddings
+            and "tok_embeddings.weight" not in self._tensors
+            and "output.weight" in self._tensors
+        ):
+            self._tensors["tok_embeddings.weight"] = self._tensors.pop("output.weight")
         for name, stored in self._tensors.items():
             if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
                 self._matrices[name] = self._matrix(name, stored)
         if self.config.tie_embeddings and "output.weight" in self._tensors:
             output, embedding = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
             if output.dtype != embedding.dtype or not torch.equal(output, embedding):
-                raise CheckpointError(
-                    f"{self.path}: tie_word_embeddings is set, but lm_head.weight differs from the embedding"
-                )
+                raise CheckpointError(f"{self.path} ties the embeddings, but lm_head.weight differs from the embedding")
             del self._tensors["output.weight"]
 
     def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
@@ -374,11 +317,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         """The ids that generation_config.json names, then those of config.json: an id or a list of ids."""
         found: list[int] = []
         for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
-            value = Fields(source, str(self.path / name)).get(key, object, None)
-            for id in value if isinstance(value, list) else [value]:
-                if id is not None and type(id) is not int:
-                    raise ConfigError(f"{self.path / name}: {key} must be an id or a list of ids, got {describe(id)}")
-                found += [] if id is None or id < 0 else [id]  # -1 in some files: no such token
+            value = source.get(key)
+            ids = [id for id in (value if isinstance(value, list) else [value]) if id is not None]
+            if not all(map(is_integer, ids)):
+                raise ConfigError(f"{self.path / name}: {key} must be an id or a list of ids, got {describe(value)}")
+            found += [id for id in ids if id >= 0]  # -1 in some files: no such token
         return found
 
     def _sampling(self) -> dict[str, Any]:
@@ -400,12 +343,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         files |= {path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))}
         templates = {name: _read_template(path) for name, path in files.items() if path.is_file()}
         if not templates:
-            fields = Fields(self.tokenizer_settings, str(self.path / "tokenizer_config.json"))
+            fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
             if not isinstance(listed := fields.get("chat_template", object, None), list):
                 return fields.get("chat_template", str, None)
-            for item in listed:
-                entry = Fields(Fields({"chat_template": item}, fields.where).get("chat_template", dict), fields.where)
-                templates[entry.get("name", str)] = entry.get("template", str)
+            entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
+            templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
         return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
@@ -414,9 +356,9 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _read_template(path: Path) -> str:
+    if size_of(path) > LARGEST:
+        raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST:,}")
     try:
-        if size_of(path) <= LARGEST:
-            return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        pass
-    raise DamagedError(f"{path} is not UTF-8 of at most {LARGEST:,} bytes")
+        raise DamagedError(f"{path} is not UTF-8") from None

@@ -13,7 +13,7 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
 from ..rope_scaling import kind_of
-from .architectures import FAMILIES, FULL, SLIDING
+from .architectures import FULL, MODEL_TYPES, SLIDING
 from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .write import Model, dtype_name, raw_bytes, to_layout
@@ -95,7 +95,7 @@ def config_json(model: Model) -> dict[str, Any]:
     if (scaling := kind_of(config.rope_scaling)) in ("divisors", "ntk"):
         raise ConfigError(f"config.json can't express the rope scaling {scaling!r}; convert the model to gguf")
     return {
-        "architectures": [FAMILIES[kind].architecture],
+        "architectures": [MODEL_TYPES[kind].architecture],
         "model_type": kind,
         "hidden_size": config.dim,
         "num_hidden_layers": config.n_layers,
@@ -124,7 +124,7 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """
     windowed = config.sliding_window is not None
     kind = "smollm3" if config.no_rope_layers else "qwen2" if config.qkv_bias else "mistral" if windowed else "llama"
-    family, biases = FAMILIES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    family, biases = MODEL_TYPES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     if config.qkv_bias != family.qkv_bias or (any(biases.values()) and not family.bias_keys):
         raise ConfigError(f"Hugging Face's model type {kind} has other biases than this model; convert it to gguf")
     keys: dict[str, Any] = dict(biases) if family.bias_keys else {}

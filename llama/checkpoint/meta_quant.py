@@ -19,9 +19,8 @@ SCHEME = "int4_weight_int8_dynamic_activation"
 SUFFIXES = (".weight", ".scales", ".zeros", ".adaptor.A.weight", ".adaptor.B.weight")
 
 
-def dequantize(shard: Mapping[str, Tensor], name: str, params: Fields) -> Tensor:
+def dequantize(shard: Mapping[str, Tensor], name: str, params: Fields, where: str) -> Tensor:
     """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
-    where = params.where
     if (scheme := params.get("quantization_args", dict, {}).get("scheme")) != SCHEME:
         raise CheckpointError(f"{where}: {name} is int8, but quantization_args.scheme is {scheme!r:.60}, not {SCHEME}")
     quants, scales, zeros, down, up = (shard.get(name + suffix) for suffix in SUFFIXES)

@@ -11,22 +11,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CheckpointError, LlamaError, TokenizerError
-from ..system.documents import read_json, size_of
+from ..errors import CheckpointError, ConfigError
+from ..system.documents import read_json, refuse_mistakes, size_of
 from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
-from . import gguf, huggingface, meta, prequantized, quantized, torchfile
+from . import gguf, huggingface, meta, prequantized, quantized
+from .architectures import window_warnings
 from .base import Checkpoint, check_vocabulary
 
-# (whether a path has this format, its reader). The first that fits is used; `_open_file` opens single files.
-HUGGING_FACE: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
-    (quantized.recognizes, quantized.QuantizedCheckpoint),
-    (prequantized.recognizes, prequantized.PrequantizedCheckpoint),
-    (huggingface.recognizes, huggingface.HuggingFaceCheckpoint),
-]
-OTHERS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
-    (meta.recognizes, meta.MetaCheckpoint),
-    (gguf.recognizes, gguf.GGUFCheckpoint),
-]
 MOST_PATHS = 1000  # the most files and folders that are looked at below a folder
 EXPECTED = "expected config.json, params.json or *.gguf"
 
@@ -36,23 +27,18 @@ def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None =
 
     tokenizer  a file or folder with the tokenizer to use in place of the checkpoint's own
 
-    Raises CheckpointError if the path is not a supported checkpoint, TokenizerError if the tokenizer can't be used.
+    Raises CheckpointError if one of them can't be opened, TokenizerError if the folder has no usable tokenizer.
     """
     try:
         checkpoint = _open(Path(path))
+        checkpoint.warnings = [*checkpoint.warnings, *window_warnings(checkpoint.config)]
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from None
-    except ValueError as error:  # a NUL byte in the path
-        if isinstance(error, LlamaError):
-            raise
-        raise CheckpointError(f"{str(path)!r} is not a path: {error}") from None
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     if tokenizer is not None:
-        try:
-            override = read_tokenizer(Path(tokenizer))
-        except CheckpointError as error:
-            raise TokenizerError(f"no usable tokenizer at {tokenizer}: {error}") from None
-        check_vocabulary(override, checkpoint.config, str(tokenizer))
-        checkpoint.tokenizer_override = override
+        checkpoint.tokenizer_override = read_tokenizer(Path(tokenizer))
+        check_vocabulary(checkpoint.tokenizer_override, checkpoint.config, str(tokenizer))
     return checkpoint
 
 
@@ -69,54 +55,51 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return checkpoint.tokenizer()
 
 
+def _hugging_face(folder: Path) -> Checkpoint:
+    """The reader of a Hugging Face folder that its quantization requires."""
+    if quantized.recognizes(folder):
+        return quantized.QuantizedCheckpoint(folder)
+    if prequantized.recognizes(folder):
+        return prequantized.PrequantizedCheckpoint(folder)
+    return huggingface.HuggingFaceCheckpoint(folder)
+
+
+# (whether a path has this format, its reader); the first that fits is used
+FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
+    (huggingface.recognizes, _hugging_face),
+    (meta.recognizes, meta.MetaCheckpoint),
+    (gguf.recognizes, gguf.GGUFCheckpoint),
+]
+
+
 def _open(path: Path) -> Checkpoint:
     if not path.is_dir():
         return _open_file(path)
-    readers = _readers(path)
-    if readers:
+    if readers := _readers(path):
         checkpoint = readers[0](path)
-        if huggingface.recognizes(path) and meta.recognizes(path) and any(path.glob("consolidated.*.pth")):
-            warning = f"{path} has files of two formats; only those of {checkpoint.format} are read"
+        if len(readers) > 1:
+            warning = f"{path} has files of several formats; only those of {checkpoint.format} are read"
             checkpoint.warnings = [warning, *checkpoint.warnings]
         return checkpoint
     paths = itertools.islice(itertools.chain(path.glob("*"), path.glob("*/*")), MOST_PATHS)
-    models = {folder for folder in paths if folder.name[0] != "." and _is_model(folder)}
+    models = {folder for folder in paths if folder.name[0] != "." and folder.is_dir() and _readers(folder)}
     below = sorted(folder for folder in models if folder.parent not in models)
     if len(below) == 1:
         checkpoint = _open(below[0])
         checkpoint.warnings = [f"{path} is not a model, but contains one; using {below[0]}", *checkpoint.warnings]
         return checkpoint
     if below:
-        names = ", ".join(map(str, below[:4])) + ", ..." * (len(below) > 4)
-        raise CheckpointError(f"{path} is not a model, but contains several: {names}; name one of them")
-    if huggingface.recognizes(path):
-        return huggingface.HuggingFaceCheckpoint(path)  # raises CheckpointError, with what is missing
-    raise CheckpointError(_explain_folder(path))
+        raise CheckpointError(f"{path} contains {len(below)} models; name one of them, such as {below[0]}")
+    found = sorted(file.name for file in path.iterdir())
+    if huggingface.CONFIG in found:
+        huggingface.open_weights(path)  # raises CheckpointError with the names of the missing files
+    if "adapter_config.json" in found:
+        raise CheckpointError(f"{path} is an adapter; pass its base model as --model and this folder as --adapter")
+    raise CheckpointError(f"{path} is not a checkpoint: {EXPECTED}; found {', '.join(found[:4]) or 'no file'}")
 
 
 def _readers(folder: Path) -> list[Callable[[Path], Checkpoint]]:
-    """The readers that fit a folder; Hugging Face's only if it has .safetensors or .bin files."""
-    lacks_weights = not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
-    formats = OTHERS if lacks_weights else [*HUGGING_FACE, *OTHERS]
-    return [read for recognizes, read in formats if recognizes(folder)]
-
-
-def _is_model(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and bool(_readers(folder))
-    except OSError:  # not readable
-        return False
-
-
-def _explain_folder(path: Path) -> str:
-    """The error message for a folder that is not a checkpoint."""
-    names = sorted(file.name for file in path.iterdir())
-    for name in {meta.PARAMS, huggingface.CONFIG} & set(names):
-        size_of(path / name)  # raises CheckpointError if it is not a regular file
-    if "adapter_config.json" in names:
-        return f"{path} contains an adapter, not a model; pass its base model as --model and this folder as --adapter"
-    found = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
-    return f"{path} is not a checkpoint: {EXPECTED}; found {found or 'no file'}"
+    return [read for recognizes, read in FORMATS if recognizes(folder)]
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -124,8 +107,5 @@ def _open_file(path: Path) -> Checkpoint:
     if gguf.recognizes(path):
         return gguf.GGUFCheckpoint(path)
     with open(path, "rb") as file:
-        start = file.read(64)
-    torchfile.refuse_mistakes(path, start)
-    if start.startswith((torchfile.ZIP, torchfile.PICKLE)) or b"{" in (start.lstrip()[:1], start[8:9]):
-        raise CheckpointError(f"{path} is one file of a checkpoint folder; name the folder: {path.parent}")
-    raise CheckpointError(f"{path} is not a checkpoint: {EXPECTED}; found a file that begins with {start[:8]!r}")
+        refuse_mistakes(path, file.read(64))
+    raise CheckpointError(f"{path} is not a checkpoint: expected a GGUF file or a folder, such as {path.parent}")

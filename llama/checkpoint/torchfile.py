@@ -1,13 +1,12 @@
-"""Reader of torch's files (.pth, .pt, pytorch_model.bin): torch.load in its safe mode, and what that does not check.
+"""Reader of torch's files (.pth, pytorch_model.bin): torch.load in its safe mode, and what that does not check.
 
 `weights_only` runs no code of the file, but a bytearray(n) can fill memory, and a tuple nested a million deep can crash
-the process; so the pickle's operations are checked first. `mmap` leaves the values in the file, but trusts the sizes in
+the process; so the pickle's operations are read first. `mmap` leaves the values in the file, but trusts the sizes in
 the pickle; so they are compared with the records of the zip archive.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import pickletools
 import re
@@ -20,35 +19,30 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, LlamaError
-from ..system.documents import size_of, utf8_name
+from ..system.documents import refuse_mistakes, size_of, utf8_name
 
-ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of an archive, and of a file from before torch 1.6
+ZIP = b"PK\x03\x04"  # the first bytes of an archive, torch's format since version 1.6
 LARGEST_PICKLE = 2**22  # bytes; the names and shapes of a model of 405B parameters take 0.2 million
-DEEPEST = 1000  # levels of nesting; a state dict has 4, and each 1,000 tensors count as one more
+MOST_TUPLES = 2**15  # 4 for each tensor; tuples nested deeper can overflow the C stack when they are hashed
 FUNCTIONS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3",
              "torch._utils _rebuild_parameter"}  # fmt: skip
 TYPES = re.compile(r"torch(\.storage)? \w+Storage|torch (bool|[a-z]+\d+\w*)")  # storages and dtypes
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, mapped if it is an archive.
+    """The tensors of a file by name, mapped.
 
     Raises CheckpointError if it holds anything but {str: dense CPU tensor}, or contradicts itself.
     """
     size_of(path)  # refuses a pipe, which would block
     try:
         with open(path, "rb") as file:
-            refuse_mistakes(path, start := file.read(64))
-            if not start.startswith((ZIP, PICKLE)):
-                raise CheckpointError(f"{path} is not a torch file: it begins with {start[:8]!r}")
-            file.seek(0)
-            pickles = io.BytesIO(file.read(LARGEST_PICKLE))
+            start = file.read(64)
+        refuse_mistakes(path, start)
+        if not start.startswith(ZIP):
+            raise CheckpointError(f"{path} is not in the format of torch 1.6 or later; save it again with torch.save")
         with utf8_name(path) as name:
-            if start.startswith(ZIP):
-                return _read_archive(name, path)
-            for _ in range(5):  # a magic number, the version, the system, the tensors, the keys of the storages
-                _check_pickle(pickles, path)
-            return _dense_tensors(torch.load(name, "cpu", weights_only=True), path)
+            return _read_archive(name, path)
     except LlamaError:
         raise
     except Exception as error:  # of a dozen kinds; torch wraps some in a text that recommends weights_only=False
@@ -65,18 +59,17 @@ def _read_archive(name: str, path: Path) -> dict[str, Tensor]:
         raise DamagedError(f"{path}: the CRC-32 of data.pkl does not match")
     if "byteorder" in records and reader.get_record("byteorder") != b"little":  # torch would swap bytes in the mapping
         raise CheckpointError(f"{path} is from a big-endian machine; save it again on a little-endian one")
-    _check_pickle(io.BytesIO(content), path)
+    _check_pickle(content, path)
     tensors = _dense_tensors(torch.load(name, "cpu", mmap=True, weights_only=True), path)
 
     # Each storage of the tensors must be one record. The file is mapped as a whole: addresses follow the offsets.
     storages = {s.data_ptr(): s.nbytes() for t in tensors.values() if (s := t.untyped_storage()).nbytes()}
-    data = {reader.get_record_offset(n): i for n, i in records.items() if n.startswith("data/") and i.file_size}
-    if len(storages) != len(data):
-        raise DamagedError(f"{path}: its tensors use {len(storages)} records, but it has {len(data)}")
+    data = {
+        reader.get_record_offset(n): i.file_size for n, i in records.items() if n.startswith("data/") and i.file_size
+    }
     start = min(storages, default=0) - min(data, default=0)
-    for (address, nbytes), (offset, record) in zip(sorted(storages.items()), sorted(data.items()), strict=True):
-        if address != start + offset or nbytes != record.file_size:
-            raise DamagedError(f"{path}: {record.filename} has {record.file_size:,} bytes, expected {nbytes:,}")
+    if storages != {start + offset: size for offset, size in data.items()}:
+        raise DamagedError(f"{path}: the sizes of its records are not those of its tensors")
     return tensors
 
 
@@ -95,45 +88,17 @@ def read_records(name: str | Path, path: Path) -> dict[str, zipfile.ZipInfo]:
     return records
 
 
-def _check_pickle(file: io.BytesIO, path: Path) -> None:
-    """Raise CheckpointError if the next pickle in `file` needs other globals than a state dict, or nests deeply.
-
-    Refuses a container from the memo: it could grow after its depth is counted.
-    """
-    stack: list[Any] = []  # the depth of a value, 0 for a number, a string or a tensor; the name of a global
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    argument: Any
-    for operation, argument, _ in pickletools.genops(file):
-        name, needs = operation.name, operation.stack_before
-        if name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-            if stack[-1] and stack[-1].__class__ is int:
-                raise CheckpointError(f"{path}: its pickle uses a container twice, unlike a state dict")
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name == "GLOBAL":
-            stack.append(argument)
-            if argument not in FUNCTIONS and not TYPES.fullmatch(argument):
-                raise CheckpointError(f"{path} holds more than tensors ({argument:.80}); get only the weights")
-        elif name == "PROTO" and argument != 2:
+def _check_pickle(content: bytes, path: Path) -> None:
+    """Raise CheckpointError if a pickle names other classes and functions than a state dict, or has too many tuples."""
+    tuples = 0
+    for operation, argument, _ in pickletools.genops(content):
+        tuples += operation.name.startswith("TUPLE")
+        if operation.name == "GLOBAL" and argument not in FUNCTIONS and not TYPES.fullmatch(str(argument)):
+            raise CheckpointError(f"{path} holds more than tensors ({argument:.80}); get only the weights")
+        if operation.name == "PROTO" and argument != 2:
             raise CheckpointError(f"{path} has pickle protocol {argument}; save it with torch.save's default, 2")
-        elif not needs:
-            stack += [int(name.startswith("EMPTY"))] * len(operation.stack_after)
-        else:
-            mark = pickletools.markobject in needs
-            first = marks.pop() - needs.index(pickletools.markobject) if mark else len(stack) - len(needs)
-            values = stack[first:]
-            del stack[first:]
-            depth = 1 + max([0, *[value for value in values if value.__class__ is int]])
-            if depth > DEEPEST:
-                raise CheckpointError(f"{path}: its pickle nests values more than {DEEPEST:,} deep")
-            if name in ("REDUCE", "NEWOBJ") and values[0] not in FUNCTIONS:
-                raise CheckpointError(f"{path}: its pickle calls {values[0]!s:.80}, unlike a state dict")
-            tensor = name == "BINPERSID" or (name == "REDUCE" and values[0] != "collections OrderedDict")
-            stack += [0 if tensor else depth] * len(operation.stack_after)
+    if tuples > MOST_TUPLES:
+        raise CheckpointError(f"{path}: its pickle has {tuples:,} tuples, expected at most {MOST_TUPLES:,}")
 
 
 def _dense_tensors(state: object, path: Path) -> dict[str, Tensor]:
@@ -149,19 +114,3 @@ def _dense_tensors(state: object, path: Path) -> dict[str, Tensor]:
         if math.prod(tensor.shape) > entries or tensor.is_neg() or tensor.data_ptr() % tensor.itemsize:
             raise CheckpointError(f"{path}: {name:.80} is not a tensor of {entries:,} stored entries")
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def refuse_mistakes(path: Path, start: bytes) -> None:
-    """Raise CheckpointError if the first bytes of a file are those of a failed download."""
-    if not start:
-        raise DamagedError(f"{path} is empty")
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
-    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise CheckpointError(f"{path} is a web page in place of the file; open its address in a browser to see why")
-
-
-def is_archive(path: Path) -> bool:
-    """Whether a file is a zip archive, torch's format since 1.6, so that `read_torch` maps it."""
-    with open(path, "rb") as file:
-        return file.read(4) == ZIP

@@ -27,15 +27,15 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     if size_of(path) > largest:
         raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {largest:,}")
     try:
-        return parse_json(path.read_bytes(), str(path), DamagedError)
+        raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    refuse_mistakes(path, raw[:64])
+    return parse_json(raw, str(path), DamagedError)
 
 
 def parse_json(raw: bytes, where: str, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
     """`read_json` for bytes in memory. Error messages begin with `where`."""
-    if raw.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
     try:
         value = json.loads(raw, object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as cause:  # not UTF-8, not JSON, or nested too deeply
@@ -107,6 +107,16 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
+
+
+def refuse_mistakes(where: str | Path, start: bytes) -> None:
+    """Raise CheckpointError if the first bytes of a file are those of a failed download."""
+    if not start:
+        raise DamagedError(f"{where} is empty")
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise CheckpointError(f"{where} is a web page in place of the file; open its address in a browser to see why")
 
 
 @contextlib.contextmanager

@@ -21,9 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from ..checkpoint import Checkpoint, open_checkpoint, torchfile
+from ..checkpoint import Checkpoint, open_checkpoint
 from ..errors import CheckpointError, DamagedError, UsageError
 from ..hub import models as hub
+from ..system.documents import refuse_mistakes
 from .findings import Finding, check, failure
 from .model_facts import model_facts
 
@@ -114,7 +115,7 @@ def describe_content(file: Path) -> str:
     """Read a file as far as its format can show damage. Raises CheckpointError if it is damaged."""
     with open(file, "rb") as opened:
         start = opened.read(64)
-    torchfile.refuse_mistakes(file, start)
+    refuse_mistakes(file, start)
     found = f"{file.stat().st_size:,} bytes"
     try:
         if file.suffix == ".safetensors":

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaForCausalLM
 
 import llama
@@ -53,68 +52,37 @@ def logits(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 TEXTS: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda t: b"",
-    "cut": lambda t: t[: len(t) // 2],
     "more": lambda t: t + b"\n}",
     "not UTF-8": lambda t: t.replace(b"{", b'{"a": "\xff", ', 1),
     "a list": lambda t: b"[" + t + b"]",
-    "null": lambda t: b"null",
     "NaN": lambda t: t.replace(b"1e-05", b"NaN"),
-    "infinity": lambda t: t.replace(b"1e-05", b"1e400"),
-    "twice": lambda t: t.replace(b"{", b'{"vocab_size": 9, ', 1),
     "twice inside": lambda t: t.replace(b"{", b'{"mine": {"a": 1, "a": 1}, ', 1),
     "deep": lambda t: t.replace(b"{", b'{"mine": ' + b"[" * 100_000 + b"]" * 100_000 + b", ", 1),
     "digits": lambda t: t.replace(b"1e-05", b"1" + b"0" * 5000),
     "git-lfs": lambda t: b"version https://git-lfs.github.com/spec/v1\n",
     "larger than any": lambda t: t + b" " * 2**22,
+    "theta": lambda t: t.replace(b"500000.0", b"-1"),
+    "theta as text": lambda t: t.replace(b"500000.0", b'"500000.0"'),
+    "epsilon": lambda t: t.replace(b"1e-05", b"1.5"),
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_anything_but_a_json_object_of_finite_numbers_is_refused(document: Path, attempt: Try, name: str) -> None:
+def test_a_text_or_value_that_is_not_valid_is_refused(document: Path, name: str) -> None:
     before = document.read_bytes()
     document.write_bytes(TEXTS[name](before))
     assert document.read_bytes() != before
-    attempt("inspect", document.parent).refused(document.name)
-
-
-@pytest.mark.parametrize(("form", "odd", "meant"), [("meta", "rope_thetta", "rope_theta"),
-                                                    ("hf", "rms_norm_esp", "rms_norm_eps")])  # fmt: skip
-def test_a_misspelt_key_is_refused_with_a_suggestion(document: Path, odd: str, meant: str) -> None:
-    edit(document, **{odd: 1e-3})
-    with pytest.raises(LlamaError, match=f"{odd!r}; did you mean {meant!r}"):
+    with pytest.raises(LlamaError, match=rf"{document.name}|rope_theta|norm_eps") as caught:
         open_checkpoint(document.parent)
+    assert len(str(caught.value)) < 500
 
 
-ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192, "rope_theta": 1e4}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("form", "changes", "words"),
-    [
-        *(("meta", {"rope_theta": theta}, "rope_theta must be a") for theta in (0, -1, "10000", True)),
-        *(("hf", {"rope_parameters": {**ROPE, "rope_theta": t}}, "rope_theta must be a") for t in (0, "1e4", [1])),
-        ("meta", {"use_scaled_rope": 1}, "use_scaled_rope must be true or false"),
-        ("meta", {"rope_scaling_factor": 0}, "factor.* above 0"),
-        ("meta", {"vision_chunk_size": 448}, "vision_chunk_size belongs to a vision model"),
-        ("meta", {"ffn_dim_multiplier": -1}, "ffn_dim_multiplier must be"),
-        ("meta", {"multiple_of": 0}, "multiple_of must be"),
-        ("hf", {"rope_parameters": {**ROPE, "rope_type": "spiral"}}, "'spiral', expected one of default"),
-        ("hf", {"rope_parameters": {**ROPE, "factor": 0}}, "'factor'.*above 0.*got 0"),
-        ("hf", {"rope_parameters": {**ROPE, "low_freq_factor": 4.0}}, "must be below.*4.0 and 4.0"),
-        ("hf", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradict each other"),
-        ("hf", {"rope_theta": 7.0}, "contradict each other"),
-        ("hf", {"rms_norm_eps": 1.5}, "norm_eps must"),
-        ("hf", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_a_value_out_of_range_is_refused(document: Path, changes: dict[str, Any], words: str) -> None:
-    if document.name == "config.json":
-        use_rope_parameters(document)
-    edit(document, **changes)
-    with pytest.raises(LlamaError, match=words):
+@pytest.mark.parametrize("form", ["meta"])
+@pytest.mark.parametrize("key", ["n_heads", "ffn_dim_multiplier", "multiple_of"])
+def test_a_number_of_params_json_must_be_positive(document: Path, key: str) -> None:
+    edit(document, multiple_of=32)
+    edit(document, **{key: 0})
+    with pytest.raises(LlamaError, match=f"{key} must be"):
         open_checkpoint(document.parent)
 
 
@@ -151,37 +119,6 @@ def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(original
     assert float((plain(tokens, positions) - expected).abs().max()) > 0.05
 
 
-BASE: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "pad_token_id": None, "head_dim": 16,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "runs"),
-    [("Llama", {}, True), ("Llama", {"attention_bias": True}, True), ("Llama", {"mlp_bias": True}, True),
-     ("Llama", {"hidden_act": "gelu"}, False), ("Gemma", {"hidden_act": "silu"}, False), ("Helium", {}, False)],
-    ids=str,
-)  # fmt: skip
-def test_another_family_is_refused_or_computed_as_in_transformers(
-    tmp_path: Path, family: str, changes: dict[str, Any], runs: bool
-) -> None:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape)
-        parameter.copy_(0.2 * noise + 1 if "norm" in name else noise / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(tmp_path)
-    tokens = torch.randint(320, (1, 30), generator=torch.Generator().manual_seed(1))
-    if runs:
-        assert float((logits(tmp_path, tokens) - model(tokens).logits).abs().max()) < 5e-4
-        return
-    with pytest.raises(LlamaError, match=r"can be run|but a LLaMA has"):
-        logits(tmp_path, tokens)
-
-
 @pytest.mark.parametrize("form", ["hf"])
 def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try) -> None:
     evil = "import os\nopen(os.environ['CANARY'], 'w').close()\n"
@@ -204,11 +141,6 @@ def test_stop_ids_are_the_union_of_those_in_both_files(document: Path) -> None:
         generation.write_text(json.dumps({"eos_token_id": theirs}))
         wanted = {id for ids in (theirs, ours) if ids for id in (ids if isinstance(ids, list) else [ids])}
         assert wanted <= llama.load_tokenizer(document.parent).stop_ids <= wanted | own
-
-
-@pytest.mark.parametrize("form", ["hf"])
-@pytest.mark.parametrize("text", ['{"eos_token_id": 1,', "[]", '{"eos_token_id": [true, -1, 2.0, null]}'])
-def test_an_invalid_generation_config_is_refused(document: Path, text: str) -> None:
-    document.with_name("generation_config.json").write_text(text)
-    with pytest.raises(LlamaError, match=r"generation_config\.json"):
-        llama.load(document.parent, device="cpu", dtype="float32")
+    generation.write_text('{"eos_token_id": [true, -1, 2.0, null]}')
+    with pytest.raises(LlamaError, match=r"generation_config\.json: eos_token_id must be an id"):
+        llama.load_tokenizer(document.parent)

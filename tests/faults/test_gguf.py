@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
 import os
 import struct
 import time
@@ -12,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from llama.checkpoint.gguf_header import LARGEST_HEADER, read_header
-from llama.errors import CheckpointError, DamagedError
+from llama.errors import CheckpointError
 
-from .. import tiny
 from .conftest import Try
-from .harness import INTEGERS, loads
+from .harness import loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,12 +52,12 @@ def aligned(type: int, value: bytes) -> bytes:
 HUGE = (2**31, 2**32, 2**63, 2**64 - 1)
 # Required text of the message -> files
 CRAFTED: dict[str, list[bytes]] = {
-    "bytes of the header are expected": [
+    "the header needs": [
         *(file([entry(b"k", 9, array(type, n))]) for n in HUGE for type in (0, 12, 8)),
         *(file([], n_kv=n) for n in HUGE),
         file([entry(b"k", 0, b"")])[:37],
     ],
-    "ends at byte": [
+    "a string ends at byte": [
         file([entry(b"k", 9, array(8, 2, string(b"a") + string(b"b", 2**62)))]),
         *(file([entry(b"k", 8, string(b"", n))]) for n in HUGE),
         *(file([string(b"", n) + bytes(20)]) for n in (2**40, 2**64 - 1)),
@@ -143,38 +137,3 @@ def test_a_header_is_limited_before_it_is_read(tmp_path: Path) -> None:
         used = time.process_time()
         assert not loads(tmp_path / "x.gguf", "sparse")
         assert time.process_time() - used < 0.5
-
-
-# -------------------------------------------------------------------------------------------- a valid file, changed
-SMALL = dataclasses.replace(tiny.CONFIG, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, max_seq_len=64)
-
-
-@pytest.fixture(scope="session")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_gguf(tmp_path_factory.mktemp("good") / "good.gguf", SMALL)
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_changed_header_is_an_error_or_a_header(good: Path, data: st.DataObject) -> None:
-    """Cut, or with an integer or bytes written anywhere: every exception is a CheckpointError."""
-    whole = good.read_bytes()
-    end = min(info.offset for info in read_header(whole, "good").tensors.values())
-    at = data.draw(st.integers(0, end - 9))
-    with pytest.raises(DamagedError):
-        read_header(whole[:at], "cut")
-    new = data.draw(st.sampled_from(INTEGERS).map(lambda n: (n % 2**64).to_bytes(8, "little")) | st.binary(max_size=8))
-    with contextlib.suppress(CheckpointError):
-        header = read_header(whole[:at] + new + whole[at + len(new) :], "changed")
-        spans = sorted((info.offset, info.offset + info.nbytes) for info in header.tensors.values())
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise([*spans, (len(whole), 0)]))
-
-
-@given(at=st.integers(0, 6000), bit=st.integers(0, 7))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_changed_model_runs_or_is_refused(good: Path, at: int, bit: int) -> None:
-    whole = bytearray(good.read_bytes())
-    whole[at] ^= 1 << bit
-    path = good.with_name("changed.gguf")
-    path.write_bytes(whole)
-    loads(path, f"bit {bit} of byte {at}")

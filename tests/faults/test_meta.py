@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
 import os
-import pickle
-import random
-import re
 import shutil
 import struct
 import sys
@@ -23,7 +17,7 @@ import torch
 
 import llama
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.torchfile import DEEPEST, read_torch
+from llama.checkpoint.torchfile import MOST_TUPLES, read_torch
 from llama.errors import LlamaError
 from llama.tools import convert
 from llama.weights import check_tensors
@@ -103,43 +97,36 @@ def call(function: str, argument: bytes) -> bytes:
 CODE = "more than tensors"
 # A pickle -> what the error says
 PICKLES: dict[str, tuple[bytes, str]] = {
-    "a tuple nested a million deep": (b")" + b"\x85" * 1_000_000 + b"K\x01s.", "deep"),
-    "lists nested a million deep": (text("a") + b"]" * 1_000_000 + b"a" * 999_999 + b"s.", "deep"),
-    "nested by the memo": (b"0" + b"".join(b"]r" + struct.pack("<I", i) for i in range(9)) + b"h\x00a.", "twice"),
-    "nested by a dict": (b"ccollections\nOrderedDict\n)Rq\x00" + text("a") + b"h\x00s.", "twice"),
+    "a tuple nested a million deep": (b")" + b"\x85" * 1_000_000 + b"K\x01s.", "tuples, expected at most"),
+    "lists nested a million deep": (text("a") + b"]" * 1_000_000 + b"a" * 999_999 + b"s.", "list named a"),
+    "nested by the memo": (b"0" + b"".join(b"]r" + struct.pack("<I", i) for i in range(9)) + b"h\x00a.", FILE),
+    "nested by a dict": (b"ccollections\nOrderedDict\n)Rq\x00" + text("a") + b"h\x00s.", "OrderedDict named a"),
     "4 GB of bytes": (call("__builtin__ bytearray", number(4 * 10**9) + b"\x85"), CODE),
-    "4 GB of storage": (call("torch.storage UntypedStorage", number(4 * 10**9) + b"\x85"), "calls torch.storage"),
+    "4 GB of storage": (call("torch.storage UntypedStorage", number(4 * 10**9) + b"\x85"), "can't allocate memory"),
     "4 GB of a new storage": (call("torch.storage UntypedStorage", number(4 * 10**9) + b"\x85")[:-3] + b"\x81s.",
-                              "calls torch.storage"),
-    "a slow codec": (call("_codecs encode", text("a" * 9) + text("punycode") + b"\x86"), CODE),
+                              "can't allocate memory"),
     "code": (call("posix system", text('touch "$CANARY"') + b"\x85"), CODE),
     "a sparse tensor": (call("torch._utils _rebuild_sparse_tensor", b")"), CODE),
-    "a module": (call("torch.nn.modules.linear Linear", b")"), CODE),
     "a pickle of 5 megabytes": (text("a" * 5_000_000) + b"K\x01s.", "at most 4,194,304"),
     "digits": (b"L" + b"9" * 4_000_000 + b"L\n.", "torch.load can't read"),
     "an empty stack": (b"0" * 9, "torch.load can't read"),
     "no end": (text("a"), "torch.load can't read"),
     "a later protocol": (b"\x80\x04.", "protocol 4"),
-    "not a dict": (b"N.", "NoneType"),
-    "no tensor": (text("a") + b"K\x01s.", "int named a"),
-    "no name": (b"K\x01N" + b"s.", "NoneType named 1"),
     "strides of 0": (tensor((10**6, 10**6), (0, 0)), "stored entries"),
     "a product that overflows": (tensor((2**32, 2**32), (0, 0)), FILE),
     "a shape beyond the storage": (tensor((3, 3)), FILE),
-    "an offset beyond the storage": (tensor(offset=1), FILE),
     "a negative offset": (tensor(offset=-1), FILE),
     "a storage of a petabyte": (tensor((2**50,), (1,), 2**50), FILE),
     "another record": (tensor(key="1"), FILE),
-    "a record of another kind": (tensor(key="../version"), FILE),
 }  # fmt: skip
 
 
 def test_a_crafted_archive_without_a_fault_is_read(tmp_path: Path) -> None:
     found = read_torch(archive(tmp_path / "a.pth", tensor()))
     assert {name: value.tolist() for name, value in found.items()} == {"a": [[0, 1, 2], [3, 4, 5]]}
-    deep = b"]" * (DEEPEST - 2) + b"a" * (DEEPEST - 3)
-    with pytest.raises(LlamaError, match="list named b"):
-        read_torch(archive(tmp_path / "b.pth", tensor()[:-1] + text("b") + deep + b"s."))
+    deep = b")" + b"\x85" * (MOST_TUPLES - 4)  # the key of a dictionary, which is hashed
+    with pytest.raises(LlamaError, match=r"b\.pth"):
+        read_torch(archive(tmp_path / "b.pth", tensor()[:-1] + deep + b"K\x01s."))
 
 
 @pytest.mark.parametrize("name", PICKLES)
@@ -152,14 +139,14 @@ def test_a_hostile_pickle_is_refused(meta: Path, attempt: Try, name: str) -> Non
     assert len(error) < 600
 
 
+SIZES = "the sizes of its records are not those of its tensors"
 RECORDS: dict[str, tuple[Records, dict[str, int], str]] = {
-    "short": ({"data/0": VALUES[:-4]}, {}, "data/0 has 20 bytes, expected 24"),
-    "short before another": ({"data/0": VALUES[:-4], "data/1": VALUES}, {}, "1 records, but it has 2"),
-    "long": ({"data/0": VALUES + bytes(4)}, {}, "data/0 has 28 bytes, expected 24"),
-    "empty": ({"data/0": b""}, {}, "1 records, but it has 0"),
+    "short": ({"data/0": VALUES[:-4]}, {}, SIZES),
+    "long": ({"data/0": VALUES + bytes(4)}, {}, SIZES),
+    "empty": ({"data/0": b""}, {}, SIZES),
     "twice": ({"data/0#": VALUES}, {}, "two records of one name"),
     "twice but for case": ({"DATA/0": VALUES}, {}, "two records of one name"),
-    "unused": ({"data/1": b"1"}, {}, "1 records, but it has 2"),
+    "unused": ({"data/1": b"1"}, {}, SIZES),
     "compressed": ({}, {"compress_type": zipfile.ZIP_DEFLATED}, "compressed"),
     "big-endian": ({"byteorder": b"big"}, {}, "big-endian"),
     "a program": ({"constants.pkl": b"\x80\x02."}, {}, "TorchScript"),
@@ -174,26 +161,13 @@ def test_a_record_that_differs_from_its_tensor_is_refused(tmp_path: Path, name: 
         read_torch(archive(tmp_path / "a.pth", tensor(), more, **fields))
 
 
-@pytest.mark.parametrize(("at", "value"), [(6, 1), (8, 8)], ids=["encrypted", "compressed"])
-def test_what_the_table_of_contents_says_of_a_record_decides(tmp_path: Path, at: int, value: int) -> None:
-    file = archive(tmp_path / "a.pth", tensor())
-    data = bytearray(file.read_bytes())
-    data[data.rindex(b"x/data/0") - 46 + at + 2] = value
-    file.write_bytes(data)
-    with pytest.raises(LlamaError, match="compressed or encrypted"):
-        read_torch(file)
-
-
 def test_a_flipped_bit_of_the_pickle_is_found(original: Path, tmp_path: Path) -> None:
     """The pickle has the shapes, strides and offsets of the tensors, so a change of one yields another model."""
-    with zipfile.ZipFile(original / FILE) as made:
-        content = made.read(next(name for name in made.namelist() if name.endswith("data.pkl")))
-    data, chance = (original / FILE).read_bytes(), random.Random(0)
-    start = data.index(content)
-    for at in chance.sample(range(start, start + len(content)), 60):
-        (tmp_path / FILE).write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
-        with pytest.raises(LlamaError, match=FILE):
-            read_torch(tmp_path / FILE)
+    data = (original / FILE).read_bytes()
+    at = data.index(b"norm.weight")
+    (tmp_path / FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(LlamaError, match="CRC-32"):
+        read_torch(tmp_path / FILE)
     torch.serialization.set_crc32_options(False)  # then torch.save writes 0, and nothing can be compared
     try:
         torch.save({"a": torch.ones(2)}, tmp_path / FILE)
@@ -213,13 +187,10 @@ STATES: dict[str, Callable[[], State]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["archive", "legacy"])
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, name: str, zipped: bool) -> None:
+def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, name: str) -> None:
     state = STATES[name]()
-    if not zipped:
-        state = {key: value for key, value in state.items() if "float8" not in key and "uint16" not in key}
-    torch.save(state, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    torch.save(state, tmp_path / "a.pth")
     found = read_torch(tmp_path / "a.pth")
     assert list(found) == list(state)
     for key, value in state.items():
@@ -229,41 +200,18 @@ def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, name: str, zippe
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["neg", "sparse", "meta", "list", "nested", "module", "legacy code", "plain pickle"])
+@pytest.mark.parametrize("name", ["neg", "sparse", "meta", "list", "nested", "legacy"])
 def test_anything_but_dense_tensors_by_name_is_refused(tmp_path: Path, name: str) -> None:
     a = torch.ones(3, 4)
     states: dict[str, object] = {
         "neg": {"a": torch._neg_view(a)}, "sparse": {"a": a.to_sparse()}, "meta": {"a": a.to("meta")}, "list": [a],
-        "nested": {"model": {"a": a}}, "module": torch.nn.Linear(2, 2), "legacy code": {"a": Payload(tmp_path / "run")},
+        "nested": {"model": {"a": a}}, "legacy": {"a": a},
     }  # fmt: skip
-    torch.save(states.get(name), tmp_path / "a.pth", _use_new_zipfile_serialization=name != "legacy code")
-    if name == "plain pickle":
-        (tmp_path / "a.pth").write_bytes(pickle.dumps({"a": 1}, 2))
-    with pytest.raises(LlamaError) as caught:
+    torch.save(states[name], tmp_path / "a.pth", _use_new_zipfile_serialization=name != "legacy")
+    with pytest.raises(LlamaError, match=r"a\.pth") as caught:
         read_torch(tmp_path / "a.pth")
-    assert str(tmp_path) in str(caught.value)
     assert "weights_only" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.canary,)
-
-
-@pytest.mark.parametrize("zipped", [True, False], ids=["archive", "legacy"])
-def test_a_truncated_file_is_refused(tmp_path: Path, zipped: bool) -> None:
-    torch.save({"a": torch.ones(2, 3)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
-    data = (tmp_path / "a.pth").read_bytes()
-    for end in [*range(0, len(data), 7), len(data) - 1]:
-        (tmp_path / "a.pth").write_bytes(data[:end])
-        with pytest.raises(LlamaError, match=re.escape(str(tmp_path / "a.pth"))):
-            read_torch(tmp_path / "a.pth")
+    assert ("torch 1.6" in str(caught.value)) == (name == "legacy")
 
 
 # ---------------------------------------------------------------------------------------------------- the checkpoint
@@ -282,14 +230,6 @@ def test_a_flipped_bit_in_a_weight_is_found_by_verify(meta: Path, attempt: Try) 
     assert record.filename in lines[0]
 
 
-def test_a_legacy_file_generates_the_same_text(meta: Path, attempt: Try) -> None:
-    expected = attempt("generate", *RUN, "-m", meta)
-    assert expected.survived()
-    save(meta, lambda state: None, _use_new_zipfile_serialization=False)
-    assert not zipfile.is_zipfile(meta / FILE)
-    assert attempt("generate", *RUN, "-m", meta).stdout == expected.stdout != b""
-
-
 def test_each_tensor_that_is_missing_or_of_another_shape_is_named(original: Path, tmp_path: Path) -> None:
     state = torch.load(original / FILE, weights_only=True)
     shutil.copy(original / PARAMS, tmp_path)
@@ -303,46 +243,12 @@ def test_each_tensor_that_is_missing_or_of_another_shape_is_named(original: Path
             assert shape is not None or name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["layers.1.attention.wq.weight", "norm.weight", "output.weight"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("name", ["norm.weight", "output.weight"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64, torch.float8_e5m2], ids=str)
 def test_weights_of_another_dtype_are_refused(meta: Path, name: str, dtype: torch.dtype) -> None:
     save(meta, lambda state: state.update({name: state[name].float().to(dtype)}))
     with pytest.raises(LlamaError, match=name.removesuffix(".weight")):
         llama.load_model(meta, dtype="float32", device="cpu")
-
-
-@pytest.mark.parametrize("name", ["norm.weight", "tok_embeddings.weight", "layers.0.feed_forward.w2.weight"])
-def test_a_value_beyond_float16_does_not_become_infinity(meta: Path, attempt: Try, name: str) -> None:
-    save(meta, lambda state: state[name].view(-1)[5].fill_(1e5))
-    run = [*RUN[:-3], "float16", *RUN[-2:]]
-    attempt("generate", *run, "-m", meta).refused(name.removesuffix(".weight"), "65504", "bfloat16", "--dtype")
-
-
-@pytest.mark.parametrize("stored", [(), ("output.weight",), ("tok_embeddings.weight",)])
-def test_llama_3_2_may_store_only_one_of_the_tied_matrices(tmp_path: Path, stored: tuple[str, ...]) -> None:
-    """The only sizes that imply tied embeddings; another model needs both matrices."""
-    config = dataclasses.replace(
-        make_tiny.tiny_config("llama-3.2-1b"), dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
-        hidden_dim=16, vocab_size=32,
-    )  # fmt: skip
-    state = make_tiny.weights(dataclasses.replace(config, n_layers=1))
-    for i, (name, value) in itertools.product(range(1, 16), list(state.items())):
-        if name.startswith("layers.0."):
-            state[name.replace("layers.0.", f"layers.{i}.")] = value
-    matrix = state.pop("tok_embeddings.weight")
-    del state["output.weight"]
-    torch.save(state | dict.fromkeys(stored, matrix), tmp_path / FILE)
-    params = make_tiny.params("llama-3.2-1b", config, 1)
-    del params["multiple_of"], params["ffn_dim_multiplier"]
-    (tmp_path / PARAMS).write_text(json.dumps(params))
-    if not stored:
-        with pytest.raises(LlamaError, match="tok_embeddings"):
-            open_checkpoint(tmp_path)
-        return
-    checkpoint = open_checkpoint(tmp_path)
-    check_tensors(checkpoint)
-    assert checkpoint.config.tie_embeddings
-    assert torch.equal(checkpoint.tensor("tok_embeddings.weight"), matrix)
 
 
 # -------------------------------------------------------------------------------------------- the file and its path
@@ -357,7 +263,7 @@ def test_replacing_a_checkpoint_does_not_change_its_mapped_weights(original: Pat
     assert not torch.equal(open_checkpoint(target).tensor("norm.weight"), expected["norm.weight"])
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "loop", "nowhere"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "loop"])
 @pytest.mark.parametrize("name", [FILE, PARAMS])
 def test_a_file_that_is_not_regular_is_refused(meta: Path, attempt: Try, name: str, kind: str) -> None:
     (meta / name).unlink()
@@ -383,7 +289,7 @@ def test_paths_of_any_bytes_work_and_are_printable(meta: Path, tmp_path: Path, a
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="root is subject to file modes only if it can drop its privileges"
 )
-@pytest.mark.parametrize("name", [FILE, PARAMS, "."])
+@pytest.mark.parametrize("name", [FILE, "."])
 def test_a_file_without_read_permission_is_named(meta: Path, attempt: Try, name: str) -> None:
     mode = (meta / name).stat().st_mode
     (meta / name).chmod(0)

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import llama
 from llama.tools.convert import convert
 
-from .. import tiny
 from ..scripts import make_tiny
 from .conftest import Try
 
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = ("--raw", "a model", "-n", "8", "--temperature", "0", "--device", "cpu", "--dtype", "float32")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 Change = Callable[[Path], object]
 
 
@@ -52,13 +50,7 @@ def shard(folder: Path, number: int = 1) -> Path:
     return folder / f"model-{number:05d}-of-00003.safetensors"
 
 
-def test_one_file_and_many_have_the_same_logits(originals: Path) -> None:
-    tokens = tiny.random_tokens(20)
-    one, many = (llama.load_model(originals / name, dtype="float32", device="cpu")(tokens) for name in ("one", "many"))
-    assert torch.equal(one, many)
-
-
-@pytest.mark.parametrize("length", [0, 1, 10**9, 2**31, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("length", [0, 10**9, 2**64 - 1])
 def test_a_header_of_any_length_is_refused_at_once(one: Path, attempt: Try, length: int) -> None:
     data = (one / FILE).read_bytes()
     (one / FILE).write_bytes(length.to_bytes(8, "little") + data[8:])
@@ -77,29 +69,15 @@ def assign(value: Any) -> Change:
     return change
 
 
-def copy_into(number: int) -> Change:
-    """Add a tensor of the first shard to another shard, with other values, and remove the index."""
-
-    def change(folder: Path) -> None:
-        state = load_file(shard(folder, number))
-        state[EMBEDDING] = -load_file(shard(folder))[EMBEDDING]
-        save_file(state, shard(folder, number))
-        (folder / INDEX).unlink()
-
-    return change
-
-
-OUTSIDE = ("../x.safetensors", "/etc/passwd", "a/b", "", ".", "..", "\0", "~", "file:///etc/passwd", 5, None, ["a"])
+OUTSIDE = ("../x.safetensors", "/etc/passwd", "", "..", "\0", "C:\\x", 5, ["a"])
 INDEXES: dict[str, tuple[Change, str]] = {
     **{repr(value): (assign(value), INDEX) for value in OUTSIDE},
     "another file of the folder": (assign("config.json"), "config.json"),
     "a file that is not there": (assign("x.safetensors"), "x.safetensors"),
     "a tensor in another shard": (assign("model-00001-of-00003.safetensors"), NORM),
     "a missing shard": (lambda d: shard(d, 2).unlink(), "model-00002"),
-    "a tensor in two shards": (copy_into(3), EMBEDDING),
     "no weight_map": (lambda d: (d / INDEX).write_text("{}"), "weight_map"),
     "a list": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "weight_map"),
-    "cut": (lambda d: (d / INDEX).write_text('{"weight_map": {'), INDEX),
     "a folder": (lambda d: (shard(d).unlink(), shard(d).mkdir()), "model-00001"),
 }
 
@@ -109,23 +87,6 @@ def test_each_fault_of_the_index_is_refused(many: Path, attempt: Try, name: str)
     change, words = INDEXES[name]
     change(many)
     attempt("generate", *RUN, "-m", many).refused(words)
-
-
-@pytest.mark.parametrize("form", ["one", "many"])
-def test_a_snapshot_of_links_generates_the_same_text(originals: Path, tmp_path: Path, attempt: Try, form: str) -> None:
-    """As in the cache of huggingface_hub: each file is a link to ../../blobs/HASH. A dangling one is refused."""
-    snapshot, blobs = tmp_path / "hub" / "snapshots" / "c0ffee", tmp_path / "hub" / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, file in enumerate(sorted((originals / form).iterdir())):
-        shutil.copy(file, blobs / f"{number:064x}")
-        (snapshot / file.name).symlink_to(Path("../../blobs", f"{number:064x}"))
-    plain, linked = (attempt("generate", *RUN, "-m", model) for model in (originals / form, snapshot))
-    assert plain.code == linked.code == 0, linked.error
-    assert plain.stdout == linked.stdout != b""
-    weights = next(snapshot.glob("*.safetensors"))
-    weights.resolve().unlink()
-    attempt("generate", *RUN, "-m", snapshot).refused(weights.name)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "folder", "pipe", "torch"])
