@@ -18,7 +18,6 @@ import pytest
 
 from llama import cli, loader
 from llama.cli import batch
-from llama.cli.batch import Chat
 from llama.text import Llama
 
 from . import tiny
@@ -32,7 +31,6 @@ Command = Callable[..., int]
 def main(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run the command in this process on a loaded model. Returns the exit code."""
     monkeypatch.setattr(loader, "load", lambda *_, **__: tiny_llm)
-    monkeypatch.setattr(batch, "chat_of", lambda args: Chat(tiny_llm.tokenizer, tiny_llm.chat_template, None))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
 
     def run(*args: str) -> int:
@@ -375,8 +373,8 @@ def test_a_run_resumes_wherever_the_output_was_cut(
     expected = comparable(read(target))
     ends = [at + 1 for at, byte in enumerate(complete) if byte == ord("\n")]
     encoded: list[int] = []
-    encode = batch.encode_item
-    monkeypatch.setattr(batch, "encode_item", lambda *a, **k: encoded.append(1) or encode(*a, **k))
+    encode = batch.encode
+    monkeypatch.setattr(batch, "encode", lambda *a, **k: encoded.append(1) or encode(*a, **k))
     assert len(complete) > 600
     near_ends = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(complete)}
     for cut in sorted(near_ends | set(range(0, len(complete), step))):

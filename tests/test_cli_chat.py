@@ -24,7 +24,7 @@ from pexpect.fdpexpect import fdspawn
 
 from llama import loader
 from llama.chat import encode_chat
-from llama.cli import history, terminal, turns
+from llama.cli import turns
 from llama.cli.chat import Chat
 from llama.errors import ContextLengthError, UsageError
 from llama.generation.session import Session, open_session
@@ -444,18 +444,6 @@ def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tin
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
-class Asked(terminal.Pipe):
-    """A source that answers every question in one way."""
-
-    def __init__(self, agrees: bool):
-        super().__init__()
-        self.agrees, self.questions = agrees, 0
-
-    def ask(self, question: str) -> bool:
-        self.questions += 1
-        return self.agrees
-
-
 def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
     """Compared with trying every number of turns, for random conversations in a context of 256 tokens."""
     rng, dropped = random.Random(0), Counter[int]()
@@ -476,8 +464,8 @@ def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
         expected = ([*roomy, count - 1][0] if agrees else 0) if full else 0
 
         args = argparse.Namespace(system=None, drop_oldest=False, quiet=True)
-        source = Asked(agrees)
-        chat = Chat(args, tiny_llm, {"max_new_tokens": new_tokens}, source)
+        chat = Chat(args, tiny_llm, {"max_new_tokens": new_tokens}, None)
+        chat.piped = not agrees
         if full and not agrees and sizes[0] >= 256:
             with pytest.raises(ContextLengthError, match="--drop-oldest drops"):
                 chat.fit(messages)
@@ -485,7 +473,6 @@ def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
             found, prompt = chat.fit(messages)
             assert (found, len(prompt)) == (kept[expected], sizes[expected])
             dropped[expected] += 1
-        assert source.questions == full
     assert {0, 1, 2, 3} <= dropped.keys()
 
 
@@ -515,89 +502,27 @@ def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
 )
 def test_what_a_turn_is(lines: list[str], text: str, command: bool) -> None:
     remaining = iter(lines)
-    firsts = []
+    prompts = []
 
-    def read(first: bool) -> str:
-        firsts.append(first)
+    def read(prompt: str) -> str:
+        prompts.append(prompt)
         return next(remaining)
 
-    turn = turns.read_turn(read)
-    assert (turn.text, turn.command) == (text, command)
+    entered = turns.read_lines(read)
+    assert turns.parse_turn(entered) == (text, command)
     assert list(remaining) == []
-    assert firsts == [True] + [False] * (len(lines) - 1)
-    recalled = turns.read_turn(lambda first: turn.entered)  # from the history
-    assert (recalled.text, recalled.command) == (text, command)
+    assert prompts == ["> "] + ["... "] * (len(lines) - 1)
+    assert turns.is_complete(entered)
+    assert not any(turns.is_complete("\n".join(lines[:n])) for n in range(1, len(lines)))
 
 
 def test_a_turn_ends_with_its_input() -> None:
-    def read(first: bool) -> str:
-        if first:
+    def read(prompt: str) -> str:
+        if prompt == "> ":
             return '"""a'
         raise EOFError
 
     with pytest.raises(UsageError, match='begins with """ has no end'):
-        turns.read_turn(read)
+        turns.read_lines(read)
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (b"plain", "plain"),
-        (b"a\rb\n", "a\nb"),
-        (b"ab\x7f\x08c", "c"),
-        (b"\x7f\x7fa", "a"),
-        (b"one\rtwo\x15three", "one\nthree"),
-        (b"\x1b[A\x1b[1;5Cx\x1bOP\x1by\x1b", "x"),
-        (b"\x1b[200~pasted\x1b[201~", "pasted"),
-        (b"\x04\x00a\tb\x9b", "a\tb"),
-        ("ü\u202eé".encode() + b"\xc3", "üé"),
-    ],
-)
-def test_the_text_of_typed_bytes(data: bytes, text: str) -> None:
-    assert terminal.typed_text(data, "utf-8") == text
-
-
-def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MOST_ENTRIES", 3)
-    monkeypatch.setattr(history, "MOST_BYTES", 40)
-    path, warnings = tmp_path / "a" / "history", list[str]()
-    first = history.History(path, warnings.append)
-    assert [first.add(text) for text in ("one", "two\nlines", "two\nlines", "three", "four")] == [1, 1, 0, 1, 1]
-    path.chmod(0o644)
-    first.add("five")
-    assert path.stat().st_mode & 0o777 == 0o600
-    with path.open("ab") as file:
-        file.write(b'damaged\n["other"]\n')
-    again = history.History(path, warnings.append)
-    assert again.entries == ["three", "four", "five"]
-    assert path.read_text() == '"three"\n"four"\n"five"\n'
-    assert path.stat().st_mode & 0o777 == 0o600
-    again.add("x" * 35)
-    assert history.History(path, warnings.append).entries == ["x" * 35]
-    again.add("y" * 100)
-    assert history.History(path, warnings.append).entries == []
-    assert warnings == []
-
-
-@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a full disk"])
-def test_a_history_that_fails_warns_once(tmp_path: Path, kind: str) -> None:
-    path, warnings = tmp_path / "history", list[str]()
-    match kind:
-        case "a folder":
-            path.mkdir()
-        case "a pipe":
-            os.mkfifo(path)
-        case "a full disk":
-            if not os.path.exists("/dev/full"):
-                pytest.skip("the system has no /dev/full")
-            path.symlink_to("/dev/full")
-    mode = path.stat().st_mode
-    kept = history.History(path, warnings.append)
-    started = time.monotonic()
-    assert kept.add("one")
-    assert kept.add("two")
-    assert time.monotonic() - started < 5
-    assert kept.entries == ["one", "two"]
-    assert len(warnings) == 1
-    assert str(path) in warnings[0]
-    assert path.stat().st_mode == mode

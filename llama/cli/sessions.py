@@ -4,49 +4,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ..generation.session import Session
     from ..model import Transformer
     from ..text import Llama
 
 
 def check_session(args: argparse.Namespace) -> None:
-    """Check --load-session and --save-session before the model is loaded."""
-    if args.load_session is None and args.save_session is None:
-        return
+    """Check --load-session and --save-session before the model is loaded.
+
+    If both name the same file and it does not exist, the first run creates it: then --load-session is removed.
+    """
     from ..generation.session import check_target, open_session
 
-    if args.load_session is not None and not is_new(args):
-        open_session(Path(args.load_session))
+    if args.load_session is not None:
+        if args.load_session == args.save_session and not os.path.lexists(args.load_session):
+            args.load_session = None
+        else:
+            open_session(Path(args.load_session))
     if args.save_session is not None:
         check_target(Path(args.save_session))
 
 
-def is_new(args: argparse.Namespace) -> bool:
-    """Whether both options name the same file and it does not exist: then the first run creates it."""
-    if args.load_session is None or args.save_session is None:
-        return False
-    load, save = Path(args.load_session), Path(args.save_session)
-    return load.resolve() == save.resolve() and not load.exists() and not load.is_symlink()
-
-
 def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     """Load the session of --load-session, or create one for --save-session; None without either option."""
-    if args.load_session is None and args.save_session is None:
-        return None
     from ..generation.session import Session, check_model
 
+    if args.load_session is None and args.save_session is None:
+        return None
     check_model(llm.model)
-    if is_new(args):
-        streams.info(args, f"{args.load_session} does not exist: starting a new session, which will be saved there")
-    if args.load_session is None or is_new(args):
+    if args.load_session is None:
+        streams.info(args, f"starting a new session, which will be saved in {args.save_session}")
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
     streams.info(args, f"{args.load_session}: loaded {contents(session)}")
@@ -55,8 +50,7 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
 
 def contents(session: Session) -> str:
     """The number of tokens and messages of a session."""
-    messages = f" and {len(session.messages)} messages" if session.messages else ""
-    return f"{len(session.tokens):,} tokens{messages}"
+    return f"{len(session.tokens):,} tokens and {len(session.messages)} messages"
 
 
 @contextlib.contextmanager
@@ -70,16 +64,15 @@ def saving(args: argparse.Namespace, session: Callable[[], Session | None], mode
     except (KeyboardInterrupt, SystemExit, BrokenPipeError):
         if args.save_session is not None:
             streams.write_stderr("")  # the answer ended in the middle of a line
-        _save_session(args, session(), model)
+            _save(args, session(), model)
         raise
-    _save_session(args, session(), model)
+    if args.save_session is not None:
+        _save(args, session(), model)
 
 
-def _save_session(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:
-    if session is None or args.save_session is None:
-        return
-    if not session.tokens:
+def _save(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:
+    if session is None or not session.tokens:
         streams.info(args, f"{args.save_session} was not saved: the session is empty")
         return
     size = session.save(args.save_session, model)
-    streams.info(args, f"{args.save_session}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB")
+    streams.info(args, f"{args.save_session}: saved {contents(session)}, {size / 1e6:,.1f} MB")
