@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         raw = loading.pick_form(args, llm)
         for item in items:
             if raw and ("messages" in item.prompt or "system" in item.own):
-                raise UsageError(f"{args.prompts} line {item.number} needs a chat, but {loading.why_raw(args)}")
+                raise UsageError(f"{args.prompts} line {item.number} needs a chat, but got {loading.why_raw(args)}")
         llm.prepare([0], options)  # an invalid grammar ends the run before it begins
         done: dict[Id, bool] = {}
         if args.output is not None:
@@ -178,7 +178,9 @@ def answer_all(
     def prompts() -> Iterator[Prompt]:
         for item in items:
             try:
-                (prompt,) = llm.prepare(encode(llm, item, args.system, raw), options_of(item, options, raw))
+                text = item.prompt.get("prompt", "")
+                ids = llm.tokenizer.encode_prompt(text) if raw else llm.encode_chat(item.messages(args.system))
+                (prompt,) = llm.prepare(ids, options_of(item, options, raw))
             except LlamaError as error:
                 ready[item.id] = {"error": str(error)}
             else:
@@ -213,15 +215,6 @@ def answer_all(
     count = f"{len(items)} prompt{'s' * (len(items) != 1)}, {tokens:,} new tokens"
     streams.info(args, f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
     return errors
-
-
-def encode(llm: Llama, item: Item, system: str | None, raw: bool) -> list[int]:
-    """The prompt ids of a line. Raises a LlamaError, for example if the template refuses its roles."""
-    from ..chat import encode_chat
-
-    if raw:
-        return llm.tokenizer.encode_prompt(item.prompt["prompt"])
-    return encode_chat(llm.tokenizer, llm.chat_template, item.messages(system), format=llm.chat_format)
 
 
 def options_of(item: Item, options: dict[str, Any], raw: bool) -> dict[str, Any]:

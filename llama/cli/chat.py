@@ -131,7 +131,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
             if is_command:
                 chat.command(text)
             else:
-                chat.ask(text)
+                chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
         except KeyboardInterrupt:  # before the answer began
             streams.info(args, f"{chat.label}stopped; the conversation is unchanged")
         except (ParallelError, BrokenPipeError):  # a process or the reader is gone, so no turn can follow
@@ -168,14 +168,13 @@ class Chat:
             self.session.messages = [{"role": "system", "content": args.system}]
 
     # ------------------------------------------------------------------------------------------------- questions
-    def ask(self, text: str) -> None:
-        """Answer one message. An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown."""
-        self.complete([*self.session.messages, {"role": "user", "content": text}], self.options)
+    def answer(self, messages: list[Message], options: dict[str, Any]) -> None:
+        """Write the answer to messages that end with a question. They and the answer become the conversation.
 
-    def complete(self, messages: list[Message], options: dict[str, Any]) -> None:
-        """Write the answer to messages that end with a question. They and the answer become the conversation."""
+        An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown.
+        """
         messages, prompt = self.fit(messages)
-        answer, completion = "", None
+        text, completion = "", None
         separator = "\n" if self.answers and self.piped else ""
         with answers.prompt_bar(self.args) as show:
             options = {**options, "session": self.session, "progress": partial(show, "prompt")}
@@ -185,12 +184,12 @@ class Chat:
                     if not self.args.json:
                         streams.write(separator + piece.text)
                         separator = ""
-                    answer += piece.text
+                    text += piece.text
                     completion = piece.completion
         self.answers += 1
-        self.session.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.session.messages = [*messages, {"role": "assistant", "content": text}]
         if self.args.json:
-            streams.write_json({"prompt": messages[-1]["content"], **answers.as_dict(completion, answer)})
+            streams.write_json({"prompt": messages[-1]["content"], **answers.as_dict(completion, text)})
         else:
             streams.write(separator + "\n")
         if completion is None:
@@ -198,19 +197,13 @@ class Chat:
         else:
             answers.show_stats(self.args, completion.stats, completion.finish_reason, self.label)
 
-    def encode(self, messages: list[Message]) -> list[int]:
-        """The prompt ids of messages, ending with the start of an answer."""
-        from ..chat import encode_chat
-
-        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages, format=self.llm.chat_format)
-
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their prompt ids, at a terminal or with --drop-oldest without the turns that do not fit.
 
         The context counts as full if less than an eighth of it is left for the answer. Then as few of the oldest turns
         as possible are dropped to leave a quarter. Raises ContextLengthError if the prompt does not fit.
         """
-        prompt, context = self.encode(messages), self.llm.model.max_seq_len
+        prompt, context = self.llm.encode_chat(messages), self.llm.model.max_seq_len
 
         def is_roomy(prompt: list[int], share: int) -> bool:
             return len(prompt) + min(self.options["max_new_tokens"], context // share) <= context
@@ -220,7 +213,7 @@ class Chat:
             return messages, prompt
         for start in starts:
             shorter = [*system_of(messages), *messages[start:]]
-            fewer = self.encode(shorter)
+            fewer = self.llm.encode_chat(shorter)
             if is_roomy(fewer, 4):
                 break
         if len(fewer) >= context:  # the last question alone is too long
@@ -245,7 +238,7 @@ class Chat:
                 reply = HELP
             case "/retry", "":
                 other_seed = {name: value for name, value in self.options.items() if name != "seed"}
-                self.complete(self.session.messages[: self.last_question() + 1], other_seed)
+                self.answer(self.session.messages[: self.last_question() + 1], other_seed)
                 reply = ""
             case "/undo", "":
                 reply = self.undo()
@@ -274,10 +267,11 @@ class Chat:
     def undo(self) -> str:
         """Remove the last question and its answer, also from the cache."""
         del self.session.messages[self.last_question() :]
-        if self.session.messages == system_of(self.session.messages):  # some templates need a question
-            self.restart(system_of(self.session.messages))
+        system = system_of(self.session.messages)
+        if self.session.messages == system:  # some templates need a question
+            self.restart(system)
         else:
-            self.session.reuse(self.llm.model, self.encode(self.session.messages), self.llm.tokenizer)
+            self.session.reuse(self.llm.model, self.llm.encode_chat(self.session.messages), self.llm.tokenizer)
             self.session.give_back(self.session.tokens, nonfinite=False)
         return "removed the last question and its answer"
 

@@ -117,13 +117,13 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
         llm.chat_format = args.chat_format
     raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
-        raise UsageError(f"--system needs a chat, but {why_raw(args)}")
+        raise UsageError(f"--system needs a chat, but the prompt is plain text ({why_raw(args)})")
     return raw
 
 
 def why_raw(args: argparse.Namespace) -> str:
     """Why prompts are continued as plain text."""
-    return "--raw turns it off" if args.raw else "the model has no chat template; --chat-format names one"
+    return "--raw" if args.raw else "the model has no chat template; --chat-format names one"
 
 
 def dtype_name(model: Transformer) -> str:

@@ -90,7 +90,7 @@ class Output:
             if self.kept.get(MARK) != FORMAT:
                 raise UsageError(f"{self.record} is not the record of a run, so it is not replaced: move it away")
         elif os.path.getsize(name) > 0:
-            raise UsageError(f"{name} has no {self.record.name}, which says what made it; choose another --output")
+            raise UsageError(f"{self.record}, which says how {name} was made, is missing; choose another --output")
 
     def resume(self, record: Record, prompts: Mapping[Id, Mapping[str, Any]], fresh: bool) -> dict[Id, bool]:
         """Prepare the file for the answers of a run. Returns {id of an answered prompt: whether it failed}.

@@ -43,12 +43,11 @@ def parse_turn(entered: str) -> tuple[str, bool]:
 def read_lines(read_line: Callable[[str], str]) -> str:
     """A turn of one or more lines. `read_line` gets a prompt and returns a line."""
     lines = [read_line("> ")]
-    if not is_complete(lines[0]):
-        while len(lines) == 1 or not lines[-1].rstrip().endswith(QUOTES):
-            try:
-                lines.append(read_line("... "))
-            except EOFError:
-                raise UsageError(f"the message that begins with {QUOTES} has no end; expected {QUOTES}") from None
+    while not is_complete("\n".join([lines[0], *lines[1:][-1:]])):  # the first and the last line decide
+        try:
+            lines.append(read_line("... "))
+        except EOFError:
+            raise UsageError(f"the message that begins with {QUOTES} has no end; expected {QUOTES}") from None
     return "\n".join(lines)
 
 
