@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import stat
-import sys
 import termios
 import time
 from collections import Counter
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pexpect
 import pytest
 from pexpect.fdpexpect import fdspawn
 
@@ -183,6 +181,7 @@ def test_a_full_context_drops_the_oldest_turns(start: Start, tiny_gguf: Path, tm
     content = saved.read_bytes()
     chat.child.send(f"/save {saved}" + ENTER)
     chat.child.expect_exact("File exists")
+    chat.prompt()
     assert saved.read_bytes() == content
     assert chat.end("\x04") == 0
 
@@ -231,21 +230,18 @@ def test_answers_over_a_pipe_are_told_apart(clearllama: Run, tiny_gguf: Path, ti
 
 
 def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = ("/retr", "/xyzzy", "/clear now", "/undo", "/exit now", "/byte", '"""hello', "the")
+    lines = ("/retr", "/clear now", "/save", "/undo", "/exit now", '"""hello', "the")
     done = talk(clearllama, tiny_gguf, *lines, code=2)
     assert talk(clearllama, tiny_gguf, "/quit", '"""never read').stdout == b""
-    errors = [line.removeprefix("clearllama: error: ") for line in done.stderr.decode().splitlines() if "error" in line]
+    errors = [line.split("error: ")[1] for line in done.stderr.decode().splitlines() if "error" in line]
     assert [error.split(";")[0] for error in errors] == [
-        "unknown command /retr",
-        "unknown command /xyzzy",
-        "/clear takes no argument, got 'now'",
-        "there is no question yet",
-        "/exit takes no argument, got 'now'",
-        "unknown command /byte",
+        "turn 1: unknown command '/retr'",
+        "turn 2: unknown command '/clear now'",
+        "turn 3: unknown command '/save'",
+        "turn 4: there is no question yet",
+        "turn 5: unknown command '/exit now'",
         'the message that begins with """ has no end',
     ]
-    assert "; did you mean /retry? /help lists the commands" in errors[0]
-    assert "did you mean" not in errors[1]
 
 
 def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -257,7 +253,6 @@ def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_pat
     first, last = short.stdout.split(b"\n\n")[0], short.stdout.split(b"\n\n")[-1]
     assert long.stdout.startswith(first)
     assert long.stdout.endswith(last)
-    assert "1 question left" in long.stderr.decode()
     about = [open_session(path)[1] for path in (plain, undone)]
     assert about[0]["messages"] == about[1]["messages"]
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
@@ -268,7 +263,6 @@ def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_pat
     assert len(tokens) >= len(turns_alone)
     again = talk(clearllama, tiny_gguf, "hello", "/retry", "the end", args=args)
     assert again.stdout == first + b"\n\n" + short.stdout
-    assert "the temperature is 0, so" in again.stderr.decode()
 
 
 def test_retry_samples_with_a_new_seed(clearllama: Run, tiny_gguf: Path, tiny_llm: Llama) -> None:
@@ -314,46 +308,34 @@ def test_dropping_turns_answers_as_if_they_had_not_been(
         assert prompt + 32 <= 256
         dropped_in_all += dropped
         complete = [*messages, last]
-    reports = re.findall(r"turn \d: dropped the (?:(\d+) )?oldest turns?", done.stderr.decode())
-    assert sum(int(count or 1) for count in reports) == dropped_in_all >= 2
+    reports = re.findall(r"turn \d+: dropped the (\d+) oldest turns?", done.stderr.decode())
+    assert sum(map(int, reports)) == dropped_in_all >= 2
 
 
-def test_system_messages_speak_of_conversations_that_exist(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_system_message_begins_a_conversation(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     at, text = str(tmp_path / "talk"), str(tmp_path / "text")
     system = ("--system", "the", "-n", "3")
-    new = talk(clearllama, tiny_gguf, "/system be", "/system", "/system", "/clear", args=system).stderr.decode()
-    assert "continuing" not in new
-    assert new.splitlines()[-4:] == [
-        "set the system message",
-        "removed the system message",
-        "there is no system message to remove",
-        "there is no conversation yet",
-    ]
-    mid = talk(clearllama, tiny_gguf, "hello", "/system be", "hello", f"/save {at}", "/clear", args=system)
-    assert "set the system message and started a new conversation" in mid.stderr.decode().splitlines()
-    assert "started a new conversation" in mid.stderr.decode().splitlines()
+    talk(clearllama, tiny_gguf, "hello", "/system be", "hello", f"/save {at}", args=system)
     assert [message["content"] for message in open_session(Path(at))[1]["messages"][:2]] == ["be", "hello"]
     refused = talk(clearllama, tiny_gguf, "hello", args=(*system, "--load-session", at), code=2)
     assert f"--system can't change the conversation in {at}" in refused.stderr.decode()
-    loaded = talk(clearllama, tiny_gguf, "hello", "/clear", "hello", args=("--load-session", at, "--json"))
-    assert "continuing the conversation of 3 messages" in loaded.stderr.decode()
-    fresh = talk(clearllama, tiny_gguf, "hello", args=("--system", "be", "--json"))
-    assert json.loads(loaded.stdout.splitlines()[1])["tokens"] == json.loads(fresh.stdout)["tokens"]
     # A session that generate saved has no conversation, so that --system applies.
     clearllama("generate", "-m", str(tiny_gguf), *GREEDY, "hello", "-n", "3", "--save-session", text)
-    begun = talk(clearllama, tiny_gguf, "hello", args=(*system, "--json", "--load-session", text))
-    plain = talk(clearllama, tiny_gguf, "hello", args=(*system, "--json"))
-    assert json.loads(begun.stdout)["tokens"] == json.loads(plain.stdout)["tokens"]
-    assert "continuing" not in begun.stderr.decode()
-    # Nor has one that Python saved with a system message alone.
-    llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
-    session = Session(messages=[{"role": "system", "content": "be"}])
-    llm.generate("hello", max_new_tokens=2, session=session)
-    session.save(text, llm.model)
-    for options, expected in ((system, plain), ((), fresh)):
-        again = talk(clearllama, tiny_gguf, "hello", args=(*options, "--json", "--load-session", text))
-        assert json.loads(again.stdout)["tokens"] == json.loads(expected.stdout)["tokens"]
-        assert "continuing" not in again.stderr.decode()
+    options = (*system, "--json")
+    told = {
+        "loaded": talk(clearllama, tiny_gguf, "hello", "/clear", "hello", args=("--load-session", at, *options[2:])),
+        "fresh": talk(clearllama, tiny_gguf, "hello", args=("--system", "be", *options[2:])),
+        "begun": talk(clearllama, tiny_gguf, "hello", args=(*options, "--load-session", text)),
+        "typed": talk(clearllama, tiny_gguf, "/system the", f"/load {text}", "hello", args=options[2:]),
+        "plain": talk(clearllama, tiny_gguf, "hello", args=options),
+        "removed": talk(clearllama, tiny_gguf, "/system", "hello", args=options),
+        "none": talk(clearllama, tiny_gguf, "hello", args=options[2:]),
+    }
+    tokens = {name: json.loads(done.stdout.splitlines()[-1])["tokens"] for name, done in told.items()}
+    assert tokens["loaded"] == tokens["fresh"] != tokens["plain"]
+    assert tokens["begun"] == tokens["typed"] == tokens["plain"] != tokens["none"] == tokens["removed"]
+    assert "continuing a conversation of 3 messages" in told["loaded"].stderr.decode()
+    assert "continuing" not in told["begun"].stderr.decode()
 
 
 def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -411,20 +393,15 @@ def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
     [
         (["  hello "], "hello", False),
         (["/clear "], "/clear", True),
-        (["//"], "/", False),
         (["///x"], "//x", False),
         (["/pasted\ntext"], "/pasted\ntext", False),
         (["\n\n  a\n\nb \n"], "  a\n\nb", False),
         (['"""a"""'], "a", False),
-        (['""""""'], "", False),
         (['"""', '"""'], "", False),
         (['"""', "", "  a", "", "/b ", "", '"""'], "  a\n\n/b", False),
-        (['"""', "a  ", "b", '"""'], "a  \nb", False),
         (['"""a', 'b"""  '], "a\nb", False),
         (['"""', 'say """x""" now', 'end"""'], 'say """x""" now\nend', False),
-        (['"""a\nb"""'], "a\nb", False),
         (['"""doc"""\ndef f(): pass'], '"""doc"""\ndef f(): pass', False),
-        (['"""', "a\nb", '"""'], "a\nb", False),
         (['""'], '""', False),
         (["\u2028a\x0bb"], "a\x0bb", False),
         (["   "], "", False),
