@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from ..text import Completion, Stats
 
 
+DELAY = 1.5  # seconds of a prompt before its bar appears
+
+
 def prompt_bar(args: argparse.Namespace) -> contextlib.AbstractContextManager[streams.Progress]:
-    """A bar for a prompt that takes more than 1.5 s. It is removed when the answer begins."""
-    return streams.progress(args.quiet, "tok", leave=False, delay=1.5)
+    """A bar for a long prompt. It is removed when the answer begins."""
+    return streams.progress(args.quiet, "tok", leave=False, delay=DELAY)
 
 
 def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str, label: str = "") -> None:
