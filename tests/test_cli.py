@@ -125,19 +125,6 @@ def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path:
     assert result.stdout == raw.stdout
 
 
-def test_the_prompt_comes_from_argument_option_or_pipe(clearllama: Run, tiny_gguf: Path) -> None:
-    model = ("generate", "-m", str(tiny_gguf), "-q", *FAST)
-    answers = [
-        clearllama(*model, "the hello"),
-        clearllama(*model, "-p", "the hello"),
-        clearllama(*model, stdin=b"the hello\n"),
-        clearllama(*model, "-", stdin=b"the hello"),
-    ]
-    assert {a.returncode for a in answers} == {0}
-    assert {a.stderr for a in answers} == {b""}
-    assert len({a.stdout for a in answers}) == 1
-
-
 def test_stop_strings_and_system(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("generate", "-m", str(tiny_gguf), "-q", "hello", "-n", "40", "--temp", "3", "--seed", "4", "--json")
     text = json.loads(clearllama(*args).stdout)["text"]
@@ -257,19 +244,6 @@ def test_a_closed_pipe_ends_the_command_without_a_message(tiny_gguf: Path) -> No
     assert result.stderr.decode().split() == ["141"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-def test_a_full_disk_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
-    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", *FAST, streams={1: "/dev/full"})
-    assert result.returncode == 1
-    assert "No space left" in error_line(result)
-
-
-def test_a_closed_stdout_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
-    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", streams={1: None})
-    assert result.returncode == 1
-    assert "standard output is closed" in error_line(result)
-
-
 def test_a_closed_or_full_stderr_does_not_change_stdout(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("generate", "-m", str(tiny_gguf), "hello", *FAST)
     closed = clearllama(*args, streams={2: None})
@@ -279,16 +253,7 @@ def test_a_closed_or_full_stderr_does_not_change_stdout(clearllama: Run, tiny_gg
     assert full.stdout == closed.stdout
 
 
-def test_chat_without_stdin_is_one_line(clearllama: Run, tiny_gguf: Path) -> None:
-    result = clearllama("chat", "-q", "-m", str(tiny_gguf), streams={0: None})
-    assert result.returncode == 2
-    assert "standard input is closed" in error_line(result)
-
-
-SLOW = pytest.mark.slow  # more delays
-
-
-@pytest.mark.parametrize("after", [0.15, pytest.param(0.25, marks=SLOW), 0.4, pytest.param(0.6, marks=SLOW), 0.9])
+@pytest.mark.parametrize("after", [0.15, pytest.param(0.4, marks=pytest.mark.slow), 0.9])
 def test_an_interrupt_while_loading_ends_the_command(default_gguf: Path, after: float) -> None:
     command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -300,39 +265,11 @@ def test_an_interrupt_while_loading_ends_the_command(default_gguf: Path, after: 
     assert b"Traceback" not in stderr or b"llama" not in stderr
 
 
-def test_output_in_ascii_is_escaped(clearllama: Run, tiny_gguf: Path) -> None:
-    args = ("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "60", "--temp", "9", "--seed", "3")
-    plain = clearllama(*args).stdout.decode()
-    assert not plain.isascii()
-    escaped = clearllama(*args, env={"PYTHONIOENCODING": "ascii"})
-    assert escaped.returncode == 0
-    assert escaped.stdout.decode("ascii") == plain.encode("ascii", "backslashreplace").decode()
-    as_json = clearllama(*args, "--json", env={"PYTHONIOENCODING": "ascii"})
-    assert json.loads(as_json.stdout)["text"] == plain.removesuffix("\n")
-
-
-@pytest.fixture
-def endless(tmp_path: Path) -> list[str]:
-    """A command that generates until it is stopped."""
-    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**20})
-    sampling = ["-n", "1000000", "--temp", "3", "--seed", "1"]
-    return [sys.executable, "-m", "llama", "generate", "-q", "-m", str(path), "--raw", "hello", *sampling]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_command_with_its_exit_code(endless: list[str], number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.read(1)  # generation has started
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert b"Traceback" not in stderr
-
-
 @pytest.mark.slow
-def test_nohup_keeps_the_command_running(endless: list[str]) -> None:
-    process = subprocess.Popen(["nohup", *endless], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def test_nohup_keeps_the_command_running(tmp_path: Path) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**20})
+    args = [sys.executable, "-m", "llama", "generate", "-q", "-m", str(path), "--raw", "hello", "-n", "1000000"]
+    process = subprocess.Popen(["nohup", *args, "--temp", "3"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGHUP)
@@ -378,15 +315,14 @@ def test_chat_reads_turns_from_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path
     lines = f"hello\nthe\n/save {saved}\n/save {saved}\n/clear\n/what\n/help\n/exit\nnever read\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", "--seed", "1", stdin=lines.encode(), cwd=tmp_path)
     assert result.returncode == 1  # the second /save and /what failed
-    _, about = open_session(saved)
-    messages = about["messages"]
+    messages = open_session(saved)[1]["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
     assert result.stdout.decode() == f"{messages[1]['content']}\n\n{messages[3]['content']}\n"
     stderr = result.stderr.decode()
     assert re.search(rf"{saved}: saved \d+ tokens and 4 messages", stderr)
-    assert f"{saved} exists and was not replaced" in stderr
-    assert "unknown command /what" in stderr
-    assert "unknown command /help" not in stderr
+    assert f"{saved}: File exists" in stderr
+    assert "unknown command '/what'" in stderr
+    assert "/undo         remove the last question" in stderr
     assert [p.name for p in tmp_path.iterdir()] == ["talk"]
 
 
@@ -400,14 +336,12 @@ def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> 
 
 
 def test_chat_continues_after_a_file_name_that_cannot_be_written(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = "hello\n/save ~nosuchuser/x\n/save a\0b\n/save /no/such/folder/x\n/save\n"
-    lines += "/save " + "x" * 300 + "\n/load " + "x" * 300 + "\nhello\n"
+    names = ("~nosuchuser/x", "a\0b", "/no/such/folder/x", "x" * 300)
+    lines = "\n".join(["hello", *(f"/save {name}" for name in names), "/load " + "x" * 300, "hello", ""])
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 1
-    assert result.stderr.count(b": error: ") == 6
+    assert result.stderr.count(b": error: ") == 5
     assert result.stderr.count(b"File name too long") == 2
-    for message in (b"~nosuchuser/x: ", b"can't contain NUL", b"/no/such/folder is not a folder", b"/save FILE"):
-        assert result.stderr.count(message) == 1
     assert result.stderr.count(b"prompt tokens") == 2
 
 
@@ -416,56 +350,6 @@ def test_a_long_context_needs_no_memory_until_it_is_filled(clearllama: Run, tmp_
     result = clearllama("chat", "-m", str(path), "-n", "5", stdin=b"hello\n")
     assert result.returncode == 0
     assert b"prompt tokens" in result.stderr
-
-
-def test_chat_continues_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = "hello\n" + "x" * 400 + "\nhello\n"
-    result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
-    assert result.returncode == 1  # a turn of a pipe failed
-    assert result.stderr.count(b"context of 256 must hold") == 1
-    assert b"error: turn 2: the prompt has" in result.stderr
-    assert b"/clear" not in result.stderr  # would not help
-    assert result.stderr.count(b"prompt tokens") == 2
-
-
-def test_chat_at_a_terminal(default_gguf: Path) -> None:
-    """Ctrl-C stops the answer but not the program; Ctrl-D leaves."""
-    command = [
-        "-m",
-        "llama",
-        "chat",
-        "-m",
-        str(default_gguf),
-        "--dtype",
-        "float32",
-        "--temp",
-        "0",
-        "-n",
-        "2000",
-        "--system",
-        "Be brief.",
-        "--no-history",
-    ]
-    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60)
-    child.expect("> ")
-    child.sendline("Write a story of a thousand words about the sea.")
-    child.expect("sea")
-    time.sleep(0.1)
-    child.expect("[a-z] ")
-    child.sendintr()
-    child.expect("stopped")
-    child.expect("> ")
-    child.sendline("/system")
-    child.expect("started a new conversation")
-    child.sendline("What is the capital of France?")
-    child.expect("Paris")
-    child.expect("> ")
-    child.sendintr()
-    child.expect("> ")
-    child.sendeof()
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
 
 
 CONTROLS = [  # characters that a terminal acts upon
