@@ -50,7 +50,8 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
 
 def contents(session: Session) -> str:
     """The number of tokens and messages of a session."""
-    return f"{len(session.tokens):,} tokens and {len(session.messages)} messages"
+    messages = f" and {len(session.messages)} messages" if session.messages else ""
+    return f"{len(session.tokens):,} tokens{messages}"
 
 
 @contextlib.contextmanager
