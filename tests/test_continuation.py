@@ -16,7 +16,6 @@ from llama import loader
 from llama.text import Completion, Llama, Session
 from llama.tokenizer import Decoder, Tokenizer
 from llama.tokenizer.gguf import from_metadata
-from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 
 from . import tiny
@@ -40,25 +39,10 @@ def piece_metadata(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def piece_json() -> bytes:
-    """Return the same vocabulary as a tokenizer.json."""
-    special = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
-    meta = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
-    source = {
-        "added_tokens": [{"id": id, "content": TOKENS[id], **special} for id in (1, 2)],
-        "normalizer": None, "pre_tokenizer": meta,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, meta]},
-        "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True, "merges": [],
-                  "vocab": {token: id for id, token in enumerate(TOKENS)}},
-    }  # fmt: skip
-    return json.dumps(source).encode()
-
-
 KINDS: dict[str, Tokenizer] = {
     "GGUF": from_metadata(piece_metadata(), "pieces"),
     "GGUF, no space added": from_metadata(piece_metadata(**{"tokenizer.ggml.add_space_prefix": False}), "pieces"),
     "GGUF, bytes": from_metadata(tiny.byte_vocabulary(), "bytes"),
-    "tokenizer.json": HuggingFaceTokenizer(piece_json(), "metaspace"),
     "tokenizer.model": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "model"),
 }
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
-import pexpect
 import pytest
 import torch
 import tqdm
@@ -17,7 +15,6 @@ from llama.text import Llama, Session
 from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
-from .conftest import Run
 
 
 class Bar:
@@ -108,30 +105,3 @@ def test_the_progress_of_a_prompt_counts_the_tokens_that_the_model_has_seen(leng
     assert shown == [(2, 2)]  # the rest is in the session's cache
     assert first[-1].completion is not None
     assert again[-1].completion is not None
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a terminal")
-def test_a_terminal_shows_the_bar_and_then_only_the_answer(clearllama: Run, tiny_gguf: Path) -> None:
-    code = "from llama.cli import answers, main; answers.DELAY = 0; raise SystemExit(main())"
-    words = ["generate", "--raw", "a" * 900, "-m", str(tiny_gguf), "-n", "4", "--max-seq-len", "1000", "--temp", "0"]
-    child = pexpect.spawn(sys.executable, ["-c", code, *words, "--device", "cpu"], encoding="utf-8", timeout=60)
-    written = child.read()
-    child.close()
-    assert child.exitstatus == 0, written
-    assert "/900 [" in written
-    lines = screen(written)
-    (start,) = (at for at, line in enumerate(lines) if "continued as plain text" in line)
-    assert "900 prompt tokens" in lines[-1]
-    assert "prompt:" not in "".join(lines[start + 1 : -1])
-    assert b"/900 [" not in clearllama(*words).stderr
-
-
-def screen(written: str) -> list[str]:
-    """The lines of a terminal after a program has written to it: a carriage return goes to the start of the line."""
-    lines = []
-    for line in written.replace("\r\n", "\n").removesuffix("\n").split("\n"):
-        cells = ""
-        for part in line.split("\r"):
-            cells = part + cells[len(part) :]
-        lines.append(cells.rstrip())
-    return lines

@@ -114,6 +114,8 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
         try:
             text, is_command = turns.parse_turn(read())
         except EOFError:
+            if not chat.piped:
+                streams.write_stderr("")
             break
         except KeyboardInterrupt:  # while typing: discard the turn
             streams.write_stderr("")
