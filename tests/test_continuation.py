@@ -16,6 +16,7 @@ from llama import loader
 from llama.text import Completion, Llama, Session
 from llama.tokenizer import Decoder, Tokenizer
 from llama.tokenizer.gguf import from_metadata
+from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 
 from . import tiny
@@ -39,10 +40,32 @@ def piece_metadata(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def piece_json(metaspace: bool) -> bytes:
+    """Return the same vocabulary as a tokenizer.json in one of the two forms that transformers writes."""
+    special = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    meta = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+    source = {
+        "added_tokens": [{"id": id, "content": TOKENS[id], **special} for id in (1, 2)],
+        "normalizer": None if metaspace else {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": meta if metaspace else None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, meta] if metaspace else [
+            space, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True, "merges": [],
+                  "vocab": {token: id for id, token in enumerate(TOKENS)}},
+    }  # fmt: skip
+    return json.dumps(source).encode()
+
+
 KINDS: dict[str, Tokenizer] = {
     "GGUF": from_metadata(piece_metadata(), "pieces"),
     "GGUF, no space added": from_metadata(piece_metadata(**{"tokenizer.ggml.add_space_prefix": False}), "pieces"),
     "GGUF, bytes": from_metadata(tiny.byte_vocabulary(), "bytes"),
+    "tokenizer.json, Strip": HuggingFaceTokenizer(piece_json(metaspace=False), "strip"),
+    "tokenizer.json, Metaspace": HuggingFaceTokenizer(piece_json(metaspace=True), "metaspace"),
     "tokenizer.model": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "model"),
 }
 
