@@ -298,7 +298,7 @@ def test_a_system_message_begins_a_conversation(clearllama: Run, tiny_gguf: Path
     tokens = {name: json.loads(done.stdout.splitlines()[-1])["tokens"] for name, done in told.items()}
     assert tokens["loaded"] == tokens["fresh"] != tokens["plain"]
     assert tokens["begun"] == tokens["typed"] == tokens["plain"] != tokens["none"] == tokens["removed"]
-    assert "continuing a conversation of 3 messages" in told["loaded"].stderr.decode()
+    assert "continuing the conversation of 3 messages" in told["loaded"].stderr.decode()
     assert "continuing" not in told["begun"].stderr.decode()
 
 

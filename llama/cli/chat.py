@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     session = sessions.load_session(args, llm)
     if session is not None and session.messages:
         if args.system is not None:
-            raise UsageError(f"--system can't change the conversation in {args.load_session}: use /system in the chat")
-        streams.info(args, f"continuing a conversation of {len(session.messages)} messages; /clear starts a new one")
+            raise UsageError(f"--system can't change the conversation in {args.load_session}; leave --system out")
+        streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
     streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
     with sessions.saving(args, lambda: chat.session, llm.model):

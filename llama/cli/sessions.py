@@ -24,11 +24,13 @@ def check_session(args: argparse.Namespace) -> None:
     """
     from ..generation.session import check_target, open_session
 
-    if args.load_session is not None:
-        if args.load_session == args.save_session and not os.path.lexists(args.load_session):
+    if args.load_session is not None and args.save_session is not None:
+        same = os.path.realpath(args.load_session) == os.path.realpath(args.save_session)
+        if same and not os.path.lexists(args.load_session):
+            streams.info(args, f"{args.load_session} does not exist: starting a new session")
             args.load_session = None
-        else:
-            open_session(Path(args.load_session))
+    if args.load_session is not None:
+        open_session(Path(args.load_session))
     if args.save_session is not None:
         check_target(Path(args.save_session))
 
@@ -41,7 +43,6 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
         return None
     check_model(llm.model)
     if args.load_session is None:
-        streams.info(args, f"starting a new session, which will be saved in {args.save_session}")
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
     streams.info(args, f"{args.load_session}: loaded {contents(session)}")

@@ -85,7 +85,7 @@ def _prompt_toolkit(history: Path | None) -> Callable[[], str]:
         multiline=Condition(lambda: not is_complete(session.default_buffer.text)),
         prompt_continuation="... ",
         history=InMemoryHistory() if history is None else FileHistory(str(history / "chat-history")),
-        output=create_output(always_prefer_tty=True),  # stderr if stdout is redirected
+        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
         enable_suspend=True,
     )
     return session.prompt
