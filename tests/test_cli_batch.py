@@ -242,7 +242,7 @@ def test_contradicting_options_are_refused(
 
 
 # ----------------------------------------------------------------------------------------------------------- resuming
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_resumes_wherever_the_output_was_cut(step: int, main: Command, tmp_path: Path) -> None:
     lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "x" * 260}, {"prompt": "b", "temperature": 3.0}]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"

@@ -61,20 +61,19 @@ def saving(args: argparse.Namespace, session: Callable[[], Session | None], mode
 
     session  returns the session to save, since a chat may load another one
     """
+    ended: BaseException | None = None
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, BrokenPipeError):
-        if args.save_session is not None:
-            streams.write_stderr("")  # the answer ended in the middle of a line
-            _save(args, session(), model)
-        raise
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError) as error:
+        ended = error
     if args.save_session is not None:
-        _save(args, session(), model)
-
-
-def _save(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:
-    if session is None or not session.tokens:
-        streams.info(args, f"{args.save_session} was not saved: the session is empty")
-        return
-    size = session.save(args.save_session, model)
-    streams.info(args, f"{args.save_session}: saved {contents(session)}, {size / 1e6:,.1f} MB")
+        if ended is not None:
+            streams.write_stderr("")  # the answer ended in the middle of a line
+        kept = session()
+        if kept is None or not kept.tokens:
+            streams.info(args, f"{args.save_session} was not saved: the session is empty")
+        else:
+            size = kept.save(args.save_session, model)
+            streams.info(args, f"{args.save_session}: saved {contents(kept)}, {size / 1e6:,.1f} MB")
+    if ended is not None:
+        raise ended
