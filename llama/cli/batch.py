@@ -149,7 +149,9 @@ def run(args: argparse.Namespace) -> int:
         raw = loading.pick_form(args, llm)
         for item in items:
             if raw and ("messages" in item.prompt or "system" in item.own):
-                raise UsageError(f"{args.prompts} line {item.number} needs a chat, but got {loading.why_raw(args)}")
+                raise UsageError(
+                    f"{args.prompts} line {item.number} needs a chat, but got {loading.why_raw(args, llm)}"
+                )
         llm.prepare([0], options)  # an invalid grammar ends the run before it begins
         done: dict[Id, bool] = {}
         if args.output is not None:

@@ -98,7 +98,7 @@ def stream(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool, options
         return llm.stream_chat([*system, {"role": "user", "content": prompt}], **options)
     special = bool(args.parse_special)
     form = "text with control tokens" if special else "plain text"
-    streams.info(args, f"the prompt is continued as {form} ({loading.why_raw(args)})")
+    streams.info(args, f"the prompt is continued as {form} ({loading.why_raw(args, llm)})")
     if not special and (found := control_strings(llm.tokenizer, prompt)):
         streams.info(args, f"the prompt contains {found} as plain text; --parse-special enables control tokens")
     return llm.stream(prompt, parse_special=special, **options)

@@ -48,7 +48,9 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
         )
     _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
     if args.tokenizer is not None:
-        streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.n_vocab:,} tokens")
+        streams.info(
+            args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {llm.tokenizer.n_vocab:,} tokens"
+        )
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
@@ -117,13 +119,15 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
         llm.chat_format = args.chat_format
     raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
-        raise UsageError(f"--system needs a chat, but the prompt is plain text ({why_raw(args)})")
+        raise UsageError(f"--system needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
     return raw
 
 
-def why_raw(args: argparse.Namespace) -> str:
+def why_raw(args: argparse.Namespace, llm: Llama) -> str:
     """Why prompts are continued as plain text."""
-    return "--raw" if args.raw else "the model has no chat template; --chat-format names one"
+    if args.raw:
+        return "--raw"
+    return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
 
 
 def dtype_name(model: Transformer) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import LlamaError, UsageError
 from ..errors import one_line as one_line
-from ..system.temporary import write_atomically
+from ..system.temporary import check_writable, write_atomically
 
 LARGEST_INPUT = 2**28  # bytes read from standard input, which may be endless
 
@@ -146,9 +146,14 @@ def write_file(path: Path, text: str) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise UsageError if there is no folder for a file, before anything is computed for it."""
+    """Raise UsageError if write_file would fail, before anything is computed for the file."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"{option} {path}: expected a file in an existing folder")
+    try:
+        if path.is_file() or not path.exists():  # not a pipe
+            check_writable(path.resolve().parent)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); choose another") from None
 
 
 def read_text(path: Path) -> str:
