@@ -149,8 +149,8 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     start: Start, letters: Path, tmp_path: Path
 ) -> None:
     chat = start("-m", letters, *GREEDY, "-n", "7000")
-    chat.child.send("discarded")
-    chat.child.expect_exact("discarded")
+    chat.child.send("x")
+    chat.child.expect_exact("x")
     os.kill(chat.pid, signal.SIGINT)
     chat.prompt()
     chat.child.send("go" + ENTER)
@@ -161,6 +161,8 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     chat.prompt()
     chat.enter(f"/save {tmp_path / 'talk'}")
     assert questions(tmp_path / "talk") == ["go"]
+    chat.child.send("x")
+    chat.child.expect_exact("x")
     os.kill(chat.pid, signal.SIGTERM)
     assert chat.end("") == 143
     assert termios.tcgetattr(chat.side) == chat.before
