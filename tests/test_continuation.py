@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama import loader
-from llama.text import Completion, Llama, Piece, Session
+from llama.text import Completion, Llama, Session
 from llama.tokenizer import Decoder, Tokenizer
 from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
@@ -92,17 +92,6 @@ def test_a_prompt_and_its_continuation_decode_to_the_joined_text(kind: str, ids:
         assert whole.endswith(text)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].strips_leading_space])
-def test_only_the_first_space_of_a_whole_text_is_dropped(kind: str) -> None:
-    tokenizer = KINDS[kind]
-    [space] = [id for id in range(tokenizer.n_vocab) if tokenizer.token_bytes(id) == b" "][-1:]
-    twelve = tokenizer.encode("12")
-    bos = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
-    assert streamed(tokenizer, [*bos, *twelve], [space, *twelve[1:]]) == " 12"
-    assert streamed(tokenizer, bos, [space, space]) == streamed(tokenizer, [], [space, space]) == " "
-    assert streamed(tokenizer, [space], [space]) == " "
-
-
 # ------------------------------------------------------------------------------------------------- through a model
 @pytest.fixture(scope="module")
 def pieces_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -123,7 +112,7 @@ def llm(pieces_gguf: Path) -> Llama:
     return loader.load(pieces_gguf, dtype="float32", device="cpu")
 
 
-WAYS = ("generate", "stream", "batch", "stream_ids", "draft", "session")
+WAYS = ("stream", "batch", "draft", "session")
 
 
 def answer(llm: Llama, way: str, prompt: str, **options: Any) -> Completion:
@@ -131,10 +120,7 @@ def answer(llm: Llama, way: str, prompt: str, **options: Any) -> Completion:
         done: Completion = llm.generate([prompt, "the"], **options)[0]
         return done
     more: dict[str, Any] = {"draft": {"draft": "ngram"}, "session": {"session": Session()}}.get(way, {})
-    if way == "generate":
-        return llm.generate(prompt, **options)
-    ids = llm.tokenizer.encode_prompt(prompt)
-    pieces = list(llm.stream_ids(ids, **options) if way == "stream_ids" else llm.stream(prompt, **options, **more))
+    pieces = list(llm.stream(prompt, **options, **more))
     assert pieces[-1].completion is not None
     assert "".join(piece.text for piece in pieces) == pieces[-1].completion.text
     return pieces[-1].completion
@@ -158,39 +144,24 @@ def test_prompt_and_text_join_on_every_way(llm: Llama, way: str) -> None:
     assert spaces
 
 
-def test_a_stop_string_may_begin_with_the_space(llm: Llama) -> None:
-    for way in WAYS:
-        options = spaced(llm, way)
-        whole = answer(llm, way, "12", **options).text
-        assert answer(llm, way, "12", stop=[whole[:2]], **options).text == ""
-
-
 def test_an_answer_in_a_chat_is_a_text_of_its_own(llm: Llama) -> None:
     """As transformers decodes it: without the space that the vocabulary adds before every text."""
     messages = [{"role": "user", "content": "12"}]
     chat = Llama(llm.model, llm.tokenizer, "{{ messages[0].content }}")
-    options = spaced(llm, "stream_ids")
+    options = spaced(llm, "stream")
     done, raw = chat.chat(messages, **options), llm.stream_ids(llm.tokenizer.encode("12"), **options)
     *_, last = raw
     assert last.completion is not None
     assert done.tokens == last.completion.tokens
     assert last.completion.text == " " + done.text
     assert done.text == llm.tokenizer.decode(done.tokens)
-    for continues, expected in ((True, last.completion.text), (False, done.text)):
-        [piece] = [
-            piece
-            for _, piece in llm.stream_batch([(llm.tokenizer.encode("12"), {**options, "continues": continues})])
-            if isinstance(piece, Piece) and piece.completion
-        ]
-        assert piece.completion is not None
-        assert piece.completion.text == expected
 
 
 def test_the_command_prints_what_continues_the_prompt(
     llm: Llama, pieces_gguf: Path, clearllama: Run, tmp_path: Path
 ) -> None:
-    options = spaced(llm, "generate")
-    expected = answer(llm, "generate", "12", **options).text
+    options = spaced(llm, "stream")
+    expected = answer(llm, "stream", "12", **options).text
     more = ("-n", "4", "--temperature", "3", "--seed", str(options["seed"]), "--device", "cpu", "--dtype", "float32")
     command = ("generate", "--raw", "-q", *more, "-m", str(pieces_gguf))
     assert clearllama(*command, "12").stdout.decode() == expected + "\n"

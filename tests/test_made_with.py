@@ -7,7 +7,6 @@ folder. DEPENDS and the tables below say what each depends on.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -139,75 +138,59 @@ def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
         assert message in capsys.readouterr().err
 
 
-def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
+def test_own_options_of_an_answered_line_may_not_change_and_those_of_other_lines_may(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batch() == 0
     one = (tmp_path / "out").read_bytes().partition(b"\n")[0] + b"\n"
-    for first in ('"top_k": 5', '"system": "x"', '"max_new_tokens": 0'):
+    for first in ('"top_k": 5', '"system": "x"', '"max_new_tokens": 0', '"logit_bias": {"1": 2}'):
         (tmp_path / "in").write_text(f'{{"prompt": "a", {first}}}\n{{"prompt": "b", "top_k": 5}}\n')
         assert batch() == 2
-        assert "out line 1 was made with the options none; in this run, the line has {" in capsys.readouterr().err
+        assert "out was made with own options of 1 none; this run has {" in capsys.readouterr().err
     (tmp_path / "out").write_bytes(one)
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c", "top_k": 6}\n{"prompt": "d"}\n')
     assert batch() == 0
     assert json.loads((tmp_path / "out.run.json").read_text())["lines"] == {"2": {"top_k": 6}}
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c"}\n{"prompt": "d"}\n')
     assert batch() == 2
-    assert 'line 2 was made with the options {"top_k": 6}; in this run, the line has none' in capsys.readouterr().err
+    assert 'made with own options of 2 {"top_k": 6}; this run has none' in capsys.readouterr().err
 
 
-def test_fresh_starts_anew_and_deletes_only_answers(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
+
+
+@pytest.mark.parametrize("record", [None, b"notes", b"[]", b"{}", b'{"clearllama_run": "1"}'])
+@pytest.mark.parametrize("content", [ANSWER, b"a poem"])
+def test_an_output_without_its_record_is_not_changed(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: bytes | None, content: bytes
 ) -> None:
+    """Nor is a file that has the name of the record, not even by --fresh."""
+    (tmp_path / "out").write_bytes(content)
+    if record is not None:
+        (tmp_path / "out.run.json").write_bytes(record)
+    before = state(tmp_path)
+    for args in ([], ["--fresh"]):
+        assert batch(*args) == 2
+        error = capsys.readouterr().err
+        assert "out.run.json" in error
+        assert error.count("\n") == 1
+        assert state(tmp_path) == before
+
+
+def test_fresh_starts_anew(batch: Batch, tmp_path: Path) -> None:
     assert batch() == 0
     first = state(tmp_path)
+    assert batch("--fresh", "--max-seq-len", "0") == 2  # the model can't be loaded, so nothing is deleted
+    assert state(tmp_path) == first
     assert batch("--fresh", model="other seed") == 0
     second = state(tmp_path)
     assert second["out"] != first["out"]
     assert second["out"].count(b"\n") == 2
     assert second["out.run.json"] != first["out.run.json"]
-    for content in (b"a poem", b'{"id": 1, "text": "a"}\n', b"[" * 100_000):
-        (tmp_path / "out").write_bytes(content)
-        assert batch("--fresh") == 2
-        assert "does not contain answers, so --fresh does not delete it" in capsys.readouterr().err
-        assert (tmp_path / "out").read_bytes() == content
-    (tmp_path / "out").write_bytes(first["out"])
-    before = state(tmp_path)
-    assert batch("--fresh", "--max-seq-len", "0") == 2  # the model can't be loaded, so nothing is deleted
-    assert state(tmp_path) == before
-
-
-ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
-FIRST = b'"first": "%s", "lines": {}}' % hashlib.sha256(ANSWER).hexdigest().encode()
-RECORDS: list[tuple[bytes | None, str]] = [
-    (None, "out.run.json, which records their model and options, is missing"),
-    (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'"""),
-    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "does not belong to the answers in"),
-    (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, "),
-]
-
-
-@pytest.mark.parametrize(("content", "message"), RECORDS)
-def test_answers_without_a_valid_record_are_not_continued(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
-) -> None:
-    (tmp_path / "out").write_bytes(ANSWER)
-    if content is not None:
-        (tmp_path / "out.run.json").write_bytes(content)
-    before = state(tmp_path)
-    assert batch() == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "--fresh" in error
-    assert error.count("\n") == 1
-    assert error.strip().isprintable()
-    assert state(tmp_path) == before
-    assert batch("--fresh") == 0
+    assert batch(model="other seed") == 0
+    assert state(tmp_path) == second
+    (tmp_path / "out").write_bytes(b"")  # no answers, so any record of a run may be replaced
     assert batch() == 0
-    (tmp_path / "out.run.json").write_bytes(b"{}")  # not a record: it is not replaced
-    assert batch("--fresh") == 2
-    assert "is not replaced: move it away" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions

@@ -541,10 +541,10 @@ def test_a_model_drafts_for_a_chat(
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("--draft-tokens", "3"), 2, "--draft-tokens needs --draft"),
+        (("--draft-tokens", "3"), 2, "needs a draft"),
         (("--draft", "ngram", "--draft-tokens", "0"), 2, "--draft-tokens must be an integer of at least 1, got 0"),
         (("--draft", "ngram", "--draft-tokens", "-1"), 2, "--draft-tokens must be an integer of at least 1, got -1"),
-        (("--draft", "ngrams"), 1, "--draft must be ngram or a model: there is no file or folder 'ngrams'"),
+        (("--draft", "ngrams"), 1, "there is no file or folder 'ngrams'"),
         (("--draft", "{other}"), 2, "has 300 token ids on cpu, the model 320 on cpu"),
     ],
 )

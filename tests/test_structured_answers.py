@@ -165,4 +165,4 @@ def test_a_file_of_prompts_may_have_a_grammar_for_each_line(
     assert len(found[4]["text"]) == 2
     assert list(itertools.islice((one["id"] for one in found), 5)) == [1, 2, 3, 4, 5]
     source.write_text('{"prompt": "a", "schema": {}, "regex": "a"}')
-    assert cli.main(command) == 2
+    assert cli.main(command) == 1

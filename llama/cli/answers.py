@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 from . import streams
@@ -13,41 +13,12 @@ if TYPE_CHECKING:
     from ..text import Completion, Stats
 
 
-class PromptBar:
-    """A progress bar on stderr for long prompts. Pass it as `progress`, and use it as a context manager.
+DELAY = 1.5  # seconds of a prompt before its bar appears
 
-    It appears only on a terminal, without --quiet, after DELAY seconds, and is removed when the prompt is done. One
-    object can be used for several prompts, one after another.
-    """
 
-    DELAY = 1.5  # seconds after the first chunk
-
-    def __init__(self, args: argparse.Namespace):
-        self._shown = not args.quiet and sys.stderr.isatty()
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._shown and self._bar is None and done < total:
-            from tqdm import tqdm
-
-            settings = {"desc": "prompt", "unit": "tok", "leave": False, "delay": self.DELAY, "dynamic_ncols": True}
-            self._bar = tqdm(total=total, initial=done, **settings)
-        elif self._bar is not None:
-            self._bar.update(done - self._bar.n)
-        if done == total:
-            self.close()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
-
-    def __enter__(self) -> PromptBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def prompt_bar(args: argparse.Namespace) -> contextlib.AbstractContextManager[streams.Progress]:
+    """A bar for a long prompt. It is removed when the answer begins."""
+    return streams.progress(args.quiet, "tok", leave=False, delay=DELAY)
 
 
 def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str, label: str = "") -> None:
@@ -65,8 +36,11 @@ def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str, label
     streams.info(args, f"{label}{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
 
 
-def as_dict(completion: Completion) -> dict[str, Any]:
-    """The JSON fields that every answer has, with and without --prompts."""
+def as_dict(completion: Completion | None, text: str = "") -> dict[str, Any]:
+    """The JSON fields of an answer. Of an interrupted one (None), only its text is known."""
+    if completion is None:
+        unknown = dict.fromkeys(("text", "tokens", "prompt_tokens", "finish_reason", "logprobs", "stats"))
+        return {**unknown, "text": text, "finish_reason": "interrupted"}
     logprobs = completion.logprobs
     return {
         "text": completion.text,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import answers, arguments, batch, drafts, loading, ranks, sessions, streams
+from . import answers, arguments, batch, loading, ranks, sessions, streams
 from .prompt import add_prompt_options, read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from ..text import Piece
+    from ..text import Completion, Llama, Piece
     from ..tokenizer import Tokenizer
 
 
@@ -71,51 +72,39 @@ def run(args: argparse.Namespace) -> int:
     if args.parse_special and args.suffix is not None:
         raise UsageError("--suffix reads the prompt as plain text: leave --parse-special out")
     options = arguments.sampling_options(args)
-    drafts.check_draft(args)
     sessions.check_session(args)
     llm = loading.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
-    options["draft"] = drafts.load_draft(args, llm.model)
-    shown = options["progress"] = answers.PromptBar(args)
+    options["draft"] = loading.load_draft(args, llm.model)
     session = options["session"] = sessions.load_session(args, llm)
     if session is not None and session.messages:
-        streams.info(
-            args,
-            "this prompt is not part of the session's conversation; to continue the conversation, use clearllama chat",
-        )
+        streams.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []
-    if args.chat_format != "auto":
-        llm.chat_format = args.chat_format
-    raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
-    if raw and args.system is not None:
-        reason = "--raw turns the chat off" if args.raw else "this model has no chat template"
-        remedy = "leave --raw out" if args.raw else "leave it out, or name a format with --chat-format"
-        raise UsageError(f"--system needs a chat, but {reason}; {remedy}")
+    raw = loading.pick_form(args, llm)
+    with answers.prompt_bar(args) as show, sessions.saving(args, lambda: session, llm.model):
+        options |= {"logprobs": args.logprobs, "progress": partial(show, "prompt")}
+        answer(args, prompt, stream(args, llm, prompt, raw, options))
+    return 0
+
+
+def stream(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool, options: dict[str, Any]) -> Generator[Piece]:
+    """The pieces of the answer. Reports how the prompt is encoded."""
     if args.suffix is not None:
         streams.info(args, "filling in the text between prompt and suffix")
         ids = ranks.first(args, lambda: llm.tokenizer.encode_infill(prompt, args.suffix))
-        pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
-    elif raw:
-        reason = "--raw" if args.raw else "the model has no chat template"
-        if not args.raw and llm.chat_format is not None:
-            reason += f"; if it was trained to chat, add --chat-format {llm.chat_format}"
-        special = bool(args.parse_special)
-        form = "text with control tokens" if special else "plain text"
-        streams.info(args, f"the prompt is continued as {form} ({reason})")
-        if not special and (found := control_strings(llm.tokenizer, prompt)):
-            streams.info(args, f"the prompt contains {found} as plain text; --parse-special enables control tokens")
-        ids = ranks.first(args, lambda: llm.tokenizer.encode_prompt(prompt, special))
-        pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
-    else:
+        return llm.stream_ids(ids, **options)
+    if not raw:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
         streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
-        messages = [{"role": "system", "content": args.system}] if args.system is not None else []
-        messages.append({"role": "user", "content": prompt})
-        ids = ranks.first(args, lambda: llm.encode_chat(messages))
-        pieces = llm.stream_ids(ids, continues=False, logprobs=args.logprobs, **options)
-
-    with sessions.saving(args, lambda: session, llm.model), shown:
-        answer(args, prompt, pieces)
-    return 0
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        ids = ranks.first(args, lambda: llm.encode_chat([*system, {"role": "user", "content": prompt}]))
+        return llm.stream_ids(ids, continues=False, **options)
+    special = bool(args.parse_special)
+    form = "text with control tokens" if special else "plain text"
+    streams.info(args, f"the prompt is continued as {form} ({loading.why_raw(args, llm)})")
+    if not special and (found := control_strings(llm.tokenizer, prompt)):
+        streams.info(args, f"the prompt contains {found} as plain text; --parse-special enables control tokens")
+    ids = ranks.first(args, lambda: llm.tokenizer.encode_prompt(prompt, special))
+    return llm.stream_ids(ids, **options)
 
 
 def control_strings(tokenizer: Tokenizer, text: str) -> str:
@@ -126,7 +115,7 @@ def control_strings(tokenizer: Tokenizer, text: str) -> str:
 
 def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> None:
     """Write an answer while it is generated, or as one JSON object at the end."""
-    completion = None
+    completion: Completion | None = None
     with contextlib.closing(pieces):
         for piece in pieces:
             if not args.json:

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import UsageError
 from . import arguments, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ..generation.speculative import Draft
     from ..model import Transformer
     from ..study.steering import ControlVector
     from ..text import Llama
@@ -44,10 +46,11 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     )
     if (world := getattr(args, "world", None)) is not None:
         world.check_same("tokenizer", llm.tokenizer.digest())
-    _show_loaded(args, llm.model, llm.adapters, (), time.perf_counter() - started)
+    _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
     if args.tokenizer is not None:
-        kind, count = llm.tokenizer.kind, llm.tokenizer.n_vocab
-        streams.info(args, f"tokenizer override: {args.tokenizer}, {kind}, {count:,} tokens")
+        streams.info(
+            args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {llm.tokenizer.n_vocab:,} tokens"
+        )
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
@@ -75,13 +78,13 @@ def load_model(args: argparse.Namespace) -> Transformer:
     started = time.perf_counter()
     checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
     model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
-    _show_loaded(args, model, checkpoint.adapters, checkpoint.warnings, time.perf_counter() - started)
+    _show_loaded(args, model, checkpoint.adapters, time.perf_counter() - started)
+    for warning in checkpoint.warnings:
+        streams.info(args, f"warning: {warning}")
     return model
 
 
-def _show_loaded(
-    args: argparse.Namespace, model: Transformer, adapters: Sequence[str], warnings: Sequence[str], seconds: float
-) -> None:
+def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequence[str], seconds: float) -> None:
     from ..engine.linears import describe_quantization
     from ..engine.placement import describe_devices
     from ..rope_scaling import reach, trained_length
@@ -98,22 +101,31 @@ def _show_loaded(
     streams.info(args, ", ".join(facts))
     for adapter in adapters:
         streams.info(args, f"adapter {adapter}")
-    for warning in warnings:
-        streams.info(args, f"warning: {warning}")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
-        streams.info(
-            args,
-            f"RoPE override: {values}, theta {config.rope_theta:g}; context {model.max_seq_len}, trained"
-            f" context {int(trained_length(config))}",
-        )
+        context = f"context {model.max_seq_len}, trained context {int(trained_length(config))}"
+        streams.info(args, f"RoPE override: {values}, theta {config.rope_theta:g}; {context}")
     if args.max_seq_len and args.max_seq_len > reach(config):
-        streams.info(
-            args,
-            f"warning: --max-seq-len {args.max_seq_len} exceeds the context of {config.max_seq_len} that the model was"
-            " trained for; --rope-scaling extends it",
-        )
+        trained = f"the context of {config.max_seq_len} that the model was trained for"
+        streams.info(args, f"warning: --max-seq-len {args.max_seq_len} exceeds {trained}; --rope-scaling extends it")
+
+
+def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
+    """Set the chat format that the command names. Returns whether prompts are continued as plain text."""
+    if args.chat_format != "auto":
+        llm.chat_format = args.chat_format
+    raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
+    if raw and args.system is not None:
+        raise UsageError(f"--system needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
+    return raw
+
+
+def why_raw(args: argparse.Namespace, llm: Llama) -> str:
+    """Why prompts are continued as plain text."""
+    if args.raw:
+        return "--raw"
+    return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
 
 
 def dtype_name(model: Transformer) -> str:
@@ -129,3 +141,16 @@ def model_name(path_or_name: str) -> str:
     """A short name of a model: the last part of its path, or the name that was given."""
     path = Path(path_or_name)
     return path.resolve().name if path.exists() else path_or_name
+
+
+def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
+    """Load the draft of --draft and check that it fits the model; None without --draft."""
+    from ..generation.speculative import DRAFTS, check_match, make_draft
+
+    if args.draft is None or args.draft in DRAFTS:
+        return make_draft(args.draft, args.draft_tokens)
+    unset = ("world", "tokenizer", "max_seq_len", "rope_scaling", "rope_factor", "rope_theta")
+    own = {**vars(args), **dict.fromkeys(unset), "model": args.draft, "adapter": []}
+    smaller = load_model(argparse.Namespace(**own))
+    check_match(smaller, model)
+    return make_draft(smaller, args.draft_tokens)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from pathlib import Path
 
 from ..errors import UsageError
-from . import piped, streams
+from . import streams
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
@@ -22,8 +23,8 @@ def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") ->
         "-f",
         action="append",
         metavar="FILE",
-        help=f"read the {what} from FILE; '-' is standard input; may be repeated. PROMPT, files and piped text are"
-        " joined in this order, separated by blank lines (docs/guides/prompts.md)",
+        help=f"read the {what} from FILE; '-' is standard input; may be repeated. PROMPT and files are joined in this"
+        " order, separated by blank lines (docs/guides/prompts.md)",
     )
 
 
@@ -35,18 +36,25 @@ def read_prompt(args: argparse.Namespace) -> str:
     files: list[str] = args.file or []
     if given is None and not files:
         if sys.stdin is not None and sys.stdin.isatty():
-            raise UsageError(
-                f'no prompt: run clearllama {args.command} "your text", or pipe the text in; for a conversation, run'
-                " clearllama chat"
-            )
-        return streams.read_stdin()
+            raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
+        given = "-"
     if [given, *files].count("-") > 1:
         raise UsageError("standard input was named twice; give '-' once")
+    if "-" not in (given, *files) and has_input():
+        streams.info(args, "standard input is not part of the prompt; to read it, add -f -")
     parts = [] if given is None else [streams.read_stdin() if given == "-" else decoded(given)]
-    parts += [streams.read_stdin() if name == "-" else read_file(name) for name in files]
-    if "-" not in (given, *files):
-        parts.append(piped.text_beside_prompt(args))
+    for name in files:
+        parts.append(streams.read_stdin() if name == "-" else streams.read_text(Path(name)).removesuffix("\n"))
     return "\n\n".join(part for part in parts if part)
+
+
+def has_input() -> bool:
+    """Whether standard input is a pipe, or a file that is not empty."""
+    try:
+        status = os.fstat(0)
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size > 0)
 
 
 def decoded(text: str) -> str:
@@ -55,12 +63,4 @@ def decoded(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
         return streams.decode(os.fsencode(text), "the prompt")  # the bytes may be valid UTF-8 in another locale
-    return text
-
-
-def read_file(name: str) -> str:
-    """The text of a prompt file without its last newline. Raises UsageError if it is empty or unreadable."""
-    text = streams.read_text(Path(name)).removesuffix("\n")
-    if not text:
-        raise UsageError(f"--file {name} is empty; expected the text of the prompt")
     return text

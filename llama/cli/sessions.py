@@ -4,49 +4,45 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ..generation.session import Session
     from ..model import Transformer
     from ..text import Llama
 
 
 def check_session(args: argparse.Namespace) -> None:
-    """Check --load-session and --save-session before the model is loaded."""
-    if args.load_session is None and args.save_session is None:
-        return
+    """Check --load-session and --save-session before the model is loaded.
+
+    If both name the same file and it does not exist, the first run creates it: then --load-session is removed.
+    """
     from ..generation.session import check_target, open_session
 
-    if args.load_session is not None and not is_new(args):
+    if args.load_session is not None and args.save_session is not None:
+        same = os.path.realpath(args.load_session) == os.path.realpath(args.save_session)
+        if same and not os.path.lexists(args.load_session):
+            streams.info(args, f"{args.load_session} does not exist: starting a new session")
+            args.load_session = None
+    if args.load_session is not None:
         open_session(Path(args.load_session))
     if args.save_session is not None:
         check_target(Path(args.save_session))
 
 
-def is_new(args: argparse.Namespace) -> bool:
-    """Whether both options name the same file and it does not exist: then the first run creates it."""
-    if args.load_session is None or args.save_session is None:
-        return False
-    load, save = Path(args.load_session), Path(args.save_session)
-    return load.resolve() == save.resolve() and not load.exists() and not load.is_symlink()
-
-
 def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     """Load the session of --load-session, or create one for --save-session; None without either option."""
-    if args.load_session is None and args.save_session is None:
-        return None
     from ..generation.session import Session, check_model
 
+    if args.load_session is None and args.save_session is None:
+        return None
     check_model(llm.model)
-    if is_new(args):
-        streams.info(args, f"{args.load_session} does not exist: starting a new session, which will be saved there")
-    if args.load_session is None or is_new(args):
+    if args.load_session is None:
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
     streams.info(args, f"{args.load_session}: loaded {contents(session)}")
@@ -65,21 +61,19 @@ def saving(args: argparse.Namespace, session: Callable[[], Session | None], mode
 
     session  returns the session to save, since a chat may load another one
     """
+    ended: BaseException | None = None
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, BrokenPipeError):
-        if args.save_session is not None:
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError) as error:
+        ended = error
+    if args.save_session is not None:
+        if ended is not None:
             streams.write_stderr("")  # the answer ended in the middle of a line
-        _save_session(args, session(), model)
-        raise
-    _save_session(args, session(), model)
-
-
-def _save_session(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:
-    if session is None or args.save_session is None:
-        return
-    if not session.tokens:
-        streams.info(args, f"{args.save_session} was not saved: the session is empty")
-        return
-    size = session.save(args.save_session, model)
-    streams.info(args, f"{args.save_session}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB")
+        kept = session()
+        if kept is None or not kept.tokens:
+            streams.info(args, f"{args.save_session} was not saved: the session is empty")
+        else:
+            size = kept.save(args.save_session, model)
+            streams.info(args, f"{args.save_session}: saved {contents(kept)}, {size / 1e6:,.1f} MB")
+    if ended is not None:
+        raise ended

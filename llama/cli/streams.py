@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import logging
-import stat
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -84,27 +83,14 @@ def show_log(quiet: bool) -> None:
 def describe(error: BaseException) -> str:
     """Describe an error in one printable line."""
     message = one_line(str(error))
-    refused = "Cannot allocate memory" in message or getattr(error, "errno", None) == errno.ENOMEM
     if isinstance(error, LlamaError):
-        return message + (_limit_hint() if refused else "")
-    if isinstance(error, MemoryError) or refused or "can't allocate memory" in message or "out of memory" in message:
-        detail = f" ({message[:200]})" if message else ""
-        return f"out of memory{detail}; use a smaller model, dtype or --max-seq-len{_limit_hint()}"
+        return message
+    refused = getattr(error, "errno", None) == errno.ENOMEM or "allocate memory" in message
+    if isinstance(error, MemoryError) or refused or "out of memory" in message:
+        return f"out of memory ({message[:200] or 'Python'}); use a smaller model, dtype or --max-seq-len"
     if isinstance(error, OSError):
         return f"{error.filename or 'input or output'}: {error.strerror or error}"
     return f"unexpected {type(error).__name__}: {message[:300]}; --debug shows the traceback"
-
-
-def _limit_hint() -> str:
-    """Name the limit on the address space, the likely cause when memory is refused; empty without a limit."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"; this shell limits the address space to {limit // 2**20:,} MiB (ulimit -v): raise the limit"
 
 
 # -------------------------------------------------------------------------------------------------------------- stdout
@@ -150,7 +136,7 @@ def json_text(value: Any) -> str:
     return text
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------- files, stdin
 def write_file(path: Path, text: str) -> None:
     """Write a text to a file, completely or not at all. Raises UsageError, naming the file, if that fails."""
     try:
@@ -163,29 +149,33 @@ def check_file(option: str, path: Path) -> None:
     """Raise UsageError if write_file would fail, before anything is computed for the file."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"{option} {path}: expected a file in an existing folder")
-    if path.exists() and not path.is_file():  # a pipe
-        return
     try:
-        check_writable(path.resolve().parent)
+        if path.is_file() or not path.exists():  # not a pipe
+            check_writable(path.resolve().parent)
     except OSError as error:
-        raise UsageError(
-            f"{option} {path}: cannot create a file there ({error.strerror or error}); choose another"
-        ) from None
-
-
-def read_file(path: Path, expected: str) -> bytes:
-    """Read a file or a pipe. Raises UsageError, naming what was `expected`, for a device or an unreadable file."""
-    try:
-        if stat.S_ISCHR(path.stat().st_mode):
-            raise UsageError(f"{path} is a device, which may be endless; expected {expected}")
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}; expected {expected}") from None
+        raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); choose another") from None
 
 
 def read_text(path: Path) -> str:
-    """Read a text file or a pipe as UTF-8."""
-    return decode(read_file(path, "a text file"), str(path))
+    """Read a text file or a pipe as UTF-8. Raises UsageError, naming the file, if that fails."""
+    if path.is_char_device():
+        raise UsageError(f"{path} is a device, which may be endless; expected a file")
+    try:
+        return decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+
+
+def read_stdin() -> str:
+    """Read all of stdin as UTF-8, without the newline that `echo` adds."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; pass the text as an argument")
+    data = sys.stdin.buffer.read(LARGEST_INPUT + 1)
+    if len(data) > LARGEST_INPUT:
+        raise UsageError(f"standard input has more than {LARGEST_INPUT >> 20} MiB or is endless; use a file")
+    if not data:
+        raise UsageError("standard input is empty; pass the text as an argument")
+    return decode(data, "standard input").removesuffix("\n")
 
 
 def decode(data: bytes, source: str) -> str:
@@ -193,31 +183,5 @@ def decode(data: bytes, source: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
-        ) from None
-
-
-# --------------------------------------------------------------------------------------------------------------- stdin
-def read_stdin_bytes() -> bytes:
-    """Read all of stdin. Raises UsageError if there are more than LARGEST_INPUT bytes."""
-    pieces, size = [], 0
-    while piece := sys.stdin.buffer.read(2**20):
-        pieces.append(piece)
-        size += len(piece)
-        if size > LARGEST_INPUT:
-            raise UsageError(
-                f"standard input has more than {LARGEST_INPUT // 2**20} MiB or is endless, which is too long for"
-                " any context; shorten it, or put many prompts into a file (--prompts FILE)"
-            )
-    return b"".join(pieces)
-
-
-def read_stdin() -> str:
-    """Read all of stdin as UTF-8, without the newline that `echo` adds."""
-    if sys.stdin is None:
-        raise UsageError("no prompt: no argument was given and standard input is closed")
-    data = read_stdin_bytes()
-    if not data:
-        raise UsageError("no prompt: standard input is empty; pass the text as an argument")
-    return decode(data, "standard input").removesuffix("\n")
+        found = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise UsageError(f"{source} is not UTF-8: {found}; convert it to UTF-8") from None

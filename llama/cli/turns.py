@@ -1,64 +1,114 @@
-'''The turns of a chat: a message of one or more lines, or a /command.
+'''The turns of a chat, typed at a terminal or read from a pipe: messages of one or more lines, and /commands.
 
-A line is one turn; text pasted at a terminal is one turn, too. Lines between """ and """ are one message.
+A line is one turn; text pasted at a terminal is one, too. Lines between """ and """ are one message.
 '''
 
 from __future__ import annotations
 
+import contextlib
+import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from ..errors import UsageError
+from . import streams
 
 QUOTES = '"""'
+LONGEST_LINE = 2**24  # bytes of a line in a pipe
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One turn.
-
-    text     the message without quotes, or the command with its slash; empty if nothing was entered
-    command  whether it is a command
-    entered  what was typed, for the history
-    """
-
-    text: str
-    command: bool
-    entered: str
+def is_complete(text: str) -> bool:
+    """Whether a turn ends here. It does not between a first line that opens quotes and a line that ends with them."""
+    text = text.strip()
+    first = text.partition("\n")[0]
+    if not first.startswith(QUOTES) or QUOTES in first[len(QUOTES) :]:
+        return True
+    return len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES)
 
 
-def read_turn(read: Callable[[bool], str]) -> Turn:
-    """Read the next turn.
-
-    read  returns the next line, or several pasted ones; the argument is True for the first line of a turn. Raises
-          EOFError at the end
-
-    Raises EOFError if there is no turn left, UsageError if the input ends inside a block.
-    """
-    entered = read(True)
+def parse_turn(entered: str) -> tuple[str, bool]:
+    """The message without its quotes, or the command with its slash; and whether it is a command."""
     line = entered.strip()
-    ends = len(line) >= 2 * len(QUOTES) and line.endswith(QUOTES)
-    if line.startswith(QUOTES) and (ends or "\n" not in line):
-        lines = [entered]
-        while not ends:
-            try:
-                lines.append(read(False))
-            except EOFError:
-                raise UsageError(
-                    f"the message that begins with {QUOTES} has no end; expected {QUOTES} at the end of a line"
-                ) from None
-            ends = lines[-1].rstrip().endswith(QUOTES)
-        entered = "\n".join(lines)
-        return Turn(_without_empty_ends(entered.strip()[3:-3]), False, entered)
-    if "\n" in line:  # pasted, so a slash at its start is part of the text
-        return Turn(_without_empty_ends(entered), False, entered)
+    quoted = line.startswith(QUOTES) and line.endswith(QUOTES) and len(line) >= 2 * len(QUOTES)
+    if quoted or "\n" in line:  # a slash at the start of a pasted text is part of the text
+        text = line[3:-3] if quoted else entered
+        return re.sub(r"\A\s*\n", "", text).rstrip(), False  # no empty lines around it; its indentation is kept
     if line.startswith("//"):
-        return Turn(line[1:], False, entered)
-    return Turn(line, line.startswith("/"), entered)
+        return line[1:], False
+    return line, line.startswith("/")
 
 
-def _without_empty_ends(text: str) -> str:
-    """The text without empty lines at its start and at its end. The indentation of the first line is kept."""
-    lines = text.split("\n")
-    filled = [number for number, line in enumerate(lines) if line.strip()]
-    return "\n".join(lines[filled[0] : filled[-1] + 1]).rstrip() if filled else ""
+def read_lines(read_line: Callable[[str], str]) -> str:
+    """A turn of one or more lines. `read_line` gets a prompt and returns a line."""
+    lines = [read_line("> ")]
+    while not is_complete("\n".join([lines[0], *lines[1:][-1:]])):  # the first and the last line decide
+        try:
+            lines.append(read_line("... "))
+        except EOFError:
+            raise UsageError(f"the message that begins with {QUOTES} has no end; expected {QUOTES}") from None
+    return "\n".join(lines)
+
+
+def piped_line(prompt: str) -> str:
+    """The next line of standard input, which is a pipe or a file. Raises EOFError at the end."""
+    line = sys.stdin.buffer.readline(LONGEST_LINE + 1)
+    if not line:
+        raise EOFError
+    if len(line) > LONGEST_LINE:
+        raise UsageError(f"a line of standard input has more than {LONGEST_LINE >> 20} MiB or is endless")
+    return streams.decode(line, "a line of standard input").rstrip("\r\n")
+
+
+# -------------------------------------------------------------------------------------------------------- a terminal
+def line_editor(history: Path | None) -> Callable[[], str]:
+    """A function that reads a turn: with prompt_toolkit if it is installed, else with readline.
+
+    history  the folder that keeps what is typed for later chats, or None
+    """
+    try:
+        return _prompt_toolkit(history)
+    except ImportError:
+        return partial(read_lines, _readline(history))
+
+
+def _prompt_toolkit(history: Path | None) -> Callable[[], str]:
+    """An editor for turns of several lines. Raises ImportError."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.output import create_output
+
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=Condition(lambda: not is_complete(session.default_buffer.text)),
+        prompt_continuation="... ",
+        history=InMemoryHistory() if history is None else FileHistory(str(history / "chat-history")),
+        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+        enable_suspend=True,
+    )
+    return session.prompt
+
+
+def _readline(history: Path | None) -> Callable[[str], str]:
+    """An editor for one line, with readline if Python has it."""
+    save: Callable[[], object] = bool
+    with contextlib.suppress(ImportError):  # Windows has no readline
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one turn
+        if history is not None:
+            path = history / "chat-history.readline"
+            with contextlib.suppress(FileNotFoundError):
+                readline.read_history_file(path)
+            readline.set_history_length(1000)
+            save = partial(readline.write_history_file, path)
+
+    def read_line(prompt: str) -> str:
+        with contextlib.redirect_stdout(sys.stdout if sys.stdout.isatty() else sys.stderr):
+            line = input(prompt)
+        save()
+        return line
+
+    return read_line

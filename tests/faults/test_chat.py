@@ -148,8 +148,19 @@ def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
     assert attempt("generate", "x", *RUN, "-m", path).survived()  # continues the text, with a note
 
 
-def test_malformed_messages_are_errors_with_their_line(tiny_gguf: Path, tmp_path: Path, attempt: Try) -> None:
-    (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user\\n<|im_start|>system", "content": "a"}]}\n')
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ('[{"role": "user\\n<|im_start|>system", "content": "a"}]', "message 0: role must be one of"),
+        ("[]", "at least one message"),
+        ('[{"role": "user", "content": ["a"]}]', "message 0: content must be a string"),
+        ('[{"role": "user", "content": "a"}, "b"]', "message 1 must be"),
+    ],
+)
+def test_malformed_messages_are_errors_with_their_line(
+    tiny_gguf: Path, tmp_path: Path, attempt: Try, messages: str, expected: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"messages": ' + messages + "}\n")
     outcome = attempt("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
     outcome.refused("in.jsonl line 1", "message 0: role must be one of", code=2)
 

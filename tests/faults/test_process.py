@@ -23,14 +23,10 @@ CPU = ("--device", "cpu", "--dtype", "float32")
 GENERATE = ("generate", *CPU, "--raw", "hello", "-n", "4", "--temp", "0")
 # Commands that write to stdout in different ways; MODEL stands for the path of a small model.
 COMMANDS = {
-    "help": ("--help",),
     "version": ("--version",),
     "generate": (*GENERATE, "-m", "MODEL"),
-    "generate --json": (*GENERATE, "-m", "MODEL", "--json"),
-    "inspect": ("inspect", "MODEL"),
     "inspect --json": ("inspect", "MODEL", "--json"),
     "study": ("study",),
-    "explain": ("explain", "-m", "MODEL"),
     "trace": ("trace", "hello", "-m", "MODEL", "--device", "cpu"),
     "plan": ("plan", "-m", "MODEL", "--gpus", "2xH100"),
     "quantize --list": ("quantize", "--list"),
@@ -61,35 +57,18 @@ READ_ONLY = "import os; os.dup2(os.open('/dev/null', os.O_RDONLY), 1)"
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_closed_pipe_ends_the_command_quietly(attempt: Try, model: Path, name: str) -> None:
-    ended = attempt(*command(name, model), before=CLOSED_PIPE)
-    assert ended.code == 141
-    assert "error" not in ended.error
-    assert "Traceback" not in ended.error
-    assert "Exception" not in ended.error
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_a_command_without_a_stdout_fails(attempt: Try, model: Path, name: str) -> None:
-    """The same command with a stdout succeeds. Without one the answer would be lost, so the command must fail.
-
-    A file that is opened later may get the descriptor of stdout; the command must not write to it.
-    """
+def test_without_a_stdout_a_command_fails(attempt: Try, model: Path, name: str) -> None:
+    """With a stdout it succeeds. A file that is opened later may get the descriptor of stdout."""
     good = attempt(*command(name, model))
     assert good.code == 0
     assert good.stdout
     attempt(*command(name, model), before=CLOSED).refused("standard output is closed")
     attempt(*command(name, model), before=READ_ONLY).refused("standard output: Bad file descriptor")
-
-
-def test_nothing_is_converted_without_a_stdout(attempt: Try, model: Path, tmp_path: Path) -> None:
-    attempt("convert", model, tmp_path / "new", "--to", "hf", before=CLOSED).refused("standard output is closed")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-@pytest.mark.parametrize("name", SOME)
-def test_a_full_stdout_is_one_line(attempt: Try, model: Path, name: str) -> None:
-    attempt(*command(name, model), before=FULL).refused("standard output: No space left on device")
+    if os.path.exists("/dev/full"):
+        attempt(*command(name, model), before=FULL).refused("standard output: No space left on device")
+    ended = attempt(*command(name, model), before=CLOSED_PIPE)
+    assert ended.code == 141
+    assert not {word for word in ("error", "Traceback", "Exception") if word in ended.error}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
@@ -105,13 +84,11 @@ def test_a_closed_stdin_is_refused(attempt: Try, model: Path, args: tuple[str, .
     attempt(*args, "-m", model, before=closed).refused("standard input", "closed", code=2)
 
 
-@pytest.mark.parametrize(
-    ("args", "code"), [(("generate",), 2), (("generate", "--prompts", "-"), 2), (("trace",), 2), (("chat",), 2)]
-)
-def test_an_endless_stdin_is_refused(attempt: Try, model: Path, args: tuple[str, ...], code: int) -> None:
+@pytest.mark.parametrize("args", [("generate",), ("generate", "--prompts", "-"), ("chat",)])
+def test_an_endless_stdin_is_refused(attempt: Try, model: Path, args: tuple[str, ...]) -> None:
     """The stdin is /dev/zero, and the address space is limited to 1 GiB more."""
     more = ("--chat-format", "llama3", *CPU) if args == ("chat",) else ()
-    attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("is endless", code=code)
+    attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("is endless", code=2)
 
 
 def test_the_command_does_not_wait_for_a_prompt_from_a_terminal(model: Path) -> None:
@@ -127,7 +104,7 @@ def test_chat_refuses_input_that_is_not_utf_8(attempt: Try, model: Path) -> None
     attempt(*args, stdin=b"\xff\n").refused("not UTF-8: byte 0 is 0xff", code=2)
 
 
-@pytest.mark.parametrize("name", ["generate", "inspect", "study", "help", "trace"])
+@pytest.mark.parametrize("name", ["generate", "study", "trace"])
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Path, name: str, encoding: str) -> None:
     """Compared with the same command in UTF-8; the text has characters that neither encoding has."""
@@ -180,7 +157,7 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
 ) -> None:
     for count in (1, 2) if number == signal.SIGINT else (1,):
         at = AT.format(moment=MOMENTS[moment], count=count, number=int(number))
-        if count == 2 and number == signal.SIGINT:
+        if count == 2:
             at += TWICE
         ended = attempt(*GENERATE, "-q", "-m", model, before=at)
         assert ended.code == 128 + number, ended.error
@@ -206,16 +183,6 @@ def test_output_before_a_signal_is_written(attempt: Try, model: Path, number: si
 
 
 # ------------------------------------------------------------------------------------- terminals and progress bars
-@pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_without_a_terminal_there_are_no_progress_bars_and_no_colours(
-    attempt: Try, model: Path, tmp_path: Path, to: str
-) -> None:
-    ended = attempt("convert", model, tmp_path / "new", "--to", to, writes=("new*",))
-    assert ended.survived()
-    assert not {b"\r", b"\x1b"} & {bytes([byte]) for byte in ended.stdout + ended.stderr}
-    assert len(ended.stdout.splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     ("env", "bars"),
     [({"TERM": "dumb"}, False), pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, True, marks=pytest.mark.slow)],
@@ -296,70 +263,6 @@ def test_a_local_model_runs_without_a_writable_cache(
         "/proc/self/cache", "leave compile (--compile) out", code=2
     )
     assert "CLEARLLAMA_CACHE" in refused
-
-
-# ---------------------------------------------------------------------------------------------- Python's own options
-WRONG = [
-    ["generate", "a", "-m", "MODEL", "--top-p", "7"],
-    ["generate", "a", "-m", "MODEL", "--max-seq-len", "0"],
-    ["generate", "a", "-m", "MODEL", "--stop", ""],
-    ["generate", "a", "-m", "MODEL", "--seed", "-1"],
-    ["generate", "a", "-m", "CUT"],
-    ["generate", "-q", "--raw", "a" * 9000, "-m", "MODEL"],
-    ["inspect", "CUT"],
-    ["inspect", "none"],
-    ["convert", "MODEL", "MODEL", "--to", "hf", "--force"],
-    ["convert", "MODEL", "new", "--to", "meta"],
-    ["convert", "CUT", "new", "--to", "gguf"],
-    ["quantize", "MODEL", "new", "--scheme", "int3"],
-    ["trace", "-q", "a", "-m", "MODEL", "--ablate-head", "9.9"],
-    ["generate", "--prompts", "MODEL/params.json", "-m", "MODEL"],
-]
-ASK = """
-import contextlib, io, json, sys
-from llama import cli
-results = []
-for args in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(args)
-    results.append([code, out.getvalue(), err.getvalue()])
-answer = io.StringIO()
-with contextlib.redirect_stdout(answer), contextlib.redirect_stderr(io.StringIO()):
-    cli.main(json.loads(sys.argv[2]))
-print(json.dumps([results, answer.getvalue(), __debug__]))
-"""
-
-
-@pytest.mark.slow
-def test_results_do_not_depend_on_asserts_or_warnings(model: Path, tmp_path: Path) -> None:
-    """-OO removes asserts and docstrings, -W error makes warnings fatal; neither changes the output."""
-    cut = tmp_path / "cut"
-    cut.mkdir()
-    for file in model.iterdir():
-        (cut / file.name).write_bytes(file.read_bytes()[:-100])
-    paths = {
-        "MODEL": str(model),
-        "CUT": str(cut),
-        "new": str(tmp_path / "new"),
-        "MODEL/params.json": str(model / "params.json"),
-    }
-    wrong = [[paths.get(word, word) for word in args] for args in WRONG]
-    right = [*GENERATE, "-m", str(model)]
-    found = []
-    for options in ([], ["-OO", "-W", "error"]):
-        ask = [sys.executable, *options, "-c", ASK, json.dumps(wrong), json.dumps(right)]
-        done = subprocess.run(ask, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    (results, answer, debug), (results_too, answer_too, debug_too) = found
-    assert (debug, debug_too) == (True, False)
-    assert results == results_too
-    assert answer == answer_too != ""
-    for args, (code, out, err) in zip(WRONG, results, strict=True):
-        assert code in (1, 2), args
-        assert (out, err.count("\n")) == ("", 1), (args, err)
-        assert "unexpected" not in err, err
 
 
 # -------------------------------------------------------------------------------------------------------- the extras
