@@ -119,7 +119,7 @@ def generate(  # many parameters, since an answer has no other state
         nonlocal history
         logits = logits[:n_vocab]
         allowed = None if constraint is None else constraint.allowed()
-        choice = model.runner.agree(choose(logits, params, history, generator, logprobs, allowed))
+        choice = agree(model, choose(logits, params, history, generator, logprobs, allowed))
         if history is not None:
             history = History(torch.cat((history.ids, choice[0])), history.start)
         if top_logprobs:
@@ -136,6 +136,12 @@ def generate(  # many parameters, since an answer has no other state
             yield Token(id, logprob[0] if logprob else None, id in stop_ids, top_of(tops.popleft()) if tops else {})
             if id in stop_ids:
                 return
+
+
+def agree(model: Transformer, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A choice from logits; the first process's, if several share the model, since others may round differently."""
+    agreed: tuple[Tensor, ...] = choice if model.runner.world is None else model.runner.world.agree(choice)
+    return agreed
 
 
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:

@@ -22,7 +22,7 @@ that `set_submodule` can replace, and `Transformer.runner` executes the blocks. 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -178,13 +178,6 @@ class Transformer(nn.Module):
         return self.runner.new_cache(self, max_len, batch, fixed)
 
 
-class World(Protocol):
-    """The processes that share a model (engine/parallel.py)."""
-
-    def agree(self, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What the first process chose."""
-
-
 class Runner:
     """Executes a model. This class runs block after block; subclasses in engine/ compute the same in other ways.
 
@@ -194,7 +187,7 @@ class Runner:
 
     cache_type = KVCache
     fixed_cache = False  # whether `new_cache` allocates all slots at once
-    world: World | None = None  # the processes that share the model, if there are several
+    world: Any = None  # the processes that share the model, if there are several (engine/parallel.World)
 
     def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         self.cache_kind, self.check_memory = cache_kind, check_memory
@@ -233,10 +226,6 @@ class Runner:
             yield [values.item() for values in choice]
             if step + 1 < steps:
                 logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)
-
-    def agree(self, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A choice from logits; the first process's, if several share the model, since others may round differently."""
-        return choice if self.world is None else self.world.agree(choice)
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""

@@ -87,7 +87,7 @@ def test_a_chat_is_that_of_one_process(tiny_gguf: Path, clearllama: Any) -> None
     os.write(keyboard, b"hello\n")
     wait_for(process, "prompt tokens")
     os.write(keyboard, b"/exit\n")
-    assert alone.startswith(end(process)[0].strip())
+    assert alone.splitlines()[0] in end(process)[0]
     assert process.returncode == 0
 
 
@@ -110,11 +110,10 @@ def test_a_rank_that_fails_ends_all_with_one_line(size: int, fault: str, tiny_gg
 @pytest.mark.parametrize("command", ["generate hello", "chat"])
 @pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "torchrun was stopped")])
 def test_a_signal_to_torchrun_ends_all_ranks(number: int, line: str, command: str, tiny_gguf: Path) -> None:
-    process = launch(2, f"{command} -m {tiny_gguf} --dtype float32 --device cpu -n 220")
+    read, write = os.pipe()
+    process = launch(2, f"{command} -m {tiny_gguf} --dtype float32 --device cpu -n 220 --temp 0", stdin=read)
     wait_for(process, "commands" if command == "chat" else "one user message")
-    assert process.stdin is not None
-    process.stdin.write("hello\n")
-    process.stdin.flush()
+    os.write(write, b"hello\n")
     time.sleep(1)  # in the middle of the answer
     started = time.monotonic()
     process.send_signal(number)

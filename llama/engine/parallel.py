@@ -186,8 +186,8 @@ class ShardedCheckpoint(Checkpoint):
         self.shapes = {name: tuple(map(len, self.ranges(name))) for name in whole.shapes}
 
     def cut(self, name: str) -> tuple[slice, slice]:
-        """The rows and columns of a weight that this rank has; for a bias, its entries."""
-        layer, kind = name.split(".")[-2:]  # "wq", "weight"
+        """The rows and columns of a weight that this rank has; of a bias, the rows are its entries."""
+        layer = name.split(".")[-2]
         whole, own = self.whole.config, self.config
         if layer in ("wk", "wv"):  # ranks with the same head read the same rows
             first = self.rank * whole.n_kv_heads // self.ranks * whole.head_dim
@@ -197,7 +197,7 @@ class ShardedCheckpoint(Checkpoint):
             return slice(rows.start, rows.stop), ALL
         heads = own.n_heads * own.head_dim
         widths = {"wq": heads, "wo": heads, **dict.fromkeys(("w_gate", "w_up", "w_down"), own.hidden_dim)}
-        if layer not in widths or (layer in SUMMED and kind == "bias"):
+        if layer not in widths:
             return ALL, ALL
         part = slice(self.rank * widths[layer], (self.rank + 1) * widths[layer])
         return (ALL, part) if layer in SUMMED else (part, ALL)
