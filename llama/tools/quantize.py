@@ -89,7 +89,7 @@ def quantize(
             proof = write_and_prove(path, dataclasses.replace(model, read=read), write_folder, read_back, report)
     except (ConfigError, TokenizerError) as error:
         raise ConfigError(f"{source} can't be saved: {error}") from error
-    warnings += requantization_warning(checkpoint, chosen)
+    warnings += requantization_warning(checkpoint, formats)
     return dataclasses.replace(proof, path=target, warnings=warnings)
 
 
