@@ -36,16 +36,32 @@ KeysOrValues = Tensor | QuantizedKV
 
 
 class LayerCache:
-    """The keys and values of one layer, (B, KV, slots, D) each. Slot s holds position s."""
+    """The keys and values of one layer, (B, KV, slots, D) each. Slot s holds position s.
 
-    def __init__(self, k: Tensor, v: Tensor):
-        self.buffers = [k, v]  # axis 2 of each is the slots
-        self.visible: int | None = None  # number of slots that `update` returns; None: all of them
+    buffers  k and v; axis 2 of each is the slots
+    visible  number of slots that `update` returns; None: all of them
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], parent: LayerCache | None = None, rows: slice = slice(None)):
+        self._buffers, self._parent, self._rows = list(buffers), parent, rows
+        self._source: list[Tensor] = []  # the parent's buffers that _buffers are views of
+        self.visible: int | None = None
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> LayerCache:
         """A cache of zeros. torch.empty could hold NaN, and a masked slot has weight 0, but 0 times NaN is NaN."""
-        return cls(*(_zeros(shape, dtype, device) for _ in range(2)))
+        return cls([_zeros(shape, dtype, device) for _ in range(2)])
+
+    def rows(self, rows: slice) -> LayerCache:
+        """Some rows of the batch, as a view. It looks its buffers up here, so it stays right when this cache grows."""
+        return type(self)([], self, rows)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        if self._parent is not None and self._source is not self._parent.buffers:  # new, or the parent has grown
+            self._source = self._parent.buffers
+            self._buffers = [buffer[self._rows] for buffer in self._source]
+        return self._buffers
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
         """Write k, v (B, KV, T, D) at `positions`; return all keys and values (B, KV, S, D)."""
@@ -74,28 +90,26 @@ class LayerCache:
 
     def resize(self, slots: int) -> None:
         """Resize to a number of slots, keeping the contents."""
-        for i, old in enumerate(self.buffers):
-            if old.shape[2] != slots:
-                new = _zeros((*old.shape[:2], slots, *old.shape[3:]), old.dtype, old.device)  # (B, KV, slots, ..)
-                new[:, :, : old.shape[2]] = old[:, :, :slots]
-                self.buffers[i] = new
+        grown = []
+        for old in self.buffers:
+            new = _zeros((*old.shape[:2], slots, *old.shape[3:]), old.dtype, old.device)  # (B, KV, slots, ..)
+            new[:, :, : old.shape[2]] = old[:, :, :slots]
+            grown.append(new)
+        self._buffers = grown
 
 
 class QuantizedLayerCache(LayerCache):
     """A LayerCache in 8 bits, which takes about half the memory of bfloat16.
 
-    Each head of each token has its own scale, so a rounding error is at most 1/254 of the head's largest entry. The C++
-    kernels read the integers; `attention.sdpa` dequantizes all of them in each pass.
+    `buffers` are k, v and their scales. Each head of each token has its own scale, so a rounding error is at most 1/254
+    of the head's largest entry. The C++ kernels read the integers; `attention.sdpa` dequantizes all of them in each
+    pass.
     """
-
-    def __init__(self, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor):
-        super().__init__(k, v)
-        self.buffers += [k_scale, v_scale]
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> QuantizedLayerCache:
-        k, v = (_zeros(shape, torch.int8, device) for _ in range(2))
-        return cls(k, v, *(_zeros(shape[:3], torch.float32, device) for _ in range(2)))
+        values = [_zeros(shape, torch.int8, device) for _ in range(2)]
+        return cls([*values, *(_zeros(shape[:3], torch.float32, device) for _ in range(2))])
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
         (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
@@ -134,21 +148,26 @@ MemoryCheck = Callable[[int, int, torch.device], None]
 class KVCache:
     """One LayerCache per layer, and how far they are filled.
 
-    The buffers grow with use, by doubling and later in steps, and never beyond max_len slots; so a long context takes
-    memory only when it is filled. With fixed=True they have max_len slots from the start, and a single new token sees
-    all of them through a mask, so shapes are the same in each step, as compiled code and CUDA graphs require. The
-    generation code creates the cache and passes it in; the model keeps no state. For 2 cached tokens and 3 new ones:
+    The generation code creates the cache and passes it in. For 2 cached tokens and 3 new ones:
 
         place(3)                     positions [2, 3, 4]; from now on the keys reach to slot 4
         layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; likewise for each layer
         commit()                     length is 5. A forward pass that failed before this leaves length unchanged
         trim(4)                      drops the last token
 
-    length is the number of cached tokens, max_len the largest number, batch the number of rows, B. A cache is for
-    inference: call the model under torch.no_grad or torch.inference_mode, otherwise each pass keeps the graph of all
-    passes before it.
+    After place(3):
 
-    `rows` gives access to rows of a batch that are filled to different lengths (generation/batch.py).
+        slot      0    1    2    3    4    5    6    7    8   ..
+                  ├─ cached ─┼─── placed ────┼─── room ───┼── not allocated ──┤
+                          length            end         slots              max_len
+
+    The buffers grow with use, by doubling and later in steps; so a long context takes memory only when it is filled.
+    With fixed=True they have max_len slots from the start, and a single new token sees all of them through a mask, so
+    shapes are the same in each step, as compiled code and CUDA graphs require. Rows of the batch may be filled to
+    different lengths; length and end are those of the longest row.
+
+    A cache is for inference: call the model under torch.no_grad or torch.inference_mode, otherwise each pass keeps the
+    graph of all passes before it.
     """
 
     def __init__(  # many parameters, since a cache is made from sizes alone, without a model
@@ -180,11 +199,23 @@ class KVCache:
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
         # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
         self.device = self.layers[-1].buffers[0].device
-        # Tokens whose keys are in every layer before the current forward pass: the largest number, and that of each row
-        self.length, self._filled = 0, [0] * batch
-        # The same two numbers once the current forward pass is done
-        self.end, self._placed = 0, [0] * batch
-        self.width = 0  # keys that attention sees in the current forward pass, masked ones included
+        self._cached, self._placed = [0] * batch, [0] * batch  # length and end of each row
+        self._parent: KVCache | None = None  # of a view
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys are in every layer before the current forward pass."""
+        return max(self._cached)
+
+    @property
+    def end(self) -> int:
+        """`length` once the current forward pass is done."""
+        return max(self._placed)
+
+    @property
+    def visible(self) -> int:
+        """Keys that attention sees in the current forward pass, masked ones included."""
+        return self.slots if self.layers[0].visible is None else self.layers[0].visible
 
     @property
     def k(self) -> Tensor:
@@ -219,20 +250,22 @@ class KVCache:
         if batch not in (None, self.batch):
             raise UsageError(f"the cache is for a batch of {self.batch}, not {batch}; use new_cache(batch={batch})")
         if positions is None:
-            if min(self._filled) < self.length:
-                raise ValueError(f"rows of the cache differ in length ({self._filled}); pass the positions")
-            end = self.length + tokens
-            positions = torch.arange(self.length, end, device=self.device)  # (T,)
-            self._placed = [end] * self.batch
+            if min(self._cached) < self.length:
+                raise ValueError(f"rows of the cache differ in length ({self._cached}); pass the positions")
+            positions = torch.arange(self.length, self.length + tokens, device=self.device)  # (T,)
+            placed = [self.length + tokens] * self.batch
         else:
             positions = positions.long()
-            end = self._place_at(positions)
-        self._expose(end, every_slot=self.fixed and tokens == 1)
+            placed = self._ends(positions)
+        self.reserve(max(placed))
+        self._placed = placed
+        for layer in self.layers:
+            layer.visible = None if self.fixed and tokens == 1 else self.end
         return positions
 
     def commit(self) -> None:
         """Add the placed tokens to `length`: they are in every layer."""
-        self.length, self._filled = self.end, self._placed
+        self._cached = self._placed
 
     def trim(self, length: int) -> None:
         """Drop everything from position `length` on."""
@@ -241,14 +274,16 @@ class KVCache:
                 f"the cache holds {self.length} tokens and can't be trimmed to {checks.shown(length)}; pass an integer"
                 f" from 0 to {self.length}"
             )
-        self.length = self.end = length
-        self._filled = [min(row, length) for row in self._filled]
+        self._cached = self._placed = [min(row, length) for row in self._cached]
 
     def reserve(self, end: int) -> None:
         """Make room for the positions below `end`.
 
         Raises ContextLengthError if that is beyond max_len, MemoryLimitError if the memory is not free.
         """
+        if self._parent is not None:
+            self._parent.reserve(end)
+            return
         if end > self.max_len:
             raise ContextLengthError(
                 f"the KV cache has room for {self.max_len} tokens, not {end}; use a larger max_len"
@@ -263,16 +298,15 @@ class KVCache:
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
         """Rows `first` to `last` - 1 of the batch, as a cache that shares this one's memory and holds `length` tokens.
 
-        The view's number of slots is fixed; do not use the view after this cache has grown.
+        It may be used while this cache grows, and makes this cache grow.
         """
         checks.integer("the first row", first, 0, self.batch - 1)
         checks.integer("the end of the rows", last, first + 1, self.batch)
         checks.integer("the length of the rows", length, 0, self.slots)
         part = copy.copy(self)
-        part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
-        part.batch, part.max_len, part.fixed = last - first, self.slots, True
-        part.length = part.end = length
-        part._filled = part._placed = [length] * part.batch
+        part.layers = [layer.rows(slice(first, last)) for layer in self.layers]
+        part.batch, part.fixed, part._parent = last - first, True, self
+        part._cached = part._placed = [length] * part.batch
         return part
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -300,21 +334,13 @@ class KVCache:
                 size = (devices.count(device) * added + copied) * self._slot_bytes
                 self._check_memory(size, slots, torch.device(device))
 
-    def _expose(self, end: int, every_slot: bool) -> None:
-        """Let attention see the slots below `end`, or every slot."""
-        self.reserve(end)
-        self.end = end
-        for layer in self.layers:
-            layer.visible = None if every_slot else end
-        self.width = self.slots if every_slot else end
-
-    def _place_at(self, positions: Tensor) -> int:
-        rows = positions.expand(self.batch, -1).tolist()  # (B, T)
-        self._placed = []
-        for filled, row in zip(self._filled, rows, strict=True):
+    def _ends(self, positions: Tensor) -> list[int]:
+        """The end of each row after new tokens at positions (T,) or (B, T)."""
+        placed = []
+        for end, row in zip(self._cached, positions.expand(self.batch, -1).tolist(), strict=True):
             for position in sorted(row):
-                if position > filled:
-                    raise ValueError(f"position {position} leaves a gap: the next free one is {filled}")
-                filled = max(filled, position + 1)
-            self._placed.append(filled)
-        return max(self.length, *self._placed)
+                if position > end:
+                    raise ValueError(f"position {position} leaves a gap: the next free one is {end}")
+                end = max(end, position + 1)
+            placed.append(end)
+        return placed

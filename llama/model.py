@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.check_sizes(*self.runner.cache_sizes(self))
             positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
-            keys = torch.arange(cache.width, device=tokens.device) if masked else None  # (S,)
+            keys = torch.arange(cache.visible, device=tokens.device) if masked else None  # (S,)
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions

@@ -1,15 +1,15 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) in the five forms in which the field writes it.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) in three forms.
 
 A head of D entries is read as D/2 points in the plane. Pair i of a token at position m is rotated by the angle
 m * inv_freq[i]. If q is rotated at position m and k at position n, their product depends on m - n only.
 
-    complex      A pair is one complex number; a rotation is one multiplication by  cis(angle) = cos + i sin.
-                 Meta's form, and the definition here: the other forms are tested against it.
-    real         The same arithmetic on the two real parts; torch.compile has no complex numbers.
-    half         Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the
-                 rows of wq and wk in another order (`to_half_layout`) and then gives the same scores.
-    elementwise  x * cos + quarter_turn(x) * sin: the formula of `half` with Meta's pairs, the paper's equation 34.
-    matrix       R_m x with the block-diagonal rotation matrix: the formula of the proofs, D/2 times the work.
+    complex  A pair is one complex number; a rotation is one multiplication by  cis(angle) = cos + i sin. Meta's form,
+             and the definition here: the other forms are tested against it.
+    real     The same arithmetic on the two real parts; torch.compile has no complex numbers.
+    half     Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the rows
+             of wq and wk in another order (`to_half_layout`) and then gives the same scores.
+
+study/forms.py has two more, in the notation of the paper and of the proofs.
 
 Angles and rotation are float32 in every model dtype: in bfloat16 a position near 131,072 would be off by up to 256.
 Letters: B batch, T tokens, H heads, KV key/value heads, D head_dim.
@@ -132,48 +132,6 @@ def to_interleaved_layout(weight: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2)  # (heads, D/2, 2, C), then (heads * D, C)
 
 
-# -------------------------------------------------------------------- elementwise and matrix: the paper's notation
-def quarter_turn(x: Tensor) -> Tensor:
-    """(.., D) -> (.., D): every pair (x[2i], x[2i + 1]) = (a, b) becomes (-b, a)."""
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)  # two of (.., D/2)
-    return torch.stack((-b, a), dim=-1).flatten(-2)  # (.., D)
-
-
-def apply_rotary_emb_elementwise(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_emb` as RoFormer's equation 34:  x * cos + quarter_turn(x) * sin.
-
-    cos and sin are (T, D) or (B, T, D), each of the D/2 angles twice in a row.
-    """
-    _check(xq, xk, cos, xq.shape[-1])
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D)
-    rotated_q = xq.float() * cos + quarter_turn(xq.float()) * sin
-    rotated_k = xk.float() * cos + quarter_turn(xk.float()) * sin
-    return rotated_q.type_as(xq), rotated_k.type_as(xk)
-
-
-def rotation_matrix(cos: Tensor, sin: Tensor) -> Tensor:
-    """R_m of RoFormer's equation 15 from the cos and sin (.., D/2) of one position's angles: (.., D, D).
-
-    Block-diagonal: pair i of a head is rotated by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
-    """
-    blocks = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)  # (.., D/2, 2, 2)
-    same_pair = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)  # (D/2, D/2)
-    placed = torch.einsum("...iab,ij->...iajb", blocks, same_pair)  # (.., D/2, 2, D/2, 2): 0 where i is not j
-    return placed.flatten(-2).flatten(-3, -2)  # (.., D, D)
-
-
-def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_emb` as R_m x, with one matrix per token; cos and sin are (T, D/2) or (B, T, D/2)."""
-    _check(xq, xk, cos, xq.shape[-1] // 2)
-    rotation = rotation_matrix(cos, sin).unsqueeze(-3)  # (.., T, 1, D, D)
-
-    def rotate(x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # autocast would compute a matrix product in bfloat16
-            return (rotation @ x.float().unsqueeze(-1)).squeeze(-1).type_as(x)  # (B, T, H, D)
-
-    return rotate(xq), rotate(xk)
-
-
 # ------------------------------------------------------------------------------------------- what the model uses
 # The table's rows for some positions: (.., D/2) complex64, or cos and sin, (.., D/2) or (.., D), depending on the form.
 FreqsCis = Tensor | tuple[Tensor, ...]
@@ -201,12 +159,6 @@ FORMS: dict[str, Form] = {
     "complex": Form(apply_rotary_emb, "interleaved", lambda cis: (cis,)),
     "real": Form(apply_rotary_emb_real, "interleaved"),
     "half": Form(_apply_half, "half", lambda cis: tuple(torch.cat((x, x), -1) for x in (cis.real, cis.imag))),
-    "elementwise": Form(
-        apply_rotary_emb_elementwise,
-        "interleaved",
-        lambda cis: tuple(x.repeat_interleave(2, -1) for x in (cis.real, cis.imag)),
-    ),
-    "matrix": Form(apply_rotary_emb_matrix, "interleaved"),
 }
 
 
@@ -261,7 +213,7 @@ class Rope:
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
         """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
 
-        In the forms half and elementwise, the last axis is D. seq_len is the length that the frequencies are for. It is
+        In the form half, the last axis is D. seq_len is the length that the frequencies are for. It is
         an argument because reading the largest position from a GPU would wait for it. Raises ContextLengthError if it
         is beyond max_seq_len.
         """
@@ -283,7 +235,7 @@ class Rope:
                 with GROWING:
                     if len(table[0]) >= len(self.table[0]):
                         self.table = table
-            rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); half, elementwise: D
+            rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); half: D
         return rows[0] if len(rows) == 1 else rows
 
     @property

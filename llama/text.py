@@ -40,7 +40,7 @@ OTHER_OPTIONS = (
 MOST_ANSWERS = 1024  # to one prompt
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 MOST_TOP_LOGPROBS = 1024
-MOST_STOPS, LONGEST_STOP = 256, 1000  # stop strings, and characters of one
+MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 
 
 class PromptQueue(Protocol):

@@ -512,3 +512,22 @@ def test_a_batch_of_the_default_model_equals_single_prompts(default_llm: Llama) 
         theirs = default_llm.generate(prompt, **options)
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_a_prompt_is_fed_right_while_another_answer_makes_the_cache_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two chunks of the second prompt, the first answer fills the cache's memory, which is replaced."""
+    monkeypatch.setattr("llama.generation.batch.CHUNK", 16)
+    monkeypatch.setattr("llama.generation.batch.RESERVED", 1)
+    monkeypatch.setattr("llama.cache.FIRST_SLOTS", 8)
+    monkeypatch.setattr("llama.cache.LARGEST_STEP", 3)
+    net = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=256))
+    text = tiny.random_tokens(120)[0].tolist()
+    long, short = (Request(ids, SamplingParams(max_new_tokens=60)) for ids in (text[:100], text[20:]))
+    expected = [alone(net, one) for one in (long, short)]
+    for kind in ("model", "int8"):
+        net.runner.cache_kind = kind
+        assert_same(
+            batched(net, [long, short], 2),
+            expected if kind == "model" else [alone(net, one) for one in (long, short)],
+            tolerance=0.05,
+        )

@@ -136,7 +136,7 @@ def test_logits_with_a_fixed_cache_equal_those_with_a_growing_one() -> None:
     fixed = net.new_cache(40)
     assert fixed.fixed
     got = [prefill(net, tokens[:5], fixed)] + [prefill(net, [token], fixed) for token in tokens[5:]]
-    assert fixed.width == 40  # attention saw all slots, through a mask
+    assert fixed.visible == 40  # attention saw all slots, through a mask
     torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=1e-5)
 
 
@@ -146,8 +146,9 @@ def test_sizes_lengths_and_rows_must_be_integers_in_range() -> None:
         with pytest.raises(UsageError, match=r"^(max_len|batch) of a KV cache must be an integer of at least 1, got"):
             model.new_cache(*sizes)  # type: ignore[arg-type]
     cache = model.new_cache(8, batch=3)
-    prefill(model, [1, 2], cache.rows(0, 1))
-    cache.length = 2
+    prefill(model, [1, 2], model.new_cache(8))
+    cache.place(2)
+    cache.commit()
     for length in (1.5, True, -1, 3):
         with pytest.raises(UsageError, match=r"can't be trimmed to .*; pass an integer from 0 to 2$"):
             cache.trim(length)  # type: ignore[arg-type]

@@ -190,7 +190,6 @@ def unmask(patch: pytest.MonkeyPatch) -> None:
 
 DEFECTS: dict[str, tuple[str, Any]] = {
     "one form rotates backwards": ("rope", lambda patch: rotate_backwards("half", patch)),
-    "the matrix form rotates backwards": ("rope", lambda patch: rotate_backwards("matrix", patch)),
     "all angles are slightly too large": ("rope", increase_angles),
     "values are cached one slot too late": ("cache", delay_values),
     "slots are overwritten": ("cache", overwrite_slots),

@@ -22,7 +22,7 @@ from llama import cli, loader, study
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
-from llama.generation.session import Session, is_session, sample
+from llama.generation.session import Session, _checksum, sample
 from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -139,12 +139,12 @@ SCALED = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_theta": 500000.0}, "saved with rope_theta 10000.0; this model has 500000.0"),
-        ({"rope_scaling": SCALED}, r"saved with rope_scaling none; this model has .*yarn"),
-        ({"norm_eps": 1e-6}, "norm_eps 1e-05; this model has 1e-06"),
-        ({"n_layers": 3}, "n_layers 2; this model has 3"),
-        ({"n_kv_heads": 4}, "n_kv_heads 2; this model has 4"),
-        ({"max_seq_len": 4096, "n_heads": 8}, "saved with max_seq_len 4000, n_heads 4; this model has 4096, 8"),
+        ({"rope_theta": 500000.0}, "saved with rope_theta 10000.0 instead of 500000.0"),
+        ({"rope_scaling": SCALED}, "saved with rope_scaling None instead of .*yarn"),
+        ({"norm_eps": 1e-6}, "norm_eps 1e-05 instead of 1e-06"),
+        ({"n_layers": 3}, "n_layers 2 instead of 3"),
+        ({"n_kv_heads": 4}, "n_kv_heads 2 instead of 4"),
+        ({"max_seq_len": 4096, "n_heads": 8}, "max_seq_len 4000 instead of 4096, n_heads 4 instead of 8"),
     ],
 )
 def test_a_session_of_another_architecture_is_rejected_with_the_difference(
@@ -156,11 +156,11 @@ def test_a_session_of_another_architecture_is_rejected_with_the_difference(
 
 
 def test_a_session_of_another_dtype_or_cache_is_rejected_with_the_difference(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="dtype float32; this model has bfloat16"):
+    with pytest.raises(CheckpointError, match="dtype float32 instead of bfloat16"):
         Session.load(saved, tiny.model(LONG).bfloat16())
     quantized = tiny.model(LONG)
     quantized.runner.cache_kind = "int8"
-    with pytest.raises(CheckpointError, match="kv_cache model; this model has int8"):
+    with pytest.raises(CheckpointError, match="kv_cache model instead of int8"):
         Session.load(saved, quantized)
 
 
@@ -168,7 +168,7 @@ def test_a_session_of_other_quantization_is_rejected(tiny_gguf: Path, tmp_path: 
     wide = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
     plain, int8 = loader.load(wide, dtype="float32").model, loader.load(wide, dtype="float32", quantize="int8").model
     filled(plain, TEXT[:9]).save(tmp_path / "s", plain)
-    with pytest.raises(CheckpointError, match="quantization none; this model has weights of 8 bits"):
+    with pytest.raises(CheckpointError, match="quantization none instead of 8-bit"):
         Session.load(tmp_path / "s", int8)
     filled(int8, TEXT[:9]).save(tmp_path / "s", int8)
     assert Session.load(tmp_path / "s", loader.load(wide, dtype="float32", quantize="int8").model).tokens == TEXT[:9]
@@ -188,7 +188,7 @@ def test_a_session_of_other_quantization_is_rejected(tiny_gguf: Path, tmp_path: 
 def test_other_weights_of_the_same_shape_are_rejected(saved: Path, name: str, entry: int) -> None:
     model = tiny.model(LONG)
     model.get_parameter(name).view(-1)[entry] += 1e-3
-    with pytest.raises(CheckpointError, match="other weights of the same shape"):
+    with pytest.raises(CheckpointError, match=r"saved with weights [0-9a-f]{16} instead of"):
         Session.load(saved, model)
 
 
@@ -248,18 +248,18 @@ def about(metadata: dict[str, str], **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, m: m.update(clearllama_session="2"), "format '2', but this version reads '1'"),
+        (lambda t, m: m.update(clearllama_session="2"), "not a session file of this version"),
         (lambda t, m: m.pop("clearllama_session"), "not a session file"),
-        (lambda t, m: t.pop("tokens"), "has no token ids"),
-        (lambda t, m: t.update(tokens=t["tokens"].view(2, 20)), "has no token ids"),
-        (lambda t, m: t.update(tokens=t["tokens"][:0]), "has no token ids"),
-        (lambda t, m: t.update(tokens=t["tokens"].float()), "tokens is F32"),
-        (lambda t, m: t.update(tokens=t["tokens"] + 320), "between 0 and 319"),
-        (lambda t, m: t.update(tokens=t["tokens"] - 320), "between 0 and 319"),
-        (lambda t, m: t.update(tokens=t["tokens"][:39].clone()), r"layers.0.k is F32 \(1, 2, 40, 16\)"),
-        (lambda t, m: t.pop("layers.1.v"), "its tensors are not those"),
-        (lambda t, m: t.update(more=torch.ones(1)), "its tensors are not those"),
-        (lambda t, m: t.update({"layers.1.v": t["layers.1.v"].half()}), "layers.1.v is F16"),
+        (lambda t, m: t.pop("tokens"), "checksum does not match"),
+        (lambda t, m: t.update(tokens=t["tokens"].view(2, 20)), "checksum does not match"),
+        (lambda t, m: t.update(tokens=t["tokens"][:0]), "checksum does not match"),
+        (lambda t, m: t.update(tokens=t["tokens"].float()), "checksum does not match"),
+        (lambda t, m: t.update(tokens=t["tokens"] + 320), "checksum does not match"),
+        (lambda t, m: t.update(tokens=t["tokens"] - 320), "checksum does not match"),
+        (lambda t, m: t.update(tokens=t["tokens"][:39].clone()), "checksum does not match"),
+        (lambda t, m: t.pop("layers.1.v"), "checksum does not match"),
+        (lambda t, m: t.update(more=torch.ones(1)), "checksum does not match"),
+        (lambda t, m: t.update({"layers.1.v": t["layers.1.v"].half()}), "checksum does not match"),
         (lambda t, m: t["layers.1.v"].add_(1), "checksum does not match"),
         (lambda t, m: t["tokens"].add_(1).remainder_(320), "checksum does not match"),
         (lambda t, m: m.pop("sha256"), "checksum does not match"),
@@ -276,6 +276,39 @@ def test_a_modified_file_is_rejected(saved: Path, change: Any, message: str) -> 
         Session.load(saved, tiny.model(LONG))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("tokens"), "no list of token ids"),
+        (lambda t: t.update(tokens=t["tokens"].view(2, 20)), "no list of token ids"),
+        (lambda t: t.update(tokens=t["tokens"][:0]), "no list of token ids"),
+        (lambda t: t.update(tokens=t["tokens"].float()), "no list of token ids"),
+        (lambda t: t.update(tokens=t["tokens"] + 320), "token ids below 320"),
+        (lambda t: t.update(tokens=t["tokens"] - 320), "token ids below 320"),
+        (lambda t: t.update(tokens=t["tokens"][:39].clone()), "tensors are not those"),
+        (lambda t: t.pop("layers.1.v"), "tensors are not those"),
+        (lambda t: t.update(more=torch.ones(1)), "tensors are not those"),
+        (lambda t: t.update({"layers.1.v": t["layers.1.v"].half()}), "tensors are not those"),
+        (lambda t: t.update({"layers.1.v": t["layers.1.v"][:, :, :1].clone()}), "tensors are not those"),
+    ],
+)
+def test_a_file_with_a_valid_checksum_is_checked_too(saved: Path, change: Any, message: str) -> None:
+    def sealed(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        change(tensors)
+        metadata["sha256"] = _checksum(metadata["about"], tensors)
+
+    rewrite(saved, sealed)
+    with pytest.raises(CheckpointError, match=message):
+        Session.load(saved, tiny.model(LONG))
+
+
+def test_a_large_header_is_rejected_before_it_is_read(tmp_path: Path) -> None:
+    size = 2**24 + 1
+    (tmp_path / "s").write_bytes(size.to_bytes(8, "little") + b"{" + b" " * (size - 2) + b"}")
+    with pytest.raises(CheckpointError, match="its header has 16,777,217 bytes"):
+        Session.load(tmp_path / "s", tiny.model(LONG))
+
+
 def test_other_files_are_rejected(tmp_path: Path, tiny_gguf: Path) -> None:
     model = tiny.model(LONG)
     (tmp_path / "text").write_text("hello")
@@ -290,7 +323,6 @@ def test_other_files_are_rejected(tmp_path: Path, tiny_gguf: Path) -> None:
         tiny_gguf,
         Path("/dev/null"),
     ):
-        assert not is_session(path)
         with pytest.raises(CheckpointError, match=str(path)):
             Session.load(path, model)
 
@@ -300,11 +332,11 @@ def test_only_a_session_is_replaced(saved: Path, tmp_path: Path) -> None:
     model = tiny.model(LONG)
     session = filled(model, TEXT[:50])
     (tmp_path / "text").write_text("mine")
-    with pytest.raises(UsageError, match=r"not a clearllama session.*not overwritten"):
+    with pytest.raises(UsageError, match=r"not a session file.*not overwritten"):
         session.save(tmp_path / "text", model)
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="not a file"):
         session.save(tmp_path, model)
-    with pytest.raises(UsageError, match="not a folder"):
+    with pytest.raises(UsageError, match="No such file"):
         session.save(tmp_path / "no" / "s", model)
     link = tmp_path / "link"
     link.symlink_to(saved)
@@ -331,17 +363,6 @@ def test_a_full_disk_leaves_the_old_session_unchanged(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == ["s"]
 
 
-def test_a_new_session_does_not_replace_a_file(saved: Path) -> None:
-    before, model = saved.read_bytes(), tiny.model(LONG)
-    other = filled(model, [5, 6])
-    with pytest.raises(CheckpointError, match="File exists; the session was not saved"):
-        other.save(saved, model, new=True)
-    assert saved.read_bytes() == before
-    other.save(saved.with_name("other"), model, new=True)
-    assert Session.load(saved.with_name("other"), model).tokens == [5, 6]
-    assert saved.with_name("other").stat().st_mode & 0o777 == 0o600
-
-
 def test_an_empty_session_or_one_in_use_is_not_saved(tiny_llm: Llama, tmp_path: Path) -> None:
     session = Session()
     with pytest.raises(UsageError, match="no tokens yet"):
@@ -353,6 +374,7 @@ def test_an_empty_session_or_one_in_use_is_not_saved(tiny_llm: Llama, tmp_path: 
             call()
     stream.close()
     session.save(tmp_path / "s", tiny_llm.model)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -374,14 +396,14 @@ def test_the_command_processes_a_document_once(clearllama: Run, tiny_gguf: Path,
     assert f"{cached} of them from the session" in done.stderr.decode()
     other = clearllama("generate", longer, *options, "--load-session", at, "--rope-theta", "500")
     assert (other.returncode, other.stdout) == (1, b"")
-    assert "rope_theta 10000.0; this model has 500.0" in other.stderr.decode().splitlines()[-1]
+    assert "rope_theta 10000.0 instead of 500.0" in other.stderr.decode().splitlines()[-1]
 
 
 def test_session_options_are_checked_before_the_model(clearllama: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("mine")
     for command in (["generate", "hello"], ["chat"]):
         for option, code, message in (
-            ("--save-session", 2, "not a clearllama session"),
+            ("--save-session", 2, "not a session file"),
             ("--load-session", 1, "not a session file"),
         ):
             done = clearllama(*command, "-m", "no-such-model", option, str(tmp_path / "text"))
@@ -406,7 +428,7 @@ def test_a_session_named_by_both_options_is_created_and_then_continued(
     for options in (("--load-session", "s"), ("--load-session", "s", "--save-session", "t")):
         missing = clearllama(*model, WORDS, *options, cwd=tmp_path / "x")
         assert (missing.returncode, missing.stdout) == (1, b"")
-        assert missing.stderr.decode() == "clearllama: error: s: No such file or directory; expected a session file\n"
+        assert missing.stderr.decode() == "clearllama: error: s is not a session file (No such file or directory)\n"
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     dangling = clearllama(
         *model, WORDS, "--load-session", str(tmp_path / "link"), "--save-session", str(tmp_path / "link")

@@ -484,11 +484,8 @@ def check_answers(schema: dict[str, Any], tokenizer: Tokenizer, answers: int, mo
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 40), pytest.param(40, 300, marks=pytest.mark.slow)], ids=["a few", "many"]
 )
-def test_every_completed_answer_meets_its_schema(
-    kinds: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, first: int, count: int
-) -> None:
+def test_every_completed_answer_meets_its_schema(kinds: dict[str, Tokenizer], first: int, count: int) -> None:
     """Random schemas; the validator is the package jsonschema."""
-    monkeypatch.setattr(structured, "STEPS", 50)
     seeds = range(first, first + count)
     counts = [check_answers(Schemas(seed).whole(), kinds[KIND[seed % 6]], 2, 100) for seed in seeds]
     assert sum(found > 0 for found in counts) > 0.75 * count
@@ -510,9 +507,9 @@ def test_schemas_in_use(kinds: dict[str, Tokenizer]) -> None:
 # ------------------------------------------------------------------------------------------------------- errors
 ERRORS = [
     ("json_schema", False, "no answer meets the JSON schema false"),
-    ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "no answer meets the JSON schema: minimum (5) is greater"),
-    ("json_schema", {"enum": []}, "no answer meets the JSON schema: "),
-    ("json_schema", {"type": "string", "pattern": "^ab$", "maxLength": 1}, "no answer meets the JSON schema: "),
+    ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable schema: minimum (5) is greater"),
+    ("json_schema", {"enum": []}, "Unsatisfiable schema: "),
+    ("json_schema", {"type": "string", "pattern": "^ab$", "maxLength": 1}, "Unsatisfiable schema: "),
     ("json_schema", {"$ref": "#"}, "it allows no text"),
     ("json_schema", {"uniqueItems": True, "not": {}}, "uses not, uniqueItems, which is not supported"),
     ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
@@ -533,11 +530,10 @@ ERRORS = [
     ("regex", r"[^\s\S]", "it allows no text"),
     ("regex", "a\ud800", "is not valid Unicode"),
     ("regex", b"a", "must be a string"),
-    ("regex", "a" * (2**20 + 1), "has 1,048,577 characters"),
+    ("regex", "a" * (2**20 + 1), "has more than 1,048,576 characters"),
     ("grammar", "", "no start rule"),
     ("grammar", '{"grammars": []}', "can't be used"),
     ("grammar", 'root ::= "a"', "can't be used"),
-    ("grammar", 'start: "a" X\nX: /[^\\s\\S]/', "no answer meets the grammar"),
     ("grammar", "start: <|nothing|>", "unknown special token"),
     ("grammar", 'start: x\nx[temperature=0.5]: "a"', "sets temperature= for a rule"),
     ("grammar", 'start: x "b"\nx[lazy, stop=""]: /a+/', "sets stop= for a rule"),
@@ -555,8 +551,8 @@ def test_what_cannot_be_met_is_an_error_before_generation(kind: str, source: Any
 
 
 def test_text_that_the_vocabulary_cannot_spell_is_an_error() -> None:
-    for kind, source in [("regex", "a?zb"), ("json_schema", {"const": "z"}), ("grammar", 'start: "{" ("z" | "y")')]:
-        with pytest.raises(UsageError, match="or the tokens of this model can't spell one"):
+    for kind, source in [("regex", "zb"), ("json_schema", {"const": 7}), ("grammar", 'start: "z" | "y"')]:
+        with pytest.raises(UsageError, match="no text that the tokens of this model can spell"):
             compile_grammar(PLAIN, kind, source)  # type: ignore[arg-type]
     assert ids_of(compile_grammar(PLAIN, "regex", "zb|ab").constraint().allowed()) <= {
         4 + PIECES.index(p) for p in (b"a", b"ab")
@@ -650,8 +646,8 @@ def test_the_child_process_gives_the_same_answers() -> None:
 HOSTILE = [
     pytest.param("grammar", chain(5000), "nested too deeply", id="chain of rules"),  # ends the process
     pytest.param("json_schema", refs(5000), "nested too deeply", id="chain of references", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"type": "integer", "multipleOf": 299_999_967}, "took more than 2 seconds", id="multipleOf", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "took more than 2 seconds", id="multiples", marks=pytest.mark.slow),
+    pytest.param("json_schema", {"type": "integer", "multipleOf": 299_999_967}, "ran for more than 2 seconds", id="multipleOf", marks=pytest.mark.slow),
+    pytest.param("json_schema", {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "ran for more than 2 seconds", id="multiples", marks=pytest.mark.slow),
     pytest.param("json_schema", {"enum": [str(i) for i in range(100_000)]}, "", id="values", marks=pytest.mark.slow),
     pytest.param("json_schema", {"enum": [str(i) for i in range(1_000_000)]}, "has more than 1,048,576 characters", id="more values", marks=pytest.mark.slow),
     pytest.param("json_schema", {"properties": {str(i): {} for i in range(20_000)}}, "", id="properties", marks=pytest.mark.slow),

@@ -108,7 +108,7 @@ def test_draws_follow_the_masked_distribution(tiny_llm: Llama) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "no answer meets"),
+        ({"schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "can't be used: Unsatisfiable"),
         ({"schema": {"type": "nonsense"}}, "schema"),
         ({"schema": 3}, "schema"),
         ({"regex": "("}, "regular expression"),

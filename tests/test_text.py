@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,23 @@ def test_a_stop_string_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
     assert len(tiny_llm.generate("hello", max_new_tokens=5, seed=1, temperature=3.0, stop="hello").tokens) == 5
 
 
+def test_a_stop_string_that_names_a_control_token_stops_at_its_id(tiny_llm: Llama) -> None:
+    name, id = next(
+        (name, id) for name, id in tiny_llm.tokenizer.control.items() if id not in tiny_llm.tokenizer.stop_ids
+    )
+    options: dict[str, object] = {"max_new_tokens": 3, "logit_bias": {id: 1000.0}}
+    assert tiny_llm.generate("x", **options).tokens == [id] * 3
+    for answer in (tiny_llm.generate("x", stop=name, **options), tiny_llm.generate(["x"], stop=name, **options)[0]):
+        assert (answer.tokens, answer.text, answer.finish_reason) == ([], "", "stop")
+
+
+def test_the_time_of_a_token_does_not_depend_on_the_stop_strings() -> None:
+    stop = StopText(["a" * 999 + "b"] * 64)
+    began = time.process_time()
+    assert stop.feed("a" * 2000) == "a" * 1001  # 999 are delayed; comparing all of them again takes minutes
+    assert time.process_time() - began < 2
+
+
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
 def test_empty_stop_strings_are_usage_errors(tiny_llm: Llama, stop: object) -> None:
     with pytest.raises(UsageError):
@@ -226,7 +244,7 @@ def test_options_of_another_type_are_usage_errors(tiny_llm: Llama) -> None:
 
 def test_stop_strings_are_limited_since_each_token_is_compared_with_them(tiny_llm: Llama) -> None:
     for stop in (["x" * 1001], ["x"] * 257):
-        with pytest.raises(UsageError, match="at most 256 stop strings of at most 1000 characters"):
+        with pytest.raises(UsageError, match="at most 64 stop strings of at most 1000 characters"):
             tiny_llm.generate("a", max_new_tokens=1, stop=stop)
 
 

@@ -96,7 +96,7 @@ def add_rope_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rope",
         default="complex",
-        choices=["complex", "real", "half", "elementwise", "matrix"],
+        choices=["complex", "real", "half"],
         help="implementation of the rotation; all of them give the same logits (default: %(default)s)",
     )
 

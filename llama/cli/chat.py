@@ -357,11 +357,11 @@ class Chat:
         from ..generation.session import check_target
 
         path = path_of(name)
-        if exists := os.path.lexists(path):
+        if os.path.lexists(path):
             check_target(path)
             if not self.source.ask(f"{path} exists. Replace it?"):
                 raise UsageError(f"{path} exists and was not replaced; name another file")
-        size = self.session.save(path, self.llm.model, new=not exists)
+        size = self.session.save(path, self.llm.model)
         return f"{path}: saved {sessions.contents(self.session)}, {size / 1e6:,.1f} MB"
 
     def load(self, name: str) -> str:

@@ -178,7 +178,7 @@ class Trace(nn.Module):
         buffers: list[Tensor],
         weights: list[Tensor],
     ) -> Tensor:
-        inputs = (h, freqs_cis, mask, positions, self._cache(*buffers))
+        inputs = (h, freqs_cis, mask, positions, self._cache(buffers))
         named = dict(zip(self._names, weights, strict=True))
         # A shared layer occurs three times but is replaced once; tie_weights would restore a traced weight.
         y: Tensor = torch.func.functional_call(self._block[0], named, inputs, tie_weights=False)

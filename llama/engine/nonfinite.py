@@ -96,7 +96,7 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
     for start, end in pairwise(edges):
         part = torch.tensor([tokens[start:end]], device=cache.device)  # (1, T)
         positions = cache.place(end - start)  # (T,)
-        key_positions = torch.arange(cache.width, device=cache.device)  # (S,)
+        key_positions = torch.arange(cache.visible, device=cache.device)  # (S,)
         h = runner.run(model, part, positions, key_positions, len(tokens), cache)  # (1, T, C)
         cache.commit()
     model.output(h[:, -1])

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from ..generate import Token
@@ -104,47 +105,63 @@ class Completion:
         )
 
 
+@lru_cache(1024)
+def failures(stop: str) -> list[int]:
+    """For each beginning of a stop string, the length of its longest proper prefix that also ends it.
+
+    This is the table of Knuth, Morris and Pratt (1977), with which a search never goes back in the text.
+    """
+    table = [0] * len(stop)
+    for i in range(1, len(stop)):
+        length = table[i - 1]
+        while length and stop[length] != stop[i]:
+            length = table[length - 1]
+        table[i] = length + (stop[length] == stop[i])
+    return table
+
+
 class StopText:
     """Cuts a stream of text at its first stop string. Delays only text that may be the beginning of one.
 
     The result does not depend on how the stream is divided into pieces: if an earlier stop string may still be
-    completed, a later complete one waits.
+    completed, a later complete one waits. The time for a character does not depend on the text before it.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self.stops = stops
-        self.buffer = ""
+        self.stops = [(stop, failures(stop)) for stop in stops]
+        self.matched = [0] * len(stops)  # characters of each stop string at the end of the text
+        self.buffer = ""  # text that is delayed
+        self.first: int | None = None  # where in the buffer the first complete stop string begins
         self.found = False
 
     def feed(self, text: str) -> str:
         """Add text; return the text that is certain to be before any stop string."""
-        self.buffer += text
-        first, pending = self._first(), self._pending()
-        if first < len(self.buffer) and first <= pending:
-            return self._cut(first)
+        for character in text:
+            self.buffer += character
+            self._match(character)
+        pending = len(self.buffer) - max(self.matched, default=0)
+        if self.first is not None and self.first <= pending:
+            return self.end()
         out, self.buffer = self.buffer[:pending], self.buffer[pending:]
+        self.first = None if self.first is None else self.first - pending
         return out
+
+    def _match(self, character: str) -> None:
+        for number, (stop, table) in enumerate(self.stops):
+            length = self.matched[number]
+            while length and stop[length] != character:
+                length = table[length - 1]
+            length += stop[length] == character
+            if length == len(stop):
+                start = len(self.buffer) - length
+                self.first = start if self.first is None else min(self.first, start)
+                length = table[length - 1]
+            self.matched[number] = length
 
     def end(self) -> str:
-        """The delayed text, which did not become a stop string."""
-        first = self._first()
-        if first < len(self.buffer):
-            return self._cut(first)
-        out, self.buffer = self.buffer, ""
+        """The delayed text before the first complete stop string, or all of it if there is none."""
+        out, self.buffer, self.found = self.buffer[: self.first], "", self.first is not None
         return out
-
-    def _cut(self, at: int) -> str:
-        out, self.buffer, self.found = self.buffer[:at], "", True
-        return out
-
-    def _first(self) -> int:
-        """The start of the first complete stop string, or the end of the buffer."""
-        return min((at for stop in self.stops if (at := self.buffer.find(stop)) >= 0), default=len(self.buffer))
-
-    def _pending(self) -> int:
-        """The start of the first incomplete stop string, or the end of the buffer."""
-        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.buffer.endswith(stop[:n]))
-        return len(self.buffer) - max(lengths, default=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +175,8 @@ class Prompt:
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    It measures time from its construction, when the prefill starts, and at each token.
+    A stop string that names a control token, which has no text, stops at its id. Time is measured from construction,
+    when the prefill starts, and at each token.
 
     continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
                in a chat; if the vocabulary adds a space before every text, the first space is dropped.
@@ -169,6 +187,7 @@ class Answer:
         self.ids: list[int] = []
         self.done = False
         self._decoder, self._stop_text = Decoder(tokenizer, prompt if continues else ()), StopText(stops)
+        self._stop_ids = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
         self._scores: list[float] = []
         self._tops: list[Mapping[int, float]] = []
         self._prompt_scores: list[float | None] | None = None
@@ -185,7 +204,7 @@ class Answer:
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
-        if token.stop:
+        if token.stop or token.id in self._stop_ids:
             self.done = True
             return ""
         self.ids.append(token.id)

@@ -36,7 +36,6 @@ from ..errors import LlamaError, UsageError
 from ..generate import (
     Token,
     check_extreme,
-    generate,
     history_of,
     most_probable,
     prefill_chunks,
@@ -169,6 +168,8 @@ class Batch:
         if isinstance(requests, Sequence):  # then the required sizes are known
             needs = (len(request.prompt) + request.params.max_new_tokens for request in requests)
             slots, longest = max(1, min(slots, len(requests))), min(longest, max(needs, default=1))
+        if model.rope.by_length:
+            slots = 1
         self.source: Source | None = Iterated(iter(requests)) if isinstance(requests, Iterable) else requests
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
@@ -185,9 +186,6 @@ class Batch:
         if self._begun:
             raise UsageError("a batch can be iterated over only once; create another one for the same requests")
         self._begun = True
-        if self.model.rope.by_length:
-            yield from self._one_by_one()
-            return
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk
@@ -242,7 +240,8 @@ class Batch:
             yield Ended(number, error)
             return
         source = max(self.slots, key=lambda slot: (slot.shares(prompt), slot in free))
-        cached = 0 if request.prompt_logprobs else source.shares(prompt)
+        # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
+        cached = 0 if request.prompt_logprobs or self.model.rope.by_length else source.shares(prompt)
         # The slot with the prefix if it is free, otherwise the least recently used one.
         slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
         slot.used = number + 1
@@ -337,14 +336,18 @@ class Batch:
     def _next_logits(self) -> Tensor:
         """Feed the next id of every row: (B, V). An idle row repeats its first id, whose key does not change."""
         device, B = self.cache.device, self._width
+        if self.model.rope.by_length:  # the frequencies follow the length of the only row
+            (slot,) = self.slots
+            token, row = torch.tensor([[slot.next]], device=device), self.cache.rows(0, 1, len(slot.ids))
+            hidden = self.model.hidden(token, cache=row)  # (1, 1, C)
+            return self.model.output(hidden[:, -1]).float()[:, : self.n_vocab]  # (1, V)
         fed = [(slot.next, len(slot.ids)) if slot.sequence else ([*slot.ids, 0][0], 0) for slot in self.slots[:B]]
         # (B, 1) each, contiguous, since compiled code assumes the strides of its arguments
         tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
-        positions = (
-            positions[0] if B == 1 else positions
-        )  # (T,) if B is 1: code compiled for a single text expects this shape
-        if self.rows is None or (self.rows.batch, self.rows.slots) != (B, self.cache.slots):
-            self.rows = self.cache.rows(0, B)  # kept while its shape fits
+        if B == 1:
+            positions = positions[0]  # (T,), as code that was compiled for a single text expects
+        if self.rows is None or self.rows.batch != B:
+            self.rows = self.cache.rows(0, B)
         return self.model.runner.next_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
 
     @property
@@ -410,43 +413,6 @@ class Batch:
             constraint.advance(id)
         tops = top_of(most_probable(logits, top_logprobs)) if top_logprobs else {}
         return Token(id, logprob, id in self.stop_ids, tops)
-
-    # ------------------------------------------------------------------------------------------ one request at a time
-    def _one_by_one(self) -> Iterator[Event]:
-        slot = self.slots[0]
-        while (request := self._next_request(block=True)) is not None:
-            number, error = self.count - 1, None
-            slot.sequence = sequence = ActiveSequence(number, request, 0, torch.Generator(), None)
-            yield Started(number, 0)
-            try:
-                if request.prompt_logprobs:
-                    yield PromptScored(number, self._score_alone(list(request.prompt), request.top_logprobs))
-                for token in generate(
-                    self.model,
-                    request.prompt,
-                    request.params,
-                    stop_ids=self.stop_ids,
-                    n_vocab=self.n_vocab,
-                    logprobs=request.logprobs,
-                    top_logprobs=request.top_logprobs,
-                    constraint=request.constraint,
-                    diagnose=partial(locate, self.model),
-                ):
-                    yield TokenEvent(number, token)
-                    if sequence.done or request.cancelled.is_set():
-                        break
-            except LlamaError as found:
-                error = found
-            slot.sequence = None
-            yield Ended(number, error)
-
-    def _score_alone(self, prompt: list[int], top: int) -> list[Token]:
-        """`PromptScored` for a prompt with a cache of its own."""
-        scored: list[Token] = []
-        cache = self.model.new_cache(len(prompt))
-        for hidden in prefill_chunks(self.model, prompt, cache):
-            scored += self._score(prompt, cache.length, hidden, top)
-        return scored
 
 
 class Iterated:

@@ -23,9 +23,8 @@ import itertools
 import json
 import re
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -62,9 +61,6 @@ NOT_SUPPORTED = {
 }
 
 DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allows no token
-STEPS, SEARCH = 500, 1.0  # steps and seconds of the search for one complete answer
-# Bytes that probably lead to the end of an answer, the best first
-FIRST = b"\"'}])0123456789enltrufasabcdghijkmopqvwxyz"
 
 
 # ------------------------------------------------------------------------------------------------ kinds of grammars
@@ -85,10 +81,10 @@ def _json_schema(source: Any) -> Source:
         raise UsageError(f"a JSON schema must be an object, true or false, got {checks.shown(schema)}")
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
-    if isinstance(schema, dict) and "x-guidance" in schema:
+    schema = {} if schema is True else schema
+    if "x-guidance" in schema:
         raise UsageError("the JSON schema has the key x-guidance, which is reserved for llguidance; remove it")
-    options = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
-    answer = {**(schema if isinstance(schema, dict) else {}), "x-guidance": options}
+    answer = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": False}}
     start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
     return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]})
 
@@ -183,46 +179,9 @@ class Vocabulary:
         words = np.empty((self.library.vocab_size + 31) // 32, np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():  # the mask would allow the stop ids
-            raise UsageError(_failed(matcher.get_error()))
+            raise UsageError(f"no token can continue the answer: {_reason(matcher.get_error())}; simplify the grammar")
         bits = np.unpackbits(words.astype("<u4", copy=False).view(np.uint8), bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))[: self.library.vocab_size]
-
-    @functools.cached_property
-    def rank(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The order of all ids in a search: short tokens first, and of these by FIRST. (vocab_size,)"""
-        keys = [(len(token), FIRST.find(token[:1]) % 256, id) for id, token in enumerate(self.tokens)]
-        return np.argsort([id for *_, id in sorted(keys)])
-
-    def can_complete(self, matcher: LLMatcher) -> bool:
-        """Whether the tokens can spell an answer. True if a search of limited length does not decide it."""
-        trail, end = [(matcher, self._following(matcher, first=True))], time.perf_counter() + SEARCH
-        for _ in range(STEPS):
-            if not trail:
-                return False
-            state, ids = trail[-1]
-            if state.is_accepting() or time.perf_counter() > end:
-                return True
-            id = next(ids, None)
-            if id is None:
-                trail.pop()
-                continue
-            state = state.deep_copy()
-            if state.consume_token(id):
-                trail.append((state, self._following(state)))
-        return True
-
-    def _following(self, matcher: LLMatcher, first: bool = False) -> Iterator[int]:
-        """The ids that a matcher allows next, in the order of the search; none if it fails."""
-        try:
-            mask = self.mask(matcher).numpy()
-        except UsageError:
-            if not matcher.get_error().startswith(DEAD_END):
-                raise
-            return
-        ids = np.flatnonzero(mask if first else mask[: self.n_vocab])
-        if len(ids):
-            yield int(ids[self.rank[ids].argmin()])
-            yield from map(int, ids[self.rank[ids].argsort()[1:]])
 
 
 VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, Vocabulary] = weakref.WeakKeyDictionary()
@@ -253,60 +212,36 @@ def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mappin
         raise UsageError(
             f"a {what} for the answer needs a package that is not installed: pip install 'clearllama[structured]'"
         )
-    if isinstance(source, str) and len(source) > LONGEST:
-        raise UsageError(f"the {what} has {len(source):,} characters, expected at most {LONGEST:,}")
     grammar, names_control = convert(source)
-    return _vocabulary(tokenizer).compile(what, json.dumps(grammar), names_control)
+    if len(text := json.dumps(grammar, ensure_ascii=False)) > LONGEST:
+        raise UsageError(f"the {what} has more than {LONGEST:,} characters")
+    return _vocabulary(tokenizer).compile(what, text, names_control)
 
 
 def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: bool) -> Grammar:
     """Compile a grammar in llguidance's JSON form."""
-    if len(grammar) > 2 * LONGEST:  # escaped
-        raise UsageError(f"the {what} has more than {LONGEST:,} characters")
     try:
         error = CHILD.ask({"grammar": grammar, "control": vocabulary.control if names_control else {}})
     except ChildError as stopped:
         raise UsageError(f"compiling the {what} failed: {stopped}; simplify it") from None
     if error:
-        raise UsageError(_invalid(what, error))
-    matcher = vocabulary.matcher(grammar)
-    if matcher.is_error() or not vocabulary.can_complete(matcher):
-        raise UsageError(
-            f"no answer meets the {what}, or the tokens of this model can't spell one;"
-            f" {_reason(matcher.get_error()) or 'check the characters that it requires'}"
-        )
+        raise UsageError(f"the {what} can't be used: {_reason(error)}")
+    vocabulary.mask(vocabulary.matcher(grammar))  # raises if no answer can begin
     return Grammar(vocabulary, grammar)
 
 
 def _reason(message: str) -> str:
-    """The reason in llguidance's message."""
+    """llguidance's message as one line, with a remedy where it has none."""
     if message.startswith(DEAD_END):
-        return "it allows no text"
+        return "it allows no text that the tokens of this model can spell"
+    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
+        keys = found[1].replace('"', "")
+        return f"it uses {keys}, which is not supported; remove it, and check the finished answer instead"
+    if message.startswith("oneOf"):
+        return "it uses oneOf with schemas that may match the same value; use anyOf"
     parsed = re.search(r"^error: (.*)$", message, re.MULTILINE)  # of the library for regular expressions
     text = parsed[1] if parsed else message.replace("<non-verbose/>", "")
     return " ".join(text.split())[:300]
-
-
-def _invalid(what: str, message: str) -> str:
-    """What is wrong with a source, given llguidance's message."""
-    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
-        keys = found[1].replace('"', "")
-        return f"the {what} uses {keys}, which is not supported; remove it, and check the finished answer instead"
-    if message.startswith("oneOf"):
-        return f"the {what} uses oneOf with schemas that may match the same value, which is not supported; use anyOf"
-    if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
-        return f"no answer meets the {what}: {_reason(found[1])}"
-    return f"the {what} can't be used: {_reason(message)}"
-
-
-def _failed(message: str) -> str:
-    """Why no token can be allowed, given llguidance's message."""
-    if message.startswith(DEAD_END):
-        return (
-            "no token can continue the answer: the grammar requires text that the tokens of this model can't spell;"
-            " remove that text from the grammar"
-        )
-    return f"the grammar is too complex at this point of the answer: {_reason(message)}; simplify it"
 
 
 class Grammar:
@@ -384,7 +319,7 @@ class Constraint:
             self._at_start = False
             token = vocabulary.without_space.get(id, id)
         if vocabulary.tokens[token] and not self._matcher.consume_token(token):
-            raise UsageError(_failed(self._matcher.get_error()))
+            raise UsageError(f"no token can continue the answer: {_reason(self._matcher.get_error())}")
         self._allowed = None
 
     def copy(self) -> Constraint:

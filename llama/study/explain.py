@@ -183,8 +183,6 @@ ROTATIONS = {
     "complex": "q * cis",
     "real": "(a * cos - b * sin, a * sin + b * cos)",
     "half": "q.float() * cos + rotate_half(q.float()) * sin",
-    "elementwise": "xq.float() * cos + quarter_turn(xq.float()) * sin",
-    "matrix": "rotation @ x.float().unsqueeze(-1)",
 }
 
 

@@ -454,7 +454,7 @@ def test_positions_beyond_the_initial_rope_table_equal_transformers(form: str) -
     torch.testing.assert_close(torch.stack(stepwise), expected[0, -2:], rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("form", ["complex", "real", "half", "elementwise", "matrix"])
+@pytest.mark.parametrize("form", ["complex", "real", "half"])
 def test_a_position_beyond_the_rope_table_is_refused(form: str) -> None:
     rope = tiny.model(rope=form).rope
     assert all(len(part) == 256 for part in tiny.rows(rope, torch.arange(256), 256))

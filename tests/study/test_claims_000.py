@@ -15,7 +15,7 @@ import llama
 from llama import attention, rope
 from llama.config import ModelConfig
 from llama.rope_scaling import inverse_frequencies
-from llama.study import encodings, measures
+from llama.study import encodings, forms, measures
 from llama.study.topics.example import XK, XQ
 
 from .. import meta_code, tiny
@@ -282,7 +282,7 @@ def test_000_24_the_complex_product_is_the_rotation_matrix(seed: int, angle: flo
     q = q / q.norm()
     at, inv_freq = torch.tensor([1]), torch.tensor([angle], dtype=torch.float64)
     by_product = measures.turn(q[None], at, inv_freq)[0]
-    by_matrix = rope.rotation_matrix(inv_freq.cos(), inv_freq.sin()) @ q
+    by_matrix = forms.rotation_matrix(inv_freq.cos(), inv_freq.sin()) @ q
     a, b = q.tolist()
     written_out = [a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)]
     assert float((by_product - by_matrix).abs().max()) < 1e-15
@@ -293,7 +293,7 @@ def test_000_24_the_complex_product_is_the_rotation_matrix(seed: int, angle: flo
 @given(seed=seeds, m=positions, d=even_dims, base=bases)
 def test_000_25_rotation_preserves_lengths_and_angles(seed: int, m: int, d: int, base: float) -> None:
     angles = m * torch.from_numpy(by_hand.frequencies(d, base))
-    matrix = rope.rotation_matrix(angles.cos(), angles.sin())
+    matrix = forms.rotation_matrix(angles.cos(), angles.sin())
     torch.testing.assert_close(matrix.T @ matrix, torch.eye(d, dtype=torch.float64), rtol=0, atol=1e-14)
     assert float(torch.linalg.det(matrix)) == pytest.approx(1, abs=1e-12)
     q = gaussians(seed, 1, 1, 1, d).float()
@@ -371,7 +371,7 @@ def test_000_32_r_is_block_diagonal_and_equals_apply_rotary_emb(seed: int, m: in
     """000-30: neighbouring entries are a pair."""
     inv_freq, _ = inverse_frequencies(d, base)
     row = rope.freqs_cis_at(torch.tensor([m]), inv_freq)  # (1, D/2)
-    matrix = rope.rotation_matrix(row.real, row.imag)[0]  # (D, D)
+    matrix = forms.rotation_matrix(row.real, row.imag)[0]  # (D, D)
     expected = by_hand.rotation(m, by_hand.frequencies(d, base))
     np.testing.assert_allclose(matrix.numpy(), expected, rtol=0, atol=2e-5)
     assert not bool(matrix[torch.from_numpy(np.kron(np.eye(d // 2), np.ones((2, 2))) == 0)].any())
@@ -412,7 +412,7 @@ def test_000_34_scores_of_projected_embeddings(seed: int, start: int) -> None:
 @given(m=st.integers(0, 50), n=st.integers(0, 50), d=even_dims)
 def test_000_35_r_m_transposed_times_r_n(m: int, n: int, d: int) -> None:
     w = torch.from_numpy(by_hand.frequencies(d))
-    r_m, r_n, between = (rope.rotation_matrix((at * w).cos(), (at * w).sin()) for at in (m, n, n - m))
+    r_m, r_n, between = (forms.rotation_matrix((at * w).cos(), (at * w).sin()) for at in (m, n, n - m))
     assert float((r_m.T @ r_n - between).abs().max()) < 1e-14
 
 

@@ -18,7 +18,7 @@ import llama
 from llama import attention, rope
 from llama.checkpoint import open_checkpoint
 from llama.rope_scaling import BY_LENGTH, SCALINGS, inverse_frequencies, kind_of
-from llama.study import encodings, measures
+from llama.study import encodings, forms, measures
 
 from .. import test_huggingface, tiny
 from . import by_hand
@@ -135,7 +135,7 @@ def test_002_08_f_and_g_as_matrices(seed: int, m: int, n: int) -> None:
     """g needs R(n - m), E09."""
     x_m, x_n, wq, wk = gaussians(seed, 2), gaussians(seed + 1, 2), gaussians(seed + 2, 2, 2), gaussians(seed + 3, 2, 2)
     r_m, r_n, between = (
-        rope.rotation_matrix(torch.tensor([float(at)]).double().cos(), torch.tensor([float(at)]).double().sin())
+        forms.rotation_matrix(torch.tensor([float(at)]).double().cos(), torch.tensor([float(at)]).double().sin())
         for at in (m, n, n - m)
     )
     f_q = measures.turn((wq @ x_m)[None], torch.tensor([m]), torch.ones(1))[0]
@@ -180,14 +180,14 @@ def test_002_10_attention_with_rope_depends_on_distances(seed: int, shift: int) 
 def test_002_11_two_products_per_entry_replace_the_matrix(seed: int, m: int, d: int) -> None:
     x, angles = gaussians(seed, d), m * torch.from_numpy(by_hand.frequencies(d))
     cos, sin = angles.cos(), angles.sin()
-    by_entry = x * cos.repeat_interleave(2) + rope.quarter_turn(x) * sin.repeat_interleave(2)
-    by_matrix = rope.rotation_matrix(cos, sin) @ x
+    by_entry = x * cos.repeat_interleave(2) + forms.quarter_turn(x) * sin.repeat_interleave(2)
+    by_matrix = forms.rotation_matrix(cos, sin) @ x
     assert float((by_entry - by_matrix).abs().max()) < 2e-15
 
 
 def test_002_11_most_of_the_matrix_is_zero() -> None:
     angles = 7 * torch.from_numpy(by_hand.frequencies(64))
-    matrix = rope.rotation_matrix(angles.cos(), angles.sin())
+    matrix = forms.rotation_matrix(angles.cos(), angles.sin())
     assert float((matrix == 0).double().mean()) == pytest.approx(0.969, abs=5e-4)
     assert int((matrix != 0).sum()) == 2 * 64  # multiplications that remain of 64^2
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llama import attention, rope
 from llama.rope_scaling import inverse_frequencies
-from llama.study import encodings, measures
+from llama.study import encodings, forms, measures
 
 from .. import tiny
 from . import by_hand
@@ -214,7 +214,7 @@ def test_003_17_a_sine_and_its_cosine_rotate_clockwise(t: int, k: int, w: float)
     # The angle of (sin, cos) is pi/2 - w t: as t grows, it rotates in the opposite direction to R_m.
     clockwise = np.array([math.cos(math.pi / 2 - w * t), math.sin(math.pi / 2 - w * t)])
     assert at_t == pytest.approx(clockwise, abs=1e-12)
-    ours = rope.rotation_matrix(*torch.tensor([[c], [s]], dtype=torch.float64)).T
+    ours = forms.rotation_matrix(*torch.tensor([[c], [s]], dtype=torch.float64)).T
     assert later == pytest.approx((ours @ torch.from_numpy(at_t)).tolist(), abs=1e-12)
 
 
@@ -265,11 +265,11 @@ def test_003_22_the_element_wise_form(seed: int, m: int, d: int, base: float) ->
     """E33: the last two entries of the second column are (-x_d, x_(d-1)); only this pair is wrong as printed."""
     x = gaussians(seed, 1, 1, 1, d).float()
     row = rope.freqs_cis_at(torch.tensor([m]), inverse_frequencies(d, base)[0])
+    ours = forms.apply_elementwise(x, row.real, row.imag)
     cos, sin = (part.repeat_interleave(2, -1) for part in (row.real, row.imag))
-    ours, _ = rope.apply_rotary_emb_elementwise(x, x, cos, sin)
     expected = by_hand.rotation(m, by_hand.frequencies(d, base)) @ x.double().flatten().numpy()
     np.testing.assert_allclose(ours.flatten().numpy(), expected, rtol=0, atol=2e-4)
-    swapped = rope.quarter_turn(x).flatten()
+    swapped = forms.quarter_turn(x).flatten()
     assert swapped.view(-1, 2).tolist() == [[-b, a] for a, b in x.view(-1, 2).tolist()]
     printed = swapped.clone()
     printed[-2:] = torch.stack((-x.flatten()[-2], x.flatten()[-1]))

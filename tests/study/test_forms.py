@@ -20,6 +20,7 @@ from llama import rope
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
 from llama.rope_scaling import inverse_frequencies
+from llama.study import forms
 from llama.weights import to_layout
 
 from .. import tiny
@@ -29,11 +30,16 @@ from .watch import watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+STUDIED = {"elementwise": forms.apply_elementwise, "matrix": forms.apply_matrix}
+ALL = [*FORMS, *STUDIED]
 SIZES = [(1, 1, 1, 1, 2), (2, 5, 4, 2, 4), (1, 9, 3, 1, 16), (3, 4, 8, 8, 64), (2, 7, 6, 2, 128)]  # B, T, H, KV, D
 
 
 def turned_by(form: str, q: Tensor, k: Tensor, positions: Tensor, base: float = 1e4) -> tuple[Tensor, Tensor]:
     """Rotate q and k (B, T, .., D) in the interleaved layout by a form, at positions (T,) or (B, T)."""
+    if form in STUDIED:
+        row = rope.freqs_cis_at(positions, inverse_frequencies(q.shape[-1], base)[0])  # (T, D/2) or (B, T, D/2)
+        return STUDIED[form](q, row.real, row.imag), STUDIED[form](k, row.real, row.imag)
     table = Rope(form, q.shape[-1], 8192, base)
     if table.layout == "half":
         q, k = rope.interleaved_to_half(q), rope.interleaved_to_half(k)
@@ -53,7 +59,7 @@ def by_formula(x: Tensor, positions: Tensor, base: float = 1e4) -> np.ndarray[An
 
 
 # ------------------------------------------------------------------------------------------------- random tensors
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("per_row", [False, True], ids=["shared", "per row"])
 def test_every_form_equals_the_formula(form: str, size: tuple[int, ...], per_row: bool) -> None:
@@ -70,7 +76,7 @@ def test_every_form_equals_the_formula(form: str, size: tuple[int, ...], per_row
     seed=seeds,
     d=st.sampled_from([2, 6, 32, 128]),
     base=st.sampled_from([1e4, 5e5]),
-    form=st.sampled_from([form for form in FORMS if form != "complex"]),
+    form=st.sampled_from([form for form in ALL if form != "complex"]),
 )
 def test_every_form_equals_the_complex_form(seed: int, d: int, base: float, form: str) -> None:
     q, k = gaussians(seed, 2, 3, 4, d).float(), gaussians(seed + 1, 2, 3, 2, d).float()
@@ -80,7 +86,7 @@ def test_every_form_equals_the_complex_form(seed: int, d: int, base: float, form
         torch.testing.assert_close(ours, definition, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2**-6), (torch.float16, 2**-9), (torch.float64, 4e-6)])
 def test_the_dtype_is_preserved_and_the_rotation_is_float32(form: str, dtype: torch.dtype, atol: float) -> None:
     """The result is rounded once, by at most half a step of the dtype below 8; float64 has float32's precision."""
@@ -92,7 +98,7 @@ def test_the_dtype_is_preserved_and_the_rotation_is_float32(form: str, dtype: to
         np.testing.assert_allclose(turned.double().numpy(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_views_and_strides_do_not_matter(form: str) -> None:
     q, positions = gaussians(0, 2, 4, 6, 16).float(), torch.arange(6)
     strided = q.transpose(1, 2)  # (B, T, H, D) out of (B, H, T, D)
@@ -103,7 +109,7 @@ def test_views_and_strides_do_not_matter(form: str) -> None:
 
 
 @LAW
-@given(seed=seeds, form=st.sampled_from(list(FORMS)), m=st.integers(0, 4000), n=st.integers(0, 4000))
+@given(seed=seeds, form=st.sampled_from(ALL), m=st.integers(0, 4000), n=st.integers(0, 4000))
 def test_rotations_add_up(seed: int, form: str, m: int, n: int) -> None:
     """R_m R_n = R_(m + n), in every form; the error of a float32 angle near 8,000 is up to 8,000 * 2^-23."""
     x = gaussians(seed, 1, 1, 2, 16).float()

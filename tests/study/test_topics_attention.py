@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llama import attention, rope
 from llama.errors import ConfigError, UsageError
-from llama.study import encodings, figure, measures, topics
+from llama.study import encodings, figure, forms, measures, topics
 from llama.study.report import show, text
 from llama.study.topics import binary, example, heatmap, order, relative, shift, softmax, sqrtd
 from llama.study.topics.base import options_of
@@ -206,21 +206,21 @@ PLANTED: list[tuple[str, str, Callable[..., Any], set[str]]] = [
     ("binary", "llama.study.measures.sinusoids", sines_of_double_speed, {"003-15"}),
     ("binary", "llama.study.measures.wavelengths", lambda inv_freq: 1 / inv_freq, {"003-12", "003-15"}),
     ("binary", "llama.study.topics.binary.bits", lambda n: n[:, None] >> 2 * np.arange(4) & 1, {"003-13"}),
-    ("shift", "llama.rope.rotation_matrix", lambda cos, sin: original_matrix(cos, -sin), {"000-16"}),
+    ("shift", "llama.study.forms.rotation_matrix", lambda cos, sin: original_matrix(cos, -sin), {"000-16"}),
     ("shift", "llama.study.measures.sinusoids", shift.triangle_table, {"000-16", "001-02", "003-17"}),
     ("shift", "llama.study.topics.shift.triangle_table", measures.sinusoids, {"001-01"}),
     ("shift", "llama.study.topics.shift.printed_table", measures.sinusoids, {"002-04"}),
     ("relative", "llama.study.encodings.turn", keys_never_turned, {"000-19", "003-20", "000-06"}),
     ("relative", "llama.study.encodings.turn", lambda x, p, w: original_turn(x, -p, w), {"003-20", "004-10"}),
     ("relative", "llama.rope.apply_rotary_emb", only_queries, {"000-19"}),
-    ("relative", "llama.rope.rotation_matrix", cosines_alone, {"000-35"}),
+    ("relative", "llama.study.forms.rotation_matrix", cosines_alone, {"000-35"}),
     ("relative", "llama.study.measures.sinusoids", sines_of_double_speed, {"004-10"}),
     ("relative", "llama.study.encodings.additive_terms", three_terms, {"003-18"}),
     ("relative", "llama.study.measures.diagonal_spread", lambda scores: 0.0, {"000-10"}),
     ("example", "llama.rope.apply_rotary_emb", backwards, {"000-51"}),
     ("example", "llama.rope.half_to_interleaved", lambda x: x, {"002-42"}),
 ]  # fmt: skip
-original_matrix = rope.rotation_matrix
+original_matrix = forms.rotation_matrix
 
 
 @pytest.mark.parametrize(("topic", "target", "defect", "claims"), PLANTED)
@@ -232,29 +232,6 @@ def test_a_report_with_a_planted_defect_fails(
     assert not report.passed
     assert {check.claim for check in report.checks if not check.passed} >= claims
     assert "FAIL" in text(report)
-
-
-def test_the_example_covers_every_form_of_the_rotation() -> None:
-    assert {"complex", *(form for form, *_ in example.FORMS)} == set(rope.FORMS)
-
-
-@pytest.mark.parametrize(("form", "claim", "what"), example.FORMS)
-@pytest.mark.parametrize("defect", ["sign", "keys"])
-def test_a_defect_in_one_form_fails_only_the_check_of_that_form(
-    form: str, claim: str, what: str, defect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply, layout, _ = rope.FORMS[form]
-
-    def wrong_sign(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return apply(xq, xk, cos, -sin)
-
-    def keys_left(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return apply(xq, xk, cos, sin)[0], rope.half_to_interleaved(xk) if layout == "half" else xk
-
-    wrong = wrong_sign if defect == "sign" else keys_left
-    monkeypatch.setitem(rope.FORMS, form, rope.FORMS[form]._replace(apply=wrong))
-    failed = [check for check in topics.find("example").report().checks if not check.passed]
-    assert [(check.claim, check.what.split(", largest error")[0]) for check in failed] == [(claim, what)]
 
 
 def test_every_topic_has_a_planted_defect() -> None:

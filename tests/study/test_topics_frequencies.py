@@ -25,7 +25,7 @@ from llama.errors import ConfigError, UsageError
 from llama.model import Transformer
 from llama.rope_scaling import SCALINGS
 from llama.study import figure as figures
-from llama.study import formulas
+from llama.study import forms, formulas
 from llama.study.report import Report, text
 from llama.study.stretch import Stretch
 from llama.study.topics import clock, decay, find, pairing, precision, scale, wavelengths
@@ -330,9 +330,8 @@ REAL_APPLY = rope.apply_rotary_emb
         ("clock", clock, "BASE", 60.0),
         ("pairing", rope, "to_half_layout", lambda weight, head_dim: weight),
         ("pairing", rope, "interleaved_to_half", rope.half_to_interleaved),
-        ("pairing", rope, "rotate_half", rope.quarter_turn),
+        ("pairing", rope, "rotate_half", forms.quarter_turn),
         ("pairing", rope, "apply_rotary_emb", by_halves),
-        ("pairing", rope, "_apply_half", rope.apply_rotary_emb_elementwise),
         ("scale", Stretch, "reach", lambda self, kind: self.context),
         ("scale", Stretch, "unseen", lambda self, kind: 0),
         ("precision", precision, "freqs_cis_at", lambda at, w: rope.freqs_cis_at(at, w.bfloat16().float())),
@@ -343,10 +342,7 @@ REAL_APPLY = rope.apply_rotary_emb
 def test_a_wrong_computation_fails(
     name: str, where: Any, attribute: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if attribute == "_apply_half":  # the model looks it up in a registry
-        monkeypatch.setitem(rope.FORMS, "half", rope.FORMS["half"]._replace(apply=wrong))
-    else:
-        monkeypatch.setattr(where, attribute, wrong)
+    monkeypatch.setattr(where, attribute, wrong)
     assert failed(find(name).report())
 
 

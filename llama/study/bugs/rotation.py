@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from ...rope import rotation_matrix
+from ..forms import rotation_matrix
 from .base import Array, Bug, Row, rotation, row
 from .quiz import Number
 

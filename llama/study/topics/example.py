@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from ... import rope
 from ...rope_scaling import inverse_frequencies
+from .. import forms
 from ..figure import LINES, Data, Figure
 from ..report import Report, Table, equal, holds
 from ..sketch import curves
@@ -57,27 +59,31 @@ def report() -> Report:
             holds("000-52", "position 0 is unchanged, bit for bit", torch.equal(xq_out[:, 0], XQ[:, 0])),
             holds("000-54", "all samples and heads are rotated alike", _same_turn(paired, xq_out)),
             *(
-                equal(claim, f"{what}, largest error", _error(*_by_form(form)), 0.0, 4e-5)
-                for form, claim, what in FORMS
+                equal(claim, f"{what}, largest error", _error(*rotate(freqs_cis.real, freqs_cis.imag)), 0.0, 4e-5)
+                for rotate, claim, what in FORMS
             ),
         ),
     )
 
 
-# the other forms of the rotation: name in llama.rope.FORMS, claim, description
-FORMS = (
-    ("real", "000-51", "without complex numbers"),
-    ("matrix", "000-32", "as a matrix"),
-    ("elementwise", "000-51", "x cos + (a quarter turn of x) sin"),
-    ("half", "002-42", "half layout, reordered back"),
+def _half(cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+    """XQ and XK in the half layout, rotated, and back in the interleaved layout."""
+    q, k = (rope.interleaved_to_half(x) for x in (XQ, XK))
+    turned = rope.apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim=2)
+    return [rope.half_to_interleaved(x) for x in turned]
+
+
+# the other forms of the rotation: (cos, sin) (T, D/2) -> XQ and XK rotated; claim, description
+FORMS: tuple[tuple[Callable[..., Sequence[torch.Tensor]], str, str], ...] = (
+    (lambda cos, sin: rope.apply_rotary_emb_real(XQ, XK, cos, sin), "000-51", "without complex numbers"),
+    (lambda cos, sin: [forms.apply_matrix(x, cos, sin) for x in (XQ, XK)], "000-32", "as a matrix"),
+    (
+        lambda cos, sin: [forms.apply_elementwise(x, cos, sin) for x in (XQ, XK)],
+        "000-51",
+        "x cos + (a quarter turn of x) sin",
+    ),
+    (_half, "002-42", "half layout, reordered back"),
 )
-
-
-def _by_form(form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """xq and xk rotated in one of llama.rope.FORMS, as in a model."""
-    apply, layout, make_table = rope.FORMS[form]
-    q, k = (rope.interleaved_to_half(x) if layout == "half" else x for x in (XQ, XK))
-    return apply(q, k, *make_table(rope.precompute_freqs_cis(8, 5)))
 
 
 def _error(xq_out: torch.Tensor, xk_out: torch.Tensor) -> float:

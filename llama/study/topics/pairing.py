@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import rope
 from ...config import ModelConfig
 from ...model import Transformer
-from .. import formulas
+from .. import forms, formulas
 from ..figure import Data, Figure
 from ..report import Report, Table, equal, holds, wrapped
 from . import TOPICS
@@ -39,7 +39,7 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         "a head of 8 entries",
         ("entry", *(str(j) for j in range(8))),
         [
-            ("partner in its pair, interleaved", *_partners(rope.quarter_turn)),
+            ("partner in its pair, interleaved", *_partners(forms.quarter_turn)),
             ("partner in its pair, half", *_partners(rope.rotate_half)),
             ("index after interleaved to half", *_goes_to(8)),
             ("entry at this index after it", *rope.interleaved_to_half(torch.arange(8)).tolist()),
@@ -214,7 +214,7 @@ def pairing_data() -> Data:
     """entry (its index), its partner in both layouts, and its index after the permutation (goes_to)."""
     return {
         "entry": np.arange(8),
-        "partner_interleaved": np.array(_partners(rope.quarter_turn)),
+        "partner_interleaved": np.array(_partners(forms.quarter_turn)),
         "partner_half": np.array(_partners(rope.rotate_half)),
         "goes_to": np.array(_goes_to(8)),
     }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import rope
-from .. import encodings, measures
+from .. import encodings, forms, measures
 from ..figure import LINES, Data, Figure
 from ..report import Report, Table, above, below, equal, wrapped
 from ..sketch import shades
@@ -174,7 +174,7 @@ def _by_library(head_dim: int, theta: float) -> float:
 
 def _matrix(position: int, head_dim: int, theta: float) -> Tensor:
     angles = position * measures.frequencies(head_dim, theta)  # (D/2,)
-    return rope.rotation_matrix(angles.cos(), angles.sin())  # (D, D)
+    return forms.rotation_matrix(angles.cos(), angles.sin())  # (D, D)
 
 
 def _group_law(head_dim: int, theta: float) -> float:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import rope
-from .. import measures
+from .. import forms, measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, equal, wrapped
 from ..sketch import curves
@@ -47,7 +46,7 @@ def shift_matrix(dim: int, base: float, k: int) -> Tensor:
     [[cos, sin], [-sin, cos]] of k w_i.
     """
     angles = k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (d/2,)
-    return rope.rotation_matrix(angles.cos(), -angles.sin())
+    return forms.rotation_matrix(angles.cos(), -angles.sin())
 
 
 def residual(table: Tensor, k: int) -> float:

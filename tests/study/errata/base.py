@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llama import rope
 from llama.config import ModelConfig
 from llama.model import Transformer
 from llama.rope_scaling import inverse_frequencies
+from llama.study import forms
 from llama.study.measures import sinusoids
 from llama.study.report import Check
 
@@ -148,7 +148,7 @@ def library_table(count: int, dim: int) -> Array:
 def library_rotation(dim: int, steps: int) -> Array:
     """The library's rotation matrix by `steps` positions: (D, D)."""
     angles = steps * inverse_frequencies(dim)[0].double()
-    return rope.rotation_matrix(angles.cos(), angles.sin()).numpy()
+    return forms.rotation_matrix(angles.cos(), angles.sin()).numpy()
 
 
 # ---------------------------------------------------------------------------------------------------- a small model

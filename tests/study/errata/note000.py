@@ -15,6 +15,7 @@ from llama.attention import causal_mask, reference_weights
 from llama.config import ModelConfig
 from llama.model import Attention
 from llama.rope_scaling import inverse_frequencies
+from llama.study import forms
 from llama.study.encodings import Encoding, Rotary, attend, scores
 from llama.study.measures import turn
 from llama.study.report import Check, above, below, equal, holds
@@ -401,7 +402,7 @@ def _e09_printed(q: Array, k: Array, m: float, n: float, theta: float) -> float:
 
 def _e09_right(q: Array, k: Array, m: float, n: float, theta: float) -> float:
     angle = torch.tensor([(n - m) * theta], dtype=torch.float64)
-    return float(q @ rope.rotation_matrix(angle.cos(), angle.sin()).numpy() @ k)
+    return float(q @ forms.rotation_matrix(angle.cos(), angle.sin()).numpy() @ k)
 
 
 def _e09(wrong: Score, right: Score) -> Sequence[Check]:

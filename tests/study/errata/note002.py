@@ -16,7 +16,7 @@ from llama.attention import causal_mask, reference_weights
 from llama.config import ModelConfig
 from llama.model import Transformer, TransformerBlock
 from llama.rope_scaling import inverse_frequencies
-from llama.study import measures
+from llama.study import forms, measures
 from llama.study.encodings import Learned
 from llama.study.report import Check, above, below, equal, holds
 
@@ -633,14 +633,13 @@ def _ok10_tempting(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _ok10_printed(x: Tensor, angles: Tensor) -> Tensor:
-    cos, sin = angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)  # (T, D) each
-    return rope.apply_rotary_emb_elementwise(x, x, cos, sin)[0]
+    return forms.apply_elementwise(x, angles.cos(), angles.sin())
 
 
 def _ok10(tempting: Rotation, printed: Rotation) -> Sequence[Check]:
     x = np.random.default_rng(10).standard_normal((6, 64))
     angles = torch.outer(torch.arange(6.0), inverse_frequencies(64)[0])  # (T, D/2)
-    matrices = rope.rotation_matrix(angles.cos(), angles.sin()).double().numpy()  # (T, D, D)
+    matrices = forms.rotation_matrix(angles.cos(), angles.sin()).double().numpy()  # (T, D, D)
     by_matrix = np.einsum("tij,tj->ti", matrices, x)  # (T, D)
     batch = torch.from_numpy(x).float()[None, :, None]  # (B, T, H, D)
     return (

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llama import rope
 from llama.attention import reference, reference_weights
 from llama.rope_scaling import inverse_frequencies
-from llama.study import measures
+from llama.study import forms, measures
 from llama.study.report import Check, above, below, equal
 
 from .base import (
@@ -40,9 +39,9 @@ def _e33_printed(x: Array, position: float) -> Array:
 
 
 def _e33_right(x: Array, position: float) -> Array:
-    angles = (position * inverse_frequencies(len(x))[0].double()).repeat_interleave(2)[None]  # (T = 1, D)
+    angles = (position * inverse_frequencies(len(x))[0].double())[None]  # (T = 1, D/2)
     batch = torch.from_numpy(x).float()[None, None, None]  # (B, T, H, D)
-    return rope.apply_rotary_emb_elementwise(batch, batch, angles.cos(), angles.sin())[0][0, 0, 0].double().numpy()
+    return forms.apply_elementwise(batch, angles.cos(), angles.sin())[0, 0, 0].double().numpy()
 
 
 def _e33(wrong: Rotation, right: Rotation) -> Sequence[Check]:
