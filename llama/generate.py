@@ -119,7 +119,7 @@ def generate(  # many parameters, since an answer has no other state
         nonlocal history
         logits = logits[:n_vocab]
         allowed = None if constraint is None else constraint.allowed()
-        choice = model.runner.agree(choose(logits, params, history, generator, logprobs, allowed))
+        choice = agree(model, choose(logits, params, history, generator, logprobs, allowed))
         if history is not None:
             history = History(torch.cat((history.ids, choice[0])), history.start)
         if top_logprobs:
@@ -157,6 +157,12 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
             f" tokens and {cache.length} cached: trim the cache, or use a new one"
         )
     return room
+
+
+def agree(model: Transformer, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A choice from logits; the first process's, if several share the model, since others may round differently."""
+    world = model.runner.world
+    return choice if world is None else world.agree(choice)
 
 
 def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:

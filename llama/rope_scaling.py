@@ -207,28 +207,21 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 
 def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
     """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(f"rope_scaling must be a dict such as {EXAMPLE}, got {checks.shown(scaling)}")
+    if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
+        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {EXAMPLE}")
     given = {key: value for key, value in scaling.items() if value is not None}
-    if "rope_type" not in given and "type" not in given:
-        raise ConfigError(f"rope_scaling has no rope_type; known: {', '.join(SCALINGS)}")
-    if "type" in given and "rope_type" in given and given["type"] != given["rope_type"]:
-        raise ConfigError(f"rope scaling {_short(given)}: type and rope_type contradict each other; pass one of them")
-    inner = given.pop("rope_theta", theta)
-    if theta is not None and inner != theta:
-        raise ConfigError(f"rope theta was given twice, as {inner!r:.40} and {theta!r:.40}; pass it once")
     kind = kind_of(given)
-    unknown = [key for key in given if key not in ("rope_type", "type", *PARAMETERS[kind])]
-    if unknown:
-        known = ", ".join(PARAMETERS[kind]) or "nothing"
-        raise ConfigError(f"rope scaling {kind} does not accept {', '.join(unknown)!r:.80}; it accepts: {known}")
+    if theta is None:
+        theta = given.pop("rope_theta", None)
+    accepted = ("rope_type" if "rope_type" in given else "type", *PARAMETERS[kind])
+    if unknown := [key for key in given if key not in accepted]:
+        names = ", ".join(map(str, unknown))
+        raise ConfigError(f"rope scaling {kind} does not accept {names!r:.80}; it accepts {', '.join(accepted)}")
     if kind in STRETCHING and "factor" not in given:
         raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
     if kind == "llama3":  # the constants of Meta's apply_scaling
         given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
-    if kind == "yarn" and _number(given, "beta_fast", default=32) < _number(given, "beta_slow", default=1):
-        raise ConfigError(f"rope scaling {_short(given)}: beta_fast must not be below beta_slow")
-    return given, inner
+    return given, theta
 
 
 def trained_length(config: ModelConfig) -> float:
@@ -280,10 +273,6 @@ def inverse_frequencies(
     if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD, ConfigError) % 2:
         raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
     kind = kind_of(scaling)
-    if dim == 2 and kind in ("ntk", "dynamic"):
-        raise ConfigError(f"rope scaling {kind} multiplies the base by factor^(D / (D - 2)), so D can't be 2")
-    if theta == 1 and kind == "yarn":
-        raise ConfigError("rope scaling yarn divides by log(theta), so theta must not be 1")
     try:
         inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
     except (OverflowError, ZeroDivisionError) as error:
@@ -309,15 +298,12 @@ def _trained_length(max_seq_len: int | None, scaling: Mapping[str, Any]) -> floa
 
 def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
-    values = scaling.get(key)
-    if not isinstance(values, list | tuple) or not all(map(checks.is_number, values)):
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of numbers, got {values!r:.40}")
-    if len(values) != base.dim // 2:
-        raise ConfigError(f"rope scaling {key}: expected {base.dim // 2} numbers, one per pair, got {len(values)}")
-    divide = torch.tensor(values, dtype=torch.float64)  # (D/2,)
-    if not bool((torch.isfinite(divide) & (divide > 0)).all()):
-        raise ConfigError(f"rope scaling {key}: every number must be finite and above 0")
-    return divide
+    values, pairs = scaling.get(key), base.dim // 2
+    if not isinstance(values, list | tuple) or len(values) != pairs:
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of {pairs} numbers, one per pair")
+    for value in values:
+        checks.positive(f"a number of rope scaling {key!r}", value, 1e300, ConfigError)
+    return torch.tensor(values, dtype=torch.float64)  # (D/2,)
 
 
 def _short(scaling: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -87,6 +88,11 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
+    @cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """The ids of logit_bias and their values, (N,) each: converted once, not for each token."""
+        return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()]).float()
+
 
 class History(NamedTuple):
     """The text so far: ids (.., N) int64 on the device of the logits. The answer begins at `start`."""
@@ -121,12 +127,11 @@ def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: 
     return logits - count * frequency - (count > 0) * presence
 
 
-def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Add each bias to the logit of its id. logits (.., V); ids without a logit are never chosen anyway."""
-    known = {id: value for id, value in bias.items() if id < logits.shape[-1]}
-    ids = torch.tensor(list(known), device=logits.device, dtype=torch.long)  # (N,)
-    added = logits.new_tensor(list(known.values())).expand(*logits.shape[:-1], -1)  # (.., N)
-    return logits.index_add(-1, ids, added)  # (.., V)
+def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Add `values` (N,) to the logits (.., V) of `ids` (N,). Ids without a logit are never chosen anyway."""
+    known = ids < logits.shape[-1]  # (N,)
+    added = values[known].to(logits.device).expand(*logits.shape[:-1], -1)  # (.., N)
+    return logits.index_add(-1, ids[known].to(logits.device), added)  # (.., V)
 
 
 def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
@@ -195,7 +200,7 @@ def edit(logits: Tensor, params: SamplingParams, text: History | None = None, al
             answer = text.ids[..., text.start :]
             logits = count_penalties(logits, answer, params.presence_penalty, params.frequency_penalty)
         if params.logit_bias:
-            logits = add_bias(logits, params.logit_bias)
+            logits = add_bias(logits, *params.bias)
         logits = process(logits, text.ids, params.processors)
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)

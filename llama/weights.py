@@ -179,7 +179,7 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
     """All differences between tensors and configuration, as phrases with the names that the files use."""
     config, shapes, file_name = checkpoint.config, checkpoint.shapes, checkpoint.file_name
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
-    if layers != set(range(config.n_layers)):
+    if len(layers) != config.n_layers or max(layers, default=-1) >= config.n_layers:
         return [f"the configuration has {config.n_layers} layers, but the file has tensors of {len(layers)}"]
     expected = expected_shapes(config)
     found = []

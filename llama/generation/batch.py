@@ -35,6 +35,7 @@ from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
 from ..generate import (
     Token,
+    agree,
     check_extreme,
     history_of,
     most_probable,
@@ -314,7 +315,7 @@ class Batch:
         if not any(slot.sequence for slot in self.slots):
             return
         logits = self._next_logits()  # (B, V)
-        ids, extremes = self.model.runner.agree((logits.argmax(-1), extreme(logits)))  # (B,) each
+        ids, extremes = agree(self.model, (logits.argmax(-1), extreme(logits)))  # (B,) each
         best = zip(ids.tolist(), extremes.tolist(), strict=True)
         for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
             if slot.sequence is not None:
@@ -405,7 +406,7 @@ class Batch:
         else:
             allowed = None if constraint is None else constraint.allowed()
             choice = choose(logits, params, sequence.history, sequence.generator, logprobs, allowed)
-            choice = self.model.runner.agree(choice)
+            choice = agree(self.model, choice)
             id, top = int(choice[0]), float(choice[1])
             logprob = float(choice[2]) if logprobs else None
         check_extreme(top, f"new token {sequence.generated + 1}", text, partial(locate, self.model))
