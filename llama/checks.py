@@ -79,20 +79,20 @@ def known_tokens(tokens: Tensor, size: int) -> None:
         known_ids((int(tokens.min()), int(tokens.max())), size)
 
 
-def positions_of(tokens: object, positions: object) -> Tensor | None:
+def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
     """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. (1, T) is given to every row.
 
     Raises ValueError unless the tokens are (B, T), and the positions integers of such a shape that are not negative.
     """
     import torch
 
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-        raise ValueError(f"tokens must be a tensor (B, T), got {getattr(tokens, 'shape', type(tokens))}")
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be (B, T), got {tuple(tokens.shape)}")
+    B, T = tokens.shape
     if positions is None:
         return None
-    if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"positions must be a tensor of int64, got {getattr(positions, 'dtype', type(positions))}")
-    B, T = tokens.shape
+    if positions.dtype not in (torch.int64, torch.int32):  # a cast would truncate
+        raise ValueError(f"positions must be integers, got {positions.dtype}")
     if positions.shape not in ((T,), (1, T), (B, T)):
         raise ValueError(f"positions must be (T,) or (B, T), got {tuple(positions.shape)} for tokens {(B, T)}")
     if bool((positions < 0).any()):

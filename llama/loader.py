@@ -215,6 +215,7 @@ def build_plan(plan: Plan) -> Transformer:
 
 
 def log_warnings(plan: Plan) -> None:
+    """Log what a user should know about the model."""
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
 

@@ -140,15 +140,7 @@ def divisors(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 SCALINGS: dict[str, Scaling] = {
-    "default": default,
-    "linear": linear,
-    "ntk": ntk,
-    "dynamic": dynamic,
-    "yarn": yarn,
-    "longrope": longrope,
-    "llama3": llama3,
-    "proportional": proportional,
-    "divisors": divisors,
+    kind.__name__: kind for kind in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional, divisors)
 }
 # kind -> the parameters it accepts
 PARAMETERS: dict[str, tuple[str, ...]] = {

@@ -138,11 +138,10 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
     """Apply the user's functions to logits (V,). Raises UsageError unless each returns logits with a finite maximum."""
     for processor in processors:
         found = processor(ids.clone(), logits.clone())  # it may change them in place; the log-probabilities need these
-        if not isinstance(found, Tensor) or found.shape != logits.shape or not found.is_floating_point():
-            got = f"{tuple(found.shape)} in {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(f"a processor must return floating-point logits {tuple(logits.shape)}, got {got}")
-        if found.device != logits.device:
-            raise UsageError(f"a processor must return logits on {logits.device}, got {found.device}")
+        floats = isinstance(found, Tensor) and found.is_floating_point()
+        if not floats or (found.shape, found.device) != (logits.shape, logits.device):
+            needed = f"floating-point logits {tuple(logits.shape)} on {logits.device}"
+            raise UsageError(f"a processor must return {needed}, got {found!r:.80}")
         found = found.float()
         top = float(found.amax())
         if not math.isfinite(top) and math.isfinite(float(logits.amax())):

@@ -139,7 +139,6 @@ def test_a_scaling_that_replaces_another_starts_from_the_original_context() -> N
         ({}, None),
         ("yarn", None),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fats": 16}, None),
-        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}, None),
         ({"rope_type": "yarn", "type": "linear", "factor": 4.0}, None),
         ({"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}, 1e4),
         ({"rope_type": "linear", "factor": 4.0, "low_freq_factor": 1.0}, None),
@@ -159,7 +158,7 @@ def test_each_divisor_is_finite_and_above_0(key: str, number: float) -> None:
     scaling = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, **lists}
     with_rope(tiny.CONFIG, scaling)
     lists[key][-1] = number
-    with pytest.raises(UsageError, match="every number must be finite and above 0"):
+    with pytest.raises(UsageError, match="must be a number above 0"):
         with_rope(tiny.CONFIG, scaling)
 
 

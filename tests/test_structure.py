@@ -128,7 +128,7 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_the_model_stays_readable() -> None:
-    assert len((PACKAGE / "model.py").read_text().splitlines()) <= 256
+    assert len((PACKAGE / "model.py").read_text().splitlines()) <= 240
 
 
 # ------------------------------------------------------------------------------------------------------------ seams
@@ -206,8 +206,6 @@ def test_every_way_of_executing_is_a_subclass_of_runner() -> None:
             "CompiledRunner",
             "KernelRunner",
             "PlacedRunner",
-            "StageRunner",
-            "LeaderRunner",
         ),
     }
     assert all(kind.__module__.startswith("llama.engine.") for kind in found)

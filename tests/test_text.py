@@ -248,24 +248,18 @@ def test_stop_strings_are_limited_since_each_token_is_compared_with_them(tiny_ll
             tiny_llm.generate("a", max_new_tokens=1, stop=stop)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("max_tokens", "max_new_tokens"), ("parse_specials", "parse_special")])
-def test_the_error_for_an_unknown_option_names_the_nearest_one(tiny_llm: Llama, name: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=rf"^unknown option '{name}'; did you mean {meant}\? Known: .*session"):
-        tiny_llm.generate("a", **{name: 1})
-    with pytest.raises(UsageError, match=r"^the option 'tools' does not apply to this call"):
-        tiny_llm.generate("a", tools=[])
+def test_an_unknown_option_is_an_error_that_names_it(tiny_llm: Llama) -> None:
+    for name in ("max_tokens", "tools"):
+        with pytest.raises(UsageError, match=f"^unknown option '{name}'"):
+            tiny_llm.generate("a", **{name: 1})
+    for function in (llama.load, llama.load_model):  # before the path is looked at
+        with pytest.raises(TypeError, match="torch_dtype"):
+            function("nowhere", torch_dtype=1)
 
 
 def test_one_prompt_accepts_the_limit_of_a_batch(tiny_llm: Llama) -> None:
     one, many = tiny_llm.generate("abc", batch_size=4), tiny_llm.generate(["abc"], batch_size=4)
     assert one.tokens == many[0].tokens
-
-
-@pytest.mark.parametrize(("name", "meant"), [("torch_dtype", "dtype"), ("max_seq_length", "max_seq_len")])
-def test_an_unknown_option_of_loading_is_a_usage_error(name: str, meant: str) -> None:
-    for function in (llama.load, llama.load_model):  # before the path is looked at
-        with pytest.raises(UsageError, match=rf"^unknown option '{name}'; did you mean {meant}\? Known: path_or_name,"):
-            function("nowhere", **{name: 1})
 
 
 def test_float16_on_a_cpu_is_loaded_with_a_warning(tiny_gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
