@@ -33,12 +33,12 @@ from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import no_cudnn_attention, pick_dtype
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, ConfigError, UsageError
 from .hub import resolve
 from .model import Runner, Transformer
 from .quant.schemes import pick_scheme
 from .rope import FORMS
-from .rope_scaling import reach, with_rope
+from .rope_scaling import PARAMETERS, STRETCHING, inverse_frequencies, kind_of, reach, trained_length
 from .system import memory
 from .system.cores import default_threads
 from .tokenizer import Tokenizer
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
+RIGHT = '{"rope_type": "yarn", "factor": 4.0}'  # an example for error messages
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -273,6 +274,51 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
+
+
+def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
+    """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
+
+    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
+    replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
+    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
+    """
+    changes: dict[str, Any] = {}
+    try:
+        if scaling is not None:
+            scaling, theta = _user_scaling(scaling, theta)
+            changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
+            changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
+        if theta is not None:
+            changes["rope_theta"] = theta
+        changed = dataclasses.replace(config, **changes)
+        length = changed.max_seq_len
+        for end in (None, length):  # longrope has a list for short texts and one for long texts
+            inverse_frequencies(
+                changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=end, max_seq_len=length
+            )
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    return changed
+
+
+def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
+    """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
+    if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
+        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {RIGHT}")
+    given = {key: value for key, value in scaling.items() if value is not None}
+    kind = kind_of(given)
+    if theta is None:
+        theta = given.pop("rope_theta", None)
+    accepted = ("rope_type" if "rope_type" in given else "type", *PARAMETERS[kind])
+    if unknown := [key for key in given if key not in accepted]:
+        names = ", ".join(map(str, unknown))
+        raise ConfigError(f"rope scaling {kind} does not accept {names!r:.80}; it accepts {', '.join(accepted)}")
+    if kind in STRETCHING and "factor" not in given:
+        raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
+    if kind == "llama3":  # the constants of Meta's apply_scaling
+        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
+    return given, theta
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:

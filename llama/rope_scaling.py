@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import checks
 from .config import LARGEST_SIZE, ModelConfig
-from .errors import ConfigError, UsageError
+from .errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 LARGEST_HEAD = 2**16  # entries; a larger number in a file means damage
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")  # they multiply the context by `factor`
-EXAMPLE = '{"rope_type": "yarn", "factor": 4.0}'
 
 
 def kind_of(scaling: Mapping[str, Any] | None) -> str:
@@ -169,51 +168,6 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"unknown rope scaling {kind!r:.60}; known: {', '.join(SCALINGS)}")
     return kind
-
-
-def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
-    """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
-
-    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
-    replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
-    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
-    """
-    changes: dict[str, Any] = {}
-    try:
-        if scaling is not None:
-            scaling, theta = _user_scaling(scaling, theta)
-            changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
-            changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
-        if theta is not None:
-            changes["rope_theta"] = theta
-        changed = replace(config, **changes)
-        length = changed.max_seq_len
-        for end in (None, length):  # longrope has a list for short texts and one for long texts
-            inverse_frequencies(
-                changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=end, max_seq_len=length
-            )
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
-    return changed
-
-
-def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
-    """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
-    if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
-        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {EXAMPLE}")
-    given = {key: value for key, value in scaling.items() if value is not None}
-    kind = kind_of(given)
-    if theta is None:
-        theta = given.pop("rope_theta", None)
-    accepted = ("rope_type" if "rope_type" in given else "type", *PARAMETERS[kind])
-    if unknown := [key for key in given if key not in accepted]:
-        names = ", ".join(map(str, unknown))
-        raise ConfigError(f"rope scaling {kind} does not accept {names!r:.80}; it accepts {', '.join(accepted)}")
-    if kind in STRETCHING and "factor" not in given:
-        raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
-    if kind == "llama3":  # the constants of Meta's apply_scaling
-        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
-    return given, theta
 
 
 def trained_length(config: ModelConfig) -> float:
@@ -292,7 +246,7 @@ def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
     values, pairs = scaling.get(key), base.dim // 2
     if not isinstance(values, list | tuple) or len(values) != pairs:
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of {pairs} numbers, one per pair")
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r}: expected {pairs} numbers, one per pair")
     for value in values:
         checks.positive(f"a number of rope scaling {key!r}", value, 1e300, ConfigError)
     return torch.tensor(values, dtype=torch.float64)  # (D/2,)

@@ -18,7 +18,6 @@ from torch import Tensor
 from . import checks
 from .errors import UsageError
 
-ORDER = "penalties, logit bias, processors, grammar, temperature, top-k, top-p, min-p"
 LARGEST_SEED = 2**63 - 1
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30

@@ -15,10 +15,10 @@ from torch import Tensor
 from llama.cli import build_parser, main
 from llama.cli.arguments import rope_scaling
 from llama.errors import UsageError
-from llama.loader import load, load_model
+from llama.loader import load, load_model, with_rope
 from llama.model import Transformer
 from llama.rope import Rope
-from llama.rope_scaling import STRETCHING, inverse_frequencies, reach, with_rope
+from llama.rope_scaling import STRETCHING, inverse_frequencies, reach
 from llama.tools.evaluate import perplexity, token_logprobs
 
 from . import tiny

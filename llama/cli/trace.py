@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     scaling = arguments.rope_scaling(args)
     unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
     unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None
-    from ..rope_scaling import reach, with_rope
+    from ..loader import with_rope
+    from ..rope_scaling import reach
     from ..study import intervene, trace, trace_page
     from ..study.perplexity import scaling_of
 
