@@ -33,28 +33,24 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer as Tokenizer
     from .tools.quantize import quantize as quantize
 
-# name -> the module that defines it. Importing torch takes a second, and `clearllama --help` should not.
-_HOME = {
-    "KVCache": "cache",
-    "ModelConfig": "config",
-    "LlamaError": "errors",
-    "load": "loader",
-    "load_model": "loader",
-    "load_tokenizer": "loader",
-    "Transformer": "model",
-    "apply_rotary_emb": "rope",
-    "apply_rotary_emb_real": "rope",
-    "apply_rotary_pos_emb": "rope",
-    "precompute_freqs_cis": "rope",
-    "rotate_half": "rope",
-    "inverse_frequencies": "rope_scaling",
-    "SamplingParams": "sampling",
-    "Completion": "text",
-    "Llama": "text",
-    "Session": "generation.session",
-    "Tokenizer": "tokenizer",
-    "quantize": "tools.quantize",
+# module -> the names it defines. Importing torch takes a second, and `clearllama --help` should not.
+_NAMES = {
+    "cache": ["KVCache"],
+    "config": ["ModelConfig"],
+    "errors": ["LlamaError"],
+    "generation.session": ["Session"],
+    "loader": ["load", "load_model", "load_tokenizer"],
+    "model": ["Transformer"],
+    "rope": [
+        *("apply_rotary_emb", "apply_rotary_emb_real", "apply_rotary_pos_emb", "precompute_freqs_cis", "rotate_half"),
+    ],
+    "rope_scaling": ["inverse_frequencies"],
+    "sampling": ["SamplingParams"],
+    "text": ["Completion", "Llama"],
+    "tokenizer": ["Tokenizer"],
+    "tools.quantize": ["quantize"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]
 
 

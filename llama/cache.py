@@ -79,14 +79,9 @@ class LayerCache:
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
         return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
-    @property
-    def k(self) -> Tensor:
-        """All keys, (B, KV, slots, D); `v` is the same for values."""
-        return self.buffers[0]
-
-    @property
-    def v(self) -> Tensor:
-        return self.buffers[1]
+    def floats(self) -> tuple[Tensor, Tensor]:
+        """All keys and all values, (B, KV, slots, D) each."""
+        return self.buffers[0], self.buffers[1]
 
     def resize(self, slots: int) -> None:
         """Resize to a number of slots, keeping the contents."""
@@ -116,13 +111,9 @@ class QuantizedLayerCache(LayerCache):
         k, v, k_scale, v_scale = self.write([k, v, k_scale, v_scale], positions)
         return QuantizedKV(k, k_scale), QuantizedKV(v, v_scale)
 
-    @property
-    def k(self) -> Tensor:
-        return QuantizedKV(self.buffers[0], self.buffers[2]).dequantize(torch.float32)
-
-    @property
-    def v(self) -> Tensor:
-        return QuantizedKV(self.buffers[1], self.buffers[3]).dequantize(torch.float32)
+    def floats(self) -> tuple[Tensor, Tensor]:
+        k, v, k_scale, v_scale = self.buffers
+        return QuantizedKV(k, k_scale).dequantize(torch.float32), QuantizedKV(v, v_scale).dequantize(torch.float32)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -220,11 +211,11 @@ class KVCache:
     @property
     def k(self) -> Tensor:
         """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values."""
-        return torch.stack([layer.k.to(self.device) for layer in self.layers])
+        return torch.stack([layer.floats()[0].to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        return torch.stack([layer.v.to(self.device) for layer in self.layers])
+        return torch.stack([layer.floats()[1].to(self.device) for layer in self.layers])
 
     @property
     def slots(self) -> int:
@@ -234,11 +225,8 @@ class KVCache:
     def check_sizes(self, *sizes: object) -> None:
         """Raise UsageError unless the cache was made for these layers, key/value heads, head_dim and dtype."""
         if sizes != self.sizes:
-            names = "{} layers, {} key/value heads of {} entries, {}"
-            raise UsageError(
-                f"the cache is for a model with {names.format(*self.sizes)}; this one has {names.format(*sizes)}:"
-                " use model.new_cache()"
-            )
+            found, needed = (" x ".join(map(str, numbers)) for numbers in (self.sizes, sizes))
+            raise UsageError(f"the cache is for a model with {found}, this one needs {needed}; use model.new_cache()")
 
     def place(self, tokens: int, positions: Tensor | None = None, batch: int | None = None) -> Tensor:
         """Make room for T new tokens and return their positions. Raises UsageError if `batch` is not the cache's.
@@ -269,11 +257,7 @@ class KVCache:
 
     def trim(self, length: int) -> None:
         """Drop everything from position `length` on."""
-        if not checks.is_integer(length) or not 0 <= length <= self.length:
-            raise UsageError(
-                f"the cache holds {self.length} tokens and can't be trimmed to {checks.shown(length)}; pass an integer"
-                f" from 0 to {self.length}"
-            )
+        checks.integer("the length that a cache is trimmed to", length, 0, self.length)
         self._cached = self._placed = [min(row, length) for row in self._cached]
 
     def reserve(self, end: int) -> None:
@@ -285,9 +269,7 @@ class KVCache:
             self._parent.reserve(end)
             return
         if end > self.max_len:
-            raise ContextLengthError(
-                f"the KV cache has room for {self.max_len} tokens, not {end}; use a larger max_len"
-            )
+            raise ContextLengthError(f"the KV cache has room for {self.max_len} tokens, not {end}; raise max_len")
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
             devices = [layer.buffers[0].device for layer in self.layers]

@@ -70,21 +70,29 @@ def known_ids(ids: Iterable[int], size: int) -> None:
         raise UsageError(f"token id {unknown} is not in the vocabulary; expected 0 to {size - 1}")
 
 
-def positions_of(tokens: object, positions: object) -> Tensor | None:
+def known_tokens(tokens: Tensor, size: int) -> None:
+    """`known_ids` for a tensor (B, T), if its values can be read."""
+    import torch  # not above, since the command line uses this module before it imports torch
+
+    # Tensors on "meta", in a graph that is being compiled, and of subclasses such as FakeTensor may have no values.
+    if type(tokens) is torch.Tensor and tokens.numel() and not (tokens.is_meta or torch.compiler.is_compiling()):
+        known_ids((int(tokens.min()), int(tokens.max())), size)
+
+
+def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
     """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. (1, T) is given to every row.
 
     Raises ValueError unless the tokens are (B, T), and the positions integers of such a shape that are not negative.
     """
-    import torch  # not above, since the command line uses this module before it imports torch
+    import torch
 
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-        raise ValueError(f"tokens must be a tensor (B, T), got {getattr(tokens, 'shape', type(tokens))}")
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be (B, T), got {tuple(tokens.shape)}")
+    B, T = tokens.shape
     if positions is None:
         return None
-    if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        found = getattr(positions, "dtype", type(positions).__name__)
-        raise ValueError(f"positions must be a tensor of int64, got {found}")
-    B, T = tokens.shape
+    if positions.dtype not in (torch.int64, torch.int32):  # a cast would truncate
+        raise ValueError(f"positions must be integers, got {positions.dtype}")
     if positions.shape not in ((T,), (1, T), (B, T)):
         raise ValueError(f"positions must be (T,) or (B, T), got {tuple(positions.shape)} for tokens {(B, T)}")
     if bool((positions < 0).any()):

@@ -71,10 +71,8 @@ class ModelConfig:
                 f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}: each key/value"
                 " head serves the same number of query heads"
             )
-        if self.head_dim > 2**16:
-            raise ConfigError(f"head_dim must be at most {2**16}, got {self.head_dim}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even, got {self.head_dim}: RoPE rotates pairs of entries")
+        if self.head_dim % 2 or self.head_dim > 2**16:
+            raise ConfigError(f"head_dim must be at most {2**16} and even, got {self.head_dim}")
 
     @property
     def n_params(self) -> int:

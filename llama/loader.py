@@ -33,23 +33,23 @@ from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import no_cudnn_attention, pick_dtype
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, ConfigError, UsageError
 from .hub import resolve
 from .model import Runner, Transformer
 from .quant.schemes import pick_scheme
 from .rope import FORMS
-from .rope_scaling import reach, with_rope
-from .spelling import unknown_option
+from .rope_scaling import PARAMETERS, STRETCHING, inverse_frequencies, kind_of, reach, trained_length
 from .system import memory
 from .system.cores import default_threads
 from .tokenizer import Tokenizer
 from .weights import (
-    Storage,
+    WeightPlan,
     check_tensors,
     dequantization_warning,
     memory_footprint,
+    plan_weights,
     read_float,
-    read_weight,
+    read_quantized,
     requantization_warning,
 )
 
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
+RIGHT = '{"rope_type": "yarn", "factor": 4.0}'  # an example for error messages
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -108,14 +109,6 @@ class LoadOptions:
             pick_scheme(self.quantize)
 
 
-def load_options(options: Mapping[str, Any], *others: str) -> LoadOptions:
-    """The options as LoadOptions. others: further arguments of the caller. Raises UsageError for an unknown name."""
-    fields = [field.name for field in dataclasses.fields(LoadOptions)]
-    if unknown := [name for name in options if name not in fields]:
-        raise UsageError(unknown_option(unknown[0], ["path_or_name", *fields, *others]))
-    return LoadOptions(**options)
-
-
 # 11 parameters: the public API, which has one for each choice of a user
 def load(
     path_or_name: str | os.PathLike[str] | None = None,
@@ -149,25 +142,21 @@ def load(
     """
     from .text import Llama
 
-    own = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile, "rope": rope}
-    settings = load_options(
-        {**own, "max_seq_len": max_seq_len, "fast": True, **options}, "adapters", "tokenizer", "quiet"
-    )
+    settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, **{"fast": True, **options})
     checkpoint = open_model(path_or_name, adapters, tokenizer, quiet)
     vocabulary = checkpoint.tokenizer()
     count = tokens(vocabulary) if callable(tokens) else tokens
-    plan = resolve_options(checkpoint, dataclasses.replace(settings, tokens=count))
+    plan = make_plan(checkpoint, dataclasses.replace(settings, tokens=count))
     model = build_plan(plan)
-    chat_format = checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None
-    warnings = _warn(checkpoint, plan)
+    log_warnings(plan)
     return Llama(
         model,
         vocabulary,
         checkpoint.chat_template,
-        chat_format=chat_format,
+        chat_format=checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None,
         sampling=checkpoint.sampling,
         adapters=checkpoint.adapters,
-        warnings=warnings,
+        warnings=plan.warnings,
     )
 
 
@@ -186,23 +175,11 @@ def load_model(
 
     Arguments as in `load` and `LoadOptions`.
     """
-    own = {"device": device, "dtype": dtype, "quantize": quantize, "rope": rope, "max_seq_len": max_seq_len}
-    settings = load_options(own | options, "adapters")
-    checkpoint = open_model(path_or_name, adapters)
-    plan = resolve_options(checkpoint, settings)
+    settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
+    plan = make_plan(open_model(path_or_name, adapters), settings)
     model = build_plan(plan)
-    _warn(checkpoint, plan)
+    log_warnings(plan)
     return model
-
-
-def _warn(checkpoint: Checkpoint, plan: Plan) -> list[str]:
-    """Log what a user should know about a checkpoint that was loaded, and return it."""
-    scheme = plan.options.quantize
-    again = requantization_warning(checkpoint, pick_scheme(scheme)) if scheme else plan.dequantized
-    warnings = [*checkpoint.warnings, *again]
-    for warning in warnings:
-        LOG.warning("clearllama: warning: %s", warning)
-    return warnings
 
 
 def open_model(
@@ -223,31 +200,31 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] | None = None) -> Tokeni
 def build(
     checkpoint: Checkpoint, device: Devices = None, dtype: str | torch.dtype | None = None, **options: Any
 ) -> Transformer:
-    """`build_model` with the fields of `LoadOptions` as keyword arguments."""
-    return build_model(checkpoint, LoadOptions(device, dtype, **options))
-
-
-def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Transformer:
-    """A model filled with a checkpoint's weights.
+    """A model filled with a checkpoint's weights; options as in `LoadOptions`.
 
     A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Raises
     CheckpointError if a tensor is missing, unexpected or of another shape.
     """
-    return build_plan(resolve_options(checkpoint, options))
+    return build_plan(make_plan(checkpoint, LoadOptions(device, dtype, **options)))
 
 
 def build_plan(plan: Plan) -> Transformer:
-    """`build_model` with options that are resolved."""
+    """Execute a plan: check the memory, fill the model, attach its runner."""
     if plan.options.check_memory:
         check_memory(plan)
-    model = fill(plan)
-    return attach_runner(model, plan)
+    return attach_runner(fill(plan), plan)
 
 
-# -------------------------------------------------------------------------------------------------- 1. the options
+def log_warnings(plan: Plan) -> None:
+    """Log what a user should know about the model."""
+    for warning in plan.warnings:
+        LOG.warning("clearllama: warning: %s", warning)
+
+
+# ----------------------------------------------------------------------------------------------------- 1. the plan
 @dataclass(frozen=True)
 class Plan:
-    """The options of a run, resolved against a checkpoint and this machine.
+    """The options of a run, resolved against a checkpoint and this machine, and how each weight is stored.
 
     config and checkpoint are those of this process's part, if several processes share the model.
     """
@@ -256,19 +233,15 @@ class Plan:
     config: ModelConfig
     checkpoint: Checkpoint
     placement: Placement
-    storage: Storage
+    weights: Mapping[str, WeightPlan]
+    dtype: torch.dtype  # of float weights and activations
     rope: str
     max_seq_len: int
-    dequantized: list[str]  # a warning, if a GPU dequantizes weights that could stay packed
-
-    @property
-    def shares_embedding(self) -> bool:
-        """Whether embedding and output share one tensor: the weights are tied and on the same device."""
-        return self.config.tie_embeddings and self.placement.embedding == self.placement.output
+    warnings: list[str]  # what a user should know
 
 
-def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
-    """Check the tensors and the options, and choose devices, dtype and storage. Almost only headers are read."""
+def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
+    """Check tensors and options, and choose devices, dtype and formats. Reads headers and a row of each matrix."""
     check_merge(checkpoint, options)
     check_tensors(checkpoint)  # first, so that nothing below allocates memory by the sizes in a damaged file
     if options.world is not None:
@@ -276,29 +249,76 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
     placement = pick_placement(config, options.device, options.gpu_layers)
     if options.compile and not placement.single:
-        raise UsageError(
-            "compiled code runs on one device; leave out compile (--compile), or leave out gpu_layers (--gpu-layers)"
-            " and name one device (--device)"
-        )
+        raise UsageError("compile (--compile) works on one device; leave out gpu_layers and name one device (--device)")
     dtype = pick_dtype(options.dtype, placement.output)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
         LOG.warning("clearllama: warning: float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
-    scheme = None if options.quantize is None else pick_scheme(options.quantize)
+    scheme = None
     if options.quantize is not None:
+        scheme = pick_scheme(options.quantize)
         for device in {placement.output, *placement.layers}:
             check_quantized(options.quantize, device)
-    # The compiler has no complex numbers; the real form is the same arithmetic.
-    rope = "real" if options.compile and options.rope == "complex" else options.rope
-    keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
-    storage = Storage(dtype, scheme, keep, FORMS[rope].layout)
     context = reach(config) if options.max_seq_len is None else options.max_seq_len
     if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
             f"a context of {context} tokens exceeds the model's sliding window of {config.sliding_window}; windows are"
             f" not implemented, so use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
         )
-    dequantized = dequantization_warning(checkpoint, placement.device_of, storage) if keep else []
-    return Plan(options, config, checkpoint, placement, storage, rope, context, dequantized)
+    keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
+    weights = plan_weights(checkpoint, placement.device_of, scheme, keep)
+    warnings = list(checkpoint.warnings)
+    if scheme is not None:
+        warnings += requantization_warning(checkpoint, {w.source: w.format for w in weights.values()})
+    elif keep:
+        warnings += dequantization_warning(checkpoint, weights, dtype)
+    # The compiler has no complex numbers; the real form is the same arithmetic.
+    rope = "real" if options.compile and options.rope == "complex" else options.rope
+    return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
+
+
+def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
+    """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
+
+    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
+    replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
+    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
+    """
+    changes: dict[str, Any] = {}
+    try:
+        if scaling is not None:
+            scaling, theta = _user_scaling(scaling, theta)
+            changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
+            changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
+        if theta is not None:
+            changes["rope_theta"] = theta
+        changed = dataclasses.replace(config, **changes)
+        length = changed.max_seq_len
+        for end in (None, length):  # longrope has a list for short texts and one for long texts
+            inverse_frequencies(
+                changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=end, max_seq_len=length
+            )
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    return changed
+
+
+def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
+    """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
+    if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
+        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {RIGHT}")
+    given = {key: value for key, value in scaling.items() if value is not None}
+    kind = kind_of(given)
+    if theta is None:
+        theta = given.pop("rope_theta", None)
+    accepted = ("rope_type" if "rope_type" in given else "type", *PARAMETERS[kind])
+    if unknown := [key for key in given if key not in accepted]:
+        names = ", ".join(map(str, unknown))
+        raise ConfigError(f"rope scaling {kind} does not accept {names!r:.80}; it accepts {', '.join(accepted)}")
+    if kind in STRETCHING and "factor" not in given:
+        raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
+    if kind == "llama3":  # the constants of Meta's apply_scaling
+        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
+    return given, theta
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -310,28 +330,25 @@ def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
     if kinds and options.quantize is None and options.dtype in (None, "auto"):
         raise UsageError(
             f"{checkpoint.path} is quantized ({', '.join(sorted(kinds))}), and quantizing again would lose most of the"
-            f" adapter; use the unquantized model, or dtype='bfloat16' (--dtype bfloat16) to dequantize"
-            " the weights it changes"
+            f" adapter; use the unquantized model, or dtype='bfloat16' (--dtype bfloat16)"
         )
 
 
-# --------------------------------------------------------------------------------------------------- 2. the memory
 def check_memory(plan: Plan) -> None:
     """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
-    options, placement, dtype = plan.options, plan.placement, plan.storage.dtype
-    ranks = 1 if options.world is None else options.world.on_this_host
+    options, placement, size = plan.options, plan.placement, plan.dtype.itemsize
+    tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
     for device in dict.fromkeys((*placement.layers, placement.output)):
-        names = [name for name in plan.checkpoint.shapes if placement.device_of(name) == device]
-        weights = memory_footprint(plan.checkpoint, names, device, plan.storage)
+        own = [weight for weight in plan.weights.values() if weight.device == device]
+        weights = sum(memory_footprint(plan.checkpoint, weight, plan.dtype) for weight in own)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
-        tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
-        cache = memory.cache_bytes(part, tokens, dtype.itemsize, options.kv_cache)
-        activations = memory.activation_bytes(part, tokens, dtype.itemsize, options.kv_cache)
-        path, sharing = str(plan.checkpoint.path), ranks if device.type == "cpu" else 1
-        memory.check(path, weights, cache, activations, device, sharing)
+        cache = memory.cache_bytes(part, tokens, size, options.kv_cache)
+        activations = memory.activation_bytes(part, tokens, size, options.kv_cache)
+        ranks = 1 if options.world is None or device.type != "cpu" else options.world.on_this_host
+        memory.check(str(plan.checkpoint.path), weights, cache, activations, device, ranks)
 
 
-# -------------------------------------------------------------------------------------------------- 3. the weights
+# -------------------------------------------------------------------------------------------------- 2. the weights
 def fill(plan: Plan) -> Transformer:
     """Build the model on the meta device and replace its layers one by one with filled ones."""
     with torch.device("meta"), SkipInit():
@@ -342,57 +359,56 @@ def fill(plan: Plan) -> Transformer:
     for i, device in enumerate(plan.placement.layers):
         attend = Attend(pick_attention(device, plain=not plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
-    layers = {
-        name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
-    }
-    if plan.shares_embedding:  # filled together with the output
-        layers.pop("tok_embeddings", None)
     # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
     # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
-    entries = {name: math.prod(tuple(layer.weight.shape)) for name, layer in layers.items()}
-    shared = [name for name in layers if SMALL <= entries[name] <= LARGE]
-    for name in layers:
-        if name not in shared:
-            fill_layer(model, name, layers[name], plan)
+    alone: list[str] = []
+    shared: list[str] = []
+    for name, weight in plan.weights.items():
+        layer, kind = name.rsplit(".", 1)
+        if kind == "weight":  # a layer's bias is filled with it
+            several = SMALL <= math.prod(plan.checkpoint.shapes[weight.source]) <= LARGE
+            (shared if several else alone).append(layer)
+    for layer in alone:
+        fill_layer(model, layer, plan)
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
-        for _ in pool.map(lambda name: fill_layer(model, name, layers[name], plan), shared):
+        for _ in pool.map(lambda layer: fill_layer(model, layer, plan), shared):
             pass
     return model
 
 
-def fill_layer(model: Transformer, name: str, layer: nn.Module, plan: Plan) -> None:
+def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
     """Read the weights of one layer and put the layer that computes with them in its place."""
-    device = plan.placement.device_of(name)
-    source = "tok_embeddings" if plan.config.tie_embeddings and name == "output" else name
-
-    def tensor(kind: str) -> Tensor:
-        return read_float(plan.checkpoint, f"{source}.{kind}", device, plan.storage)
-
-    if isinstance(layer, nn.Linear | nn.Embedding):
-        weight = read_weight(plan.checkpoint, f"{source}.weight", device, plan.storage)
-        bias = tensor("bias") if getattr(layer, "bias", None) is not None else None
-        try:
-            filled = make_linear(weight, device, bias, plain=not plan.options.fast)
-        except CheckpointError as error:  # the weight can't be quantized
-            if str(plan.checkpoint.path) in str(error):
-                raise
-            where = f"{plan.checkpoint.path}: {plan.checkpoint.file_name(f'{source}.weight')}"
-            raise CheckpointError(f"{where}: {error}") from error
-        if isinstance(weight, QuantizedWeight):
-            plan.checkpoint.release(f"{source}.weight")
-        if isinstance(layer, nn.Linear):
-            model.set_submodule(name, filled)
-        if isinstance(layer, nn.Embedding) or (name == "output" and plan.shares_embedding):
-            model.set_submodule("tok_embeddings", make_embedding(filled, plan.storage.dtype))
+    checkpoint, layout = plan.checkpoint, FORMS[plan.rope].layout
+    source, device, format = plan.weights[f"{name}.weight"]
+    if len(checkpoint.shapes[source]) == 1:
+        norm: Any = model.get_submodule(name)
+        norm.weight = nn.Parameter(read_float(checkpoint, source, device, plan.dtype, layout), requires_grad=False)
+        return
+    bias = plan.weights.get(f"{name}.bias")
+    offset = None if bias is None else read_float(checkpoint, bias.source, device, plan.dtype, layout)
+    if format is None:
+        weight: Tensor | QuantizedWeight = read_float(checkpoint, source, device, plan.dtype, layout)
     else:
-        layer.weight = nn.Parameter(tensor("weight"), requires_grad=False)
+        weight = read_quantized(checkpoint, source, format, layout)
+    try:
+        layer = make_linear(weight, device, offset, plain=not plan.options.fast)
+    except CheckpointError as error:  # the weight can't be quantized
+        if str(checkpoint.path) in str(error):
+            raise
+        raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(source)}: {error}") from error
+    if format is not None:
+        checkpoint.release(source)
+    if name != "tok_embeddings":
+        model.set_submodule(name, layer)
+    if name == "tok_embeddings" or (name == "output" and "tok_embeddings.weight" not in plan.weights):  # tied
+        model.set_submodule("tok_embeddings", make_embedding(layer, plan.dtype))
 
 
-# --------------------------------------------------------------------------------------------------- 4. the runner
+# --------------------------------------------------------------------------------------------------- 3. the runner
 def attach_runner(model: Transformer, plan: Plan) -> Transformer:
     """Set the runner that executes the model as the options ask; returns the model."""
-    options, device = plan.options, plan.placement.output
-    if "cuda" in {part.type for part in (*plan.placement.layers, device)}:
+    options = plan.options
+    if "cuda" in {part.type for part in (*plan.placement.layers, plan.placement.output)}:
         no_cudnn_attention()
     settings: dict[str, Any] = {
         "cache_kind": options.kv_cache,

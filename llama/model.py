@@ -145,9 +145,7 @@ class Transformer(nn.Module):
         Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError for a position beyond
         max_seq_len or the cache's room.
         """
-        # Tensors on "meta", in a graph that is being compiled, and of subclasses such as FakeTensor may have no values.
-        if type(tokens) is Tensor and tokens.numel() and not (tokens.is_meta or torch.compiler.is_compiling()):
-            checks.known_ids((int(tokens.min()), int(tokens.max())), self.config.vocab_size)
+        checks.known_tokens(tokens, self.config.vocab_size)
         return self.output(self.hidden(tokens, positions, cache)).float()  # (B, T, V)
 
     def hidden(
@@ -185,7 +183,6 @@ class Runner:
     check_memory  called before a cache allocates memory, see cache.MemoryCheck
     """
 
-    cache_type = KVCache
     fixed_cache = False  # whether `new_cache` allocates all slots at once
     world: Any = None  # the processes that share the model, if there are several (engine/parallel.World)
 
@@ -210,8 +207,7 @@ class Runner:
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
 
-        For batches: no shape or branch depends on the values of positions; `cache.length` is unchanged. The cache's
-        layers must return every slot: it is new, or made by `KVCache.rows`.
+        For batches: no shape or branch depends on the values of positions, and `cache.length` is unchanged.
         """
         slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
         h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)
@@ -230,26 +226,15 @@ class Runner:
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
         n_layers, n_kv_heads, head_dim, dtype = self.cache_sizes(model)
+        max_len = model.max_seq_len if max_len is None else max_len
+        fixed = self.fixed_cache if fixed is None else fixed
         blocks: list[Any] = list(model.layers)
-        return self.cache_type(
-            n_layers,
-            n_kv_heads,
-            head_dim,
-            model.max_seq_len if max_len is None else max_len,
-            batch=batch,
-            dtype=dtype,
-            device=[block.attention_norm.weight.device for block in blocks],
-            fixed=self.fixed_cache if fixed is None else fixed,
-            kind=self.cache_kind,
-            check_memory=self.check_memory,
-        )
+        devices = [block.attention_norm.weight.device for block in blocks]
+        how: dict[str, Any] = {"fixed": fixed, "kind": self.cache_kind, "check_memory": self.check_memory}
+        return KVCache(n_layers, n_kv_heads, head_dim, max_len, batch=batch, dtype=dtype, device=devices, **how)
 
     def cache_sizes(self, model: Transformer) -> tuple[int, int, int, torch.dtype]:
         """Layers, key/value heads, head_dim and dtype of the model's caches."""
         first: Any = model.layers[0]
         head_dim = model.config.head_dim
         return len(model.layers), first.attention.wk.out_features // head_dim, head_dim, model.norm.weight.dtype
-
-    def module_by_module(self) -> Runner:
-        """A runner for the same devices that calls every layer as a module, so that forward hooks work."""
-        return self

@@ -213,15 +213,12 @@ class Rope:
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
         """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
 
-        In the form half, the last axis is D. seq_len is the length that the frequencies are for. It is
-        an argument because reading the largest position from a GPU would wait for it. Raises ContextLengthError if it
-        is beyond max_seq_len.
+        In the form half, the last axis is D. seq_len is the length that the frequencies are for: an argument, because
+        reading the largest position from a GPU would wait. Raises ContextLengthError if it is beyond max_seq_len.
         """
         if seq_len > self.max_seq_len:
-            raise ContextLengthError(
-                f"position {seq_len - 1} lies outside the {self.max_seq_len} positions that this model may use;"
-                f" shorten the input, or raise max_seq_len (--max-seq-len)"
-            )
+            where = f"position {seq_len - 1} lies outside the {self.max_seq_len} positions that this model may use"
+            raise ContextLengthError(f"{where}; shorten the input, or raise max_seq_len (--max-seq-len)")
         if self.by_length:
             inv_freq, factor = self.frequencies(seq_len)
             rows = FORMS[self.form].make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
@@ -255,11 +252,7 @@ class Rope:
 def _check(q: Tensor, k: Tensor, rows: Tensor, width: int) -> None:
     """Check the shapes: broadcasting would apply one row, or the keys of one token, to all tokens without an error."""
     if rows.shape[-2:] != (q.shape[1], width):
-        raise ValueError(
-            f"RoPE: expected one row of {width} for each of {q.shape[1]} tokens, got {tuple(rows.shape)};"
-            f" select the rows of the tokens' positions from the table first"
-        )
+        raise ValueError(f"RoPE: expected a row of {width} for each of {q.shape[1]} tokens, got {tuple(rows.shape)}")
     if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
-        raise ValueError(
-            f"RoPE: q and k must have the same batch, tokens and head dimension, got {tuple(q.shape)}, {tuple(k.shape)}"
-        )
+        found = f"{tuple(q.shape)} and {tuple(k.shape)}"
+        raise ValueError(f"RoPE: q and k must have the same batch, tokens and head dimension, got {found}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import checks
 from .config import LARGEST_SIZE, ModelConfig
-from .errors import ConfigError, UsageError
+from .errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,7 @@ def divisors(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 SCALINGS: dict[str, Scaling] = {
-    "default": default,
-    "linear": linear,
-    "ntk": ntk,
-    "dynamic": dynamic,
-    "yarn": yarn,
-    "longrope": longrope,
-    "llama3": llama3,
-    "proportional": proportional,
-    "divisors": divisors,
+    kind.__name__: kind for kind in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional, divisors)
 }
 # kind -> the parameters it accepts
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -168,7 +160,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 LARGEST_HEAD = 2**16  # entries; a larger number in a file means damage
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")  # they multiply the context by `factor`
-EXAMPLE = '{"rope_type": "yarn", "factor": 4.0}'
 
 
 def kind_of(scaling: Mapping[str, Any] | None) -> str:
@@ -177,58 +168,6 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"unknown rope scaling {kind!r:.60}; known: {', '.join(SCALINGS)}")
     return kind
-
-
-def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
-    """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
-
-    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
-    replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
-    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
-    """
-    changes: dict[str, Any] = {}
-    try:
-        if scaling is not None:
-            scaling, theta = _user_scaling(scaling, theta)
-            changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
-            changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
-        if theta is not None:
-            changes["rope_theta"] = theta
-        changed = replace(config, **changes)
-        length = changed.max_seq_len
-        for end in (None, length):  # longrope has a list for short texts and one for long texts
-            inverse_frequencies(
-                changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=end, max_seq_len=length
-            )
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
-    return changed
-
-
-def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
-    """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(f"rope_scaling must be a dict such as {EXAMPLE}, got {checks.shown(scaling)}")
-    given = {key: value for key, value in scaling.items() if value is not None}
-    if "rope_type" not in given and "type" not in given:
-        raise ConfigError(f"rope_scaling has no rope_type; known: {', '.join(SCALINGS)}")
-    if "type" in given and "rope_type" in given and given["type"] != given["rope_type"]:
-        raise ConfigError(f"rope scaling {_short(given)}: type and rope_type contradict each other; pass one of them")
-    inner = given.pop("rope_theta", theta)
-    if theta is not None and inner != theta:
-        raise ConfigError(f"rope theta was given twice, as {inner!r:.40} and {theta!r:.40}; pass it once")
-    kind = kind_of(given)
-    unknown = [key for key in given if key not in ("rope_type", "type", *PARAMETERS[kind])]
-    if unknown:
-        known = ", ".join(PARAMETERS[kind]) or "nothing"
-        raise ConfigError(f"rope scaling {kind} does not accept {', '.join(unknown)!r:.80}; it accepts: {known}")
-    if kind in STRETCHING and "factor" not in given:
-        raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
-    if kind == "llama3":  # the constants of Meta's apply_scaling
-        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
-    if kind == "yarn" and _number(given, "beta_fast", default=32) < _number(given, "beta_slow", default=1):
-        raise ConfigError(f"rope scaling {_short(given)}: beta_fast must not be below beta_slow")
-    return given, inner
 
 
 def trained_length(config: ModelConfig) -> float:
@@ -280,10 +219,6 @@ def inverse_frequencies(
     if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD, ConfigError) % 2:
         raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
     kind = kind_of(scaling)
-    if dim == 2 and kind in ("ntk", "dynamic"):
-        raise ConfigError(f"rope scaling {kind} multiplies the base by factor^(D / (D - 2)), so D can't be 2")
-    if theta == 1 and kind == "yarn":
-        raise ConfigError("rope scaling yarn divides by log(theta), so theta must not be 1")
     try:
         inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
     except (OverflowError, ZeroDivisionError) as error:
@@ -309,15 +244,12 @@ def _trained_length(max_seq_len: int | None, scaling: Mapping[str, Any]) -> floa
 
 def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
-    values = scaling.get(key)
-    if not isinstance(values, list | tuple) or not all(map(checks.is_number, values)):
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of numbers, got {values!r:.40}")
-    if len(values) != base.dim // 2:
-        raise ConfigError(f"rope scaling {key}: expected {base.dim // 2} numbers, one per pair, got {len(values)}")
-    divide = torch.tensor(values, dtype=torch.float64)  # (D/2,)
-    if not bool((torch.isfinite(divide) & (divide > 0)).all()):
-        raise ConfigError(f"rope scaling {key}: every number must be finite and above 0")
-    return divide
+    values, pairs = scaling.get(key), base.dim // 2
+    if not isinstance(values, list | tuple) or len(values) != pairs:
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r}: expected {pairs} numbers, one per pair")
+    for value in values:
+        checks.positive(f"a number of rope scaling {key!r}", value, 1e300, ConfigError)
+    return torch.tensor(values, dtype=torch.float64)  # (D/2,)
 
 
 def _short(scaling: Mapping[str, Any]) -> str:

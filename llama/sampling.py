@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from . import checks
 from .errors import UsageError
 
-ORDER = "penalties, logit bias, processors, grammar, temperature, top-k, top-p, min-p"
 LARGEST_SEED = 2**63 - 1
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
@@ -87,6 +87,11 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
+    @cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """The ids of logit_bias and their values, (N,) each: converted once, not for each token."""
+        return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()]).float()
+
 
 class History(NamedTuple):
     """The text so far: ids (.., N) int64 on the device of the logits. The answer begins at `start`."""
@@ -121,23 +126,21 @@ def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: 
     return logits - count * frequency - (count > 0) * presence
 
 
-def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Add each bias to the logit of its id. logits (.., V); ids without a logit are never chosen anyway."""
-    known = {id: value for id, value in bias.items() if id < logits.shape[-1]}
-    ids = torch.tensor(list(known), device=logits.device, dtype=torch.long)  # (N,)
-    added = logits.new_tensor(list(known.values())).expand(*logits.shape[:-1], -1)  # (.., N)
-    return logits.index_add(-1, ids, added)  # (.., V)
+def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Add `values` (N,) to the logits (.., V) of `ids` (N,). Ids without a logit are never chosen anyway."""
+    known = ids < logits.shape[-1]  # (N,)
+    added = values[known].to(logits.device).expand(*logits.shape[:-1], -1)  # (.., N)
+    return logits.index_add(-1, ids[known].to(logits.device), added)  # (.., V)
 
 
 def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
     """Apply the user's functions to logits (V,). Raises UsageError unless each returns logits with a finite maximum."""
     for processor in processors:
         found = processor(ids.clone(), logits.clone())  # it may change them in place; the log-probabilities need these
-        if not isinstance(found, Tensor) or found.shape != logits.shape or not found.is_floating_point():
-            got = f"{tuple(found.shape)} in {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(f"a processor must return floating-point logits {tuple(logits.shape)}, got {got}")
-        if found.device != logits.device:
-            raise UsageError(f"a processor must return logits on {logits.device}, got {found.device}")
+        floats = isinstance(found, Tensor) and found.is_floating_point()
+        if not floats or (found.shape, found.device) != (logits.shape, logits.device):
+            needed = f"floating-point logits {tuple(logits.shape)} on {logits.device}"
+            raise UsageError(f"a processor must return {needed}, got {found!r:.80}")
         found = found.float()
         top = float(found.amax())
         if not math.isfinite(top) and math.isfinite(float(logits.amax())):
@@ -195,7 +198,7 @@ def edit(logits: Tensor, params: SamplingParams, text: History | None = None, al
             answer = text.ids[..., text.start :]
             logits = count_penalties(logits, answer, params.presence_penalty, params.frequency_penalty)
         if params.logit_bias:
-            logits = add_bias(logits, params.logit_bias)
+            logits = add_bias(logits, *params.bias)
         logits = process(logits, text.ids, params.processors)
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)

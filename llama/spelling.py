@@ -18,10 +18,3 @@ def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.85
 def did_you_mean(names: Sequence[str]) -> str:
     """'did you mean A, B or C? ', to stand before another sentence; '' for no names."""
     return f"did you mean {' or '.join([', '.join(names[:-1])] * (len(names) > 1) + [names[-1]])}? " if names else ""
-
-
-def unknown_option(name: str, known: Sequence[str]) -> str:
-    """The message for a keyword argument that is not in `known`."""
-    begun = [one for one in known if len(name) > 2 and one.startswith(name)]
-    meant = did_you_mean(begun or nearest(name, known, 1, 0.6))
-    return f"unknown option {name!r:.80}; {meant}{'Known' if meant else 'known'}: {', '.join(known)}"

@@ -25,7 +25,6 @@ from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
-from .spelling import unknown_option
 from .tokenizer import Tokenizer, token_ids
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
@@ -33,14 +32,13 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 BATCH_SIZE = 16  # answers in progress at once
 
 GRAMMARS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # option -> kind (structured.KINDS)
-OTHER_OPTIONS = (
-    *("stop", "logprobs", "top_logprobs", "prompt_logprobs", "n", "batch_size", "draft", "draft_tokens", "session"),
-    *("parse_special", "tools", "continues", "progress"),
-)
+ALONE = ("draft", "draft_tokens", "session")  # options that run one answer after the other
 MOST_ANSWERS = 1024  # to one prompt
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
+
+Dicts = Sequence[Mapping[str, Any]]  # messages of a chat, or tools
 
 
 class PromptQueue(Protocol):
@@ -130,22 +128,19 @@ class Llama:
             return self._complete([self.tokenizer.encode_prompt(prompt, parse_special)], n, options)[0]
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
-        for number, one in enumerate(prompt):
-            if not isinstance(one, str):
-                with _named(number, len(prompt)):
-                    raise UsageError(f"a prompt must be a string, got {type(one).__name__}")
-        alone = any(options.get(name) is not None for name in ("draft", "draft_tokens", "session"))
-        if alone and n is None:
-            one_by_one = []
-            options.pop("batch_size", None)
-            for number, one in enumerate(prompt):
-                with _named(number, len(prompt)):
-                    one_by_one.append(_last(self.stream(one, parse_special=parse_special, **options)))
-            return one_by_one
         encoded = []
         for number, one in enumerate(prompt):
             with _named(number, len(prompt)):
+                if not isinstance(one, str):
+                    raise UsageError(f"a prompt must be a string, got {type(one).__name__}")
                 encoded.append(self.tokenizer.encode_prompt(one, parse_special))
+        if n is None and any(options.get(name) is not None for name in ALONE):
+            options.pop("batch_size", None)
+            one_by_one = []
+            for number, ids in enumerate(encoded):
+                with _named(number, len(prompt)):
+                    one_by_one.append(_last(self.stream_ids(ids, **options)))
+            return one_by_one
         found = self._complete(encoded, 1 if n is None else n, options)
         return found if n is not None else [one for (one,) in found]
 
@@ -153,7 +148,7 @@ class Llama:
         """n completions of each prompt, as one batch."""
         options = dict(options)
         batch_size = options.pop("batch_size", BATCH_SIZE)
-        for name in ("draft", "draft_tokens", "session"):
+        for name in ALONE:
             if options.pop(name, None) is not None:
                 raise UsageError(f"{name} supports only one answer at a time: leave n out")
         prepared = [one for prompt in prompts for one in self.prepare(prompt, options, n)]
@@ -176,30 +171,11 @@ class Llama:
         return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special), **options)
 
     @overload
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        n: None = None,
-        **options: Any,
-    ) -> Completion: ...
+    def chat(self, messages: Dicts, *, n: None = None, **options: Any) -> Completion: ...
     @overload
+    def chat(self, messages: Dicts, *, n: int, **options: Any) -> list[Completion]: ...
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        n: int,
-        **options: Any,
-    ) -> list[Completion]: ...
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        n: int | None = None,
-        **options: Any,
+        self, messages: Dicts, *, tools: Dicts | None = None, n: int | None = None, **options: Any
     ) -> Completion | list[Completion]:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or with n a list of n answers.
 
@@ -211,19 +187,11 @@ class Llama:
             return _last(self.stream_chat(messages, tools=tools, **options))
         return self._complete([self.encode_chat(messages, tools)], n, {"continues": False, **options})[0]
 
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> Generator[Piece]:
+    def stream_chat(self, messages: Dicts, *, tools: Dicts | None = None, **options: Any) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
         return self.stream_ids(self.encode_chat(messages, tools), continues=False, **options)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def encode_chat(self, messages: Dicts, tools: Dicts | None = None) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the start of the assistant's turn."""
         return encode_chat(
             self.tokenizer,
@@ -416,13 +384,9 @@ class Llama:
                         yield prompt, answer.end(prompt.request.params, cached=cached, logprobs=prompt.request.logprobs)
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The sampling options, with a seed. Raises UsageError for an unknown option."""
-        fields = {f.name for f in dataclasses.fields(SamplingParams)}
-        if unknown := sorted(sampling.keys() - fields, key=str):
-            known = sorted({*fields, *GRAMMARS, *OTHER_OPTIONS})
-            if unknown[0] in known:
-                raise UsageError(f"the option {unknown[0]!r} does not apply to this call: leave it out")
-            raise UsageError(unknown_option(str(unknown[0]), known))
+        """The sampling options, with a seed. Raises UsageError for an option that this call does not have."""
+        if unknown := sorted(sampling.keys() - {field.name for field in dataclasses.fields(SamplingParams)}, key=str):
+            raise UsageError(f"unknown option {unknown[0]!r:.80}; `help(llama.Llama)` lists the options")
         params = SamplingParams(**{**self.sampling, **sampling})
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))

@@ -1,11 +1,10 @@
-"""Reading a checkpoint's tensors for a model: their names and shapes, row order, dtype, format and size."""
+"""A model's weights: which there are, how each is stored (`plan_weights`, once), and how each is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint
 from .checkpoint.base import FLOATS
 from .config import ModelConfig
-from .engine.linears import SkipInit, kept_format
+from .engine.linears import kept_format
 from .engine.quantized_weight import QuantizedWeight
 from .errors import CheckpointError, DamagedError
 from .model import Transformer
@@ -26,95 +25,92 @@ from .rope import Layout, to_half_layout, to_interleaved_layout
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
 
 
-@dataclass(frozen=True)
-class Storage:
-    """How a model stores its weights.
+# --------------------------------------------------------------------------------------------------------- the plan
+class WeightPlan(NamedTuple):
+    """How the model stores a weight: its name in the checkpoint, its device, and its format; None: floating point."""
 
-    dtype        of float weights
+    source: str
+    device: torch.device
+    format: BlockFormat | None
+
+
+def plan_weights(
+    checkpoint: Checkpoint, device_of: Callable[[str], torch.device], scheme: Scheme | None, keep_blocks: bool
+) -> dict[str, WeightPlan]:
+    """How to store each weight, by its name in the model. Reads one row of each matrix.
+
     scheme       quantizes the linear layers; None: no quantization
     keep_blocks  use a file's quantized blocks unchanged where the device has a kernel for them
-    layout       order of the rows of wq and wk
+
+    Tied weights are "output.weight"; on two devices, they are "tok_embeddings.weight" too.
     """
+    sources = {name: name for name in checkpoint.shapes}
+    tied = checkpoint.config.tie_embeddings
+    if tied:
+        sources["output.weight"] = "tok_embeddings.weight"
+        if device_of("tok_embeddings") == device_of("output"):
+            del sources["tok_embeddings.weight"]
 
-    dtype: torch.dtype
-    scheme: Scheme | None
-    keep_blocks: bool
-    layout: Layout
+    def format_of(name: str, source: str) -> BlockFormat | None:
+        if len(checkpoint.shapes[source]) != 2:
+            return None
+        embedding = name == "tok_embeddings.weight" and not tied
+        if scheme is not None and not embedding:
+            return scheme_for("output" if source != name else name.removesuffix(".weight"), scheme).format
+        blocks = checkpoint.blocks(source, slice(0, 1)) if keep_blocks else None
+        if blocks is None or (name == "tok_embeddings.weight" and device_of(name).type != "cpu"):
+            return None
+        return kept_format(blocks, device_of(name))
 
-
-def quantized_format(
-    checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage
-) -> tuple[BlockFormat | None, bool]:
-    """The format in which a model stores a weight, None for a float weight; and whether the file has that format.
-
-    Weights that the file stores in the format of the scheme are used unchanged: quantizing again would lose precision.
-    """
-    if len(checkpoint.shapes[name]) != 2:
-        return None, False
-    in_file = checkpoint.blocks(name, slice(0, 1))
-    layer = name.removesuffix(".weight")
-    if layer == "tok_embeddings" and checkpoint.config.tie_embeddings:
-        layer = "output"
-    if storage.scheme is not None and layer != "tok_embeddings":
-        wanted = scheme_for(layer, storage.scheme).format
-        return wanted, in_file is not None and in_file.as_format(wanted) is not None
-    if in_file is None or not storage.keep_blocks or (layer == "tok_embeddings" and device.type != "cpu"):
-        return None, False
-    kept = kept_format(in_file, device)
-    return kept, kept is not None
+    return {name: WeightPlan(source, device_of(name), format_of(name, source)) for name, source in sources.items()}
 
 
-def memory_footprint(checkpoint: Checkpoint, names: Iterable[str], device: torch.device, storage: Storage) -> int:
-    """Bytes of weights in a model. Only headers are read."""
-    weights = 0
-    formats: dict[object, tuple[BlockFormat | None, bool]] = {}  # by stored type and shape, the same for all layers
-    for name in names:
-        shape, stored = checkpoint.shapes[name], checkpoint.stored(name)
-        changed = checkpoint.changed(name)
-        kind = stored, shape, changed, name if name in ("tok_embeddings.weight", "output.weight") else None
-        if kind not in formats:
-            formats[kind] = quantized_format(checkpoint, name, device, storage)
-        format, _ = formats[kind]
-        if format is not None:
-            size = -(-shape[0] // TILE) * tile_bytes(shape[1], format)
-        else:
-            size = math.prod(shape) * storage.dtype.itemsize
-        weights += size
-    return weights
+def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dtype) -> int:
+    """Bytes of a weight in the model; `dtype` is that of float weights."""
+    shape = checkpoint.shapes[weight.source]
+    if weight.format is None:
+        return math.prod(shape) * dtype.itemsize
+    return -(-shape[0] // TILE) * tile_bytes(shape[1], weight.format)
 
 
-def dequantization_warning(
-    checkpoint: Checkpoint, device_of: Callable[[str], torch.device], storage: Storage
-) -> list[str]:
+def dequantization_warning(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
     """A warning if linear layers that a file stores quantized are dequantized on a GPU; otherwise an empty list."""
-    kinds, formats, entries = set(), {}, 0
-    for name, shape in checkpoint.shapes.items():
-        device, kind = device_of(name), checkpoint.stored(name)
-        key = device, kind, shape, checkpoint.changed(name), name == "tok_embeddings.weight"
-        if device.type == "cpu" or len(shape) != 2 or kind in FLOATS.values():
-            continue
-        if key not in formats:
-            dequantized = quantized_format(checkpoint, name, device, storage)[0] is None
-            untied = name == "tok_embeddings.weight" and not checkpoint.config.tie_embeddings
-            formats[key] = dequantized and not untied and checkpoint.blocks(name, slice(0, 1)) is not None
-        if formats[key]:
+    kinds, size = set(), 0
+    for name, weight in weights.items():
+        matrix = len(checkpoint.shapes[weight.source]) == 2 and name != "tok_embeddings.weight"
+        kind = checkpoint.stored(weight.source)
+        if matrix and weight.device.type != "cpu" and weight.format is None and kind not in FLOATS.values():
             kinds.add(kind)
-            entries += math.prod(shape)
+            size += memory_footprint(checkpoint, weight, dtype)
     if not kinds:
         return []
     return [
         f"on the GPU, weights stored as {', '.join(sorted(kinds))} are dequantized to"
-        f" {str(storage.dtype).removeprefix('torch.')}, which takes {entries * storage.dtype.itemsize / 1e9:.1f} GB;"
+        f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB;"
         " --quantize int8 or int4 quantizes them again"
     ]
 
 
-def read_weight(checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage) -> Tensor | QuantizedWeight:
-    """A matrix as the model stores it: float on the device, or quantized."""
-    format, _ = quantized_format(checkpoint, name, device, storage)
-    if format is None:
-        return read_float(checkpoint, name, device, storage)
-    return read_quantized(checkpoint, name, format, storage.layout)
+def requantization_warning(checkpoint: Checkpoint, formats: Mapping[str, BlockFormat | None]) -> list[str]:
+    """A warning if some weights are stored quantized, but in other formats; otherwise an empty list."""
+    kinds = {
+        kind
+        for name, format in formats.items()
+        if format is not None
+        and (kind := checkpoint.stored(name)) not in FLOATS.values()
+        and not is_stored_as(checkpoint, name, format)
+    }
+    if not kinds:
+        return []
+    names = ", ".join(sorted(kinds))
+    return [f"the source is already quantized ({names}); quantizing the original would lose less accuracy"]
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+def is_stored_as(checkpoint: Checkpoint, name: str, format: BlockFormat) -> bool:
+    """Whether the file has a weight in a quantized format, so that it is used unchanged."""
+    row = checkpoint.blocks(name, slice(0, 1))
+    return row is not None and row.as_format(format) is not None
 
 
 def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layout: Layout) -> QuantizedWeight:
@@ -125,7 +121,6 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
     shape: tuple[int, int] = checkpoint.shapes[name]  # type: ignore[assignment]
     reordered = layout != checkpoint.layout and name.endswith(ROTATED)
     order = checkpoint.config.head_dim, checkpoint.layout, layout
-    first = checkpoint.blocks(name, slice(0, 1))
 
     def blocks(rows: slice) -> Blocks:
         found = checkpoint.blocks(name, rows)
@@ -133,97 +128,24 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
             raise RuntimeError(f"the storage of {name} changed while it was read")
         return found.as_format(format) or found
 
-    in_file = first is not None and first.as_format(format) is not None
-    if in_file and reordered:
-        everything = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
-        return QuantizedWeight.from_file(everything.rows, shape)
-    if in_file:
+    if is_stored_as(checkpoint, name, format):
+        if reordered:
+            everything = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
+            return QuantizedWeight.from_file(everything.rows, shape)
         return QuantizedWeight.from_file(blocks, shape, checkpoint.tiles(name))
-    if first is not None and not reordered:
+    if not reordered and checkpoint.blocks(name, slice(0, 1)) is not None:
         return QuantizedWeight.from_float(lambda rows: blocks(rows).weight, shape, format)
-    weight = to_layout(name, checkpoint.tensor(name), *order)
-    return QuantizedWeight.from_tensor(weight, format)
+    return QuantizedWeight.from_tensor(to_layout(name, checkpoint.tensor(name), *order), format)
 
 
-def read_float(checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage) -> Tensor:
-    """A tensor in the model's row order, on a device and in the dtype of float weights."""
+def read_float(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A tensor with the rows of wq and wk in the order `layout`, on a device and in a dtype."""
     stored = checkpoint.tensor(name)
-    ordered = to_layout(name, stored, checkpoint.config.head_dim, checkpoint.layout, storage.layout)
-    value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, storage.dtype)
+    ordered = to_layout(name, stored, checkpoint.config.head_dim, checkpoint.layout, layout)
+    value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, dtype)
     if value.data_ptr() != stored.data_ptr():
         checkpoint.release(name)
     return value
-
-
-def requantization_warning(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
-    """A warning if linear layers are stored quantized in another format than the scheme's; otherwise an empty list."""
-    storage = Storage(torch.float32, scheme, keep_blocks=False, layout=checkpoint.layout)
-    before = set()
-    for name in checkpoint.shapes:
-        format, in_file = quantized_format(checkpoint, name, torch.device("cpu"), storage)
-        if format is not None and not in_file and checkpoint.stored(name) not in FLOATS.values():
-            before.add(checkpoint.stored(name))
-    if not before:
-        return []
-    kinds = ", ".join(sorted(before))
-    return [f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy"]
-
-
-def check_tensors(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
-
-    This is the one check after the libraries' own: names and shapes are compared in `mismatches`. Values that are not
-    finite are found where weights are read: `QuantizedWeight` refuses them, float weights are read as they are, and
-    `verify --tensors` searches all. Ids of tokens are compared with the embedding by `base.check_vocabulary` and, in a
-    prompt, by `checks.known_ids`.
-    """
-    if found := mismatches(checkpoint):
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise DamagedError(f"{checkpoint.path}: {found[0]}{more}: the tensors are not those of the configuration")
-
-
-def mismatches(checkpoint: Checkpoint) -> list[str]:
-    """All differences between tensors and configuration, as phrases with the names that the files use."""
-    config, shapes, file_name = checkpoint.config, checkpoint.shapes, checkpoint.file_name
-    layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
-    if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
-        last = f", up to layer {max(layers)}" if layers else ""
-        return [f"the configuration has {config.n_layers} layers, but the file has tensors of {len(layers)}{last}"]
-    expected = expected_shapes(config)
-    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
-    found = []
-    for problem, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-            found.append(f"{count} {problem}: {', '.join(map(file_name, names[:3]))}{more}")
-    return found + [
-        f"{file_name(name)} has shape {shapes[name]}, but the configuration requires {shape}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model and its shape, without a tied output projection."""
-    with torch.device("meta"), SkipInit():
-        state = Transformer(config).state_dict()
-    return {
-        name: tuple(tensor.shape)
-        for name, tensor in state.items()
-        if not (config.tie_embeddings and name == "output.weight")
-    }
-
-
-def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
-    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
-    model = Transformer(config, rope, **options).requires_grad_(False).eval()
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
-        weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
-    return model
 
 
 def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
@@ -237,7 +159,78 @@ def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) ->
     """Move to a device and cast to a dtype. Raises CheckpointError for a value that float16 would make infinite."""
     cast = tensor.to(device=device, dtype=dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(
-            f"{name} holds values beyond float16's limit, 65504; use dtype='bfloat16' or 'float32' (--dtype)"
-        )
+        raise CheckpointError(f"{name} holds values beyond float16's limit, 65504; use dtype='bfloat16' (--dtype)")
     return cast
+
+
+# --------------------------------------------------------------------------------------------------- names and shapes
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
+
+    This is the one check after the libraries' own. Values that are not finite are found where weights are read:
+    `QuantizedWeight` refuses them, float weights are read as they are, and `verify --tensors` searches all.
+    """
+    if found := mismatches(checkpoint):
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise DamagedError(f"{checkpoint.path}: {found[0]}{more}: the tensors are not those of the configuration")
+
+
+def mismatches(checkpoint: Checkpoint) -> list[str]:
+    """All differences between tensors and configuration, as phrases with the names that the files use."""
+    config, shapes, file_name = checkpoint.config, checkpoint.shapes, checkpoint.file_name
+    layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
+    if len(layers) != config.n_layers or max(layers, default=-1) >= config.n_layers:
+        return [f"the configuration has {config.n_layers} layers, but the file has tensors of {len(layers)}"]
+    expected = expected_shapes(config)
+    found = []
+    for problem, differing in (
+        ("missing", expected.keys() - shapes.keys()),
+        ("unexpected", shapes.keys() - expected.keys()),
+    ):
+        if differing:
+            names = ", ".join(map(file_name, sorted(differing)[:3]))
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            count = "1 tensor is" if len(differing) == 1 else f"{len(differing)} tensors are"
+            found.append(f"{count} {problem}: {names}{more}")
+    return found + [
+        f"{file_name(name)} has shape {shapes[name]}, but the configuration requires {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model and its shape, in the model's order, without a tied output projection."""
+    C, F, vocabulary = config.dim, config.hidden_dim, (config.vocab_size, config.dim)
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    qkv_bias = config.attention_bias or config.qkv_bias
+
+    def linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+    block = {
+        "attention_norm.weight": (C,),
+        **linear("attention.wq", q, C, qkv_bias),
+        **linear("attention.wk", kv, C, qkv_bias),
+        **linear("attention.wv", kv, C, qkv_bias),
+        **linear("attention.wo", C, q, config.attention_bias),
+        "ffn_norm.weight": (C,),
+        **linear("feed_forward.w_gate", F, C, config.mlp_bias),
+        **linear("feed_forward.w_up", F, C, config.mlp_bias),
+        **linear("feed_forward.w_down", C, F, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": vocabulary}
+    for i in range(config.n_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+    return shapes | {"norm.weight": (C,)} | ({} if config.tie_embeddings else {"output.weight": vocabulary})
+
+
+def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
+    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
+    model = Transformer(config, rope, **options).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
+        weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
+    return model

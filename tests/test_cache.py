@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
-from llama import loader
 from llama.attention import reference, sdpa
 from llama.cache import FIRST_SLOTS, KVCache, QuantizedKV, quantize_kv
 from llama.engine import kernels
@@ -86,13 +84,6 @@ def test_attention_uses_the_dequantized_values() -> None:
         torch.testing.assert_close(attend(q, quantized_k, quantized_v), expected, rtol=0, atol=1e-5)
 
 
-def test_8_bits_use_about_half_the_memory_of_16() -> None:
-    plain = KVCache(2, 2, 64, 100, dtype=torch.bfloat16)
-    quantized = KVCache(2, 2, 64, 100, dtype=torch.bfloat16, kind="int8")
-    size = [sum(t.nbytes for layer in c.layers for t in layer.buffers) for c in (plain, quantized)]
-    assert size[1] / size[0] == (64 + 4) / 128
-
-
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
 def test_a_cache_that_grew_while_generating_can_be_used_without_inference_mode(
@@ -121,13 +112,6 @@ def test_positions_of_a_pass_may_be_in_any_order_but_leave_no_gap() -> None:
         model(text[:, :2], torch.tensor([6, 4]), cache)
 
 
-def test_an_unknown_kind_is_an_error_that_names_it(tiny_gguf: Path) -> None:
-    with pytest.raises(UsageError, match=r"'int3'.*model, int8"):
-        KVCache(1, 1, 16, 10, kind="int3")
-    with pytest.raises(UsageError, match=r"'int3'"):
-        loader.load(tiny_gguf, kv_cache="int3")
-
-
 def test_logits_with_a_fixed_cache_equal_those_with_a_growing_one() -> None:
     net, tokens = tiny.model(), tiny.random_tokens(12)[0].tolist()
     grown = net.new_cache(40)
@@ -150,7 +134,7 @@ def test_sizes_lengths_and_rows_must_be_integers_in_range() -> None:
     cache.place(2)
     cache.commit()
     for length in (1.5, True, -1, 3):
-        with pytest.raises(UsageError, match=r"can't be trimmed to .*; pass an integer from 0 to 2$"):
+        with pytest.raises(UsageError, match="must be an integer from 0 to 2, got"):
             cache.trim(length)  # type: ignore[arg-type]
     for rows in ((5, 9), (-1, 0), (1, 1), (0, 4), (0, 1, 9), (0, 1.0)):
         with pytest.raises(UsageError, match=r"rows? must be an integer from"):

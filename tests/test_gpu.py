@@ -33,7 +33,7 @@ from llama.model import Transformer
 from llama.quant.blocks import READERS
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.sampling import SamplingParams
-from llama.weights import Storage, dequantization_warning
+from llama.weights import dequantization_warning, plan_weights
 
 from . import tiny
 
@@ -181,10 +181,10 @@ def test_only_plain_types_of_a_file_stay_packed(type: str) -> None:
 ])  # fmt: skip
 def test_one_line_says_what_is_dequantized(type: str, expected: list[str], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", CONFIG, quantization=type))
-    storage = Storage(torch.bfloat16, None, keep_blocks=True, layout="interleaved")
-    lines = dequantization_warning(checkpoint, lambda name: CUDA, storage)
+    on_gpu, on_cpu = (plan_weights(checkpoint, lambda name, d=d: d, None, True) for d in (CUDA, torch.device("cpu")))
+    lines = dequantization_warning(checkpoint, on_gpu, torch.bfloat16)
     assert [words in line for words, line in zip(expected, lines, strict=True)] == [True] * len(expected)
-    assert dequantization_warning(checkpoint, lambda name: torch.device("cpu"), storage) == []
+    assert dequantization_warning(checkpoint, on_cpu, torch.bfloat16) == []
 
 
 def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from llama import loader, weights
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
 
-from . import meta_code
+from . import meta_code, tiny
 from .scripts import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,9 +46,22 @@ def test_every_official_model_has_a_configuration() -> None:
 @pytest.mark.parametrize("like", PARAMETERS)
 def test_official_models_have_their_published_parameter_counts(like: str) -> None:
     config = make_tiny.real_config(like)
-    with torch.device("meta"), weights.SkipInit():
-        model = llama.Transformer(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[like] == config.n_params
+    shapes = weights.expected_shapes(config)
+    assert sum(math.prod(shape) for shape in shapes.values()) == PARAMETERS[like] == config.n_params
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": True}, {"attention_bias": True}, {"qkv_bias": True, "mlp_bias": True}, {"n_kv_heads": 4}],
+    ids=str,
+)
+def test_the_expected_shapes_are_those_of_the_model(changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(tiny.CONFIG, **changes)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in llama.Transformer(config).state_dict().items()}
+    if config.tie_embeddings:
+        shapes.pop("output.weight")
+    assert list(weights.expected_shapes(config).items()) == list(shapes.items())
 
 
 # ---------------------------------------------------------------------------------------------------------- parity

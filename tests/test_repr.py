@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import llama
-from llama import text
 from llama.errors import UsageError
 from llama.text import Llama, Piece, Session
 from llama.tokenizer import Decoder
@@ -30,12 +29,6 @@ def test_a_repr_is_one_short_line_with_the_facts(tiny_llm: Llama) -> None:
     for tokenizer in (*TURNS.values(), *OTHERS.values()):
         assert "\n" not in repr(tokenizer)
         assert f"{tokenizer.n_vocab:,} ids" in repr(tokenizer)
-
-
-def test_a_quantized_model_says_so(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ", torch.float32, cpu, " in repr(tiny_llm)
-    monkeypatch.setattr(text, "describe_quantization", lambda model: "4/8-bit")
-    assert ", torch.float32, 4/8-bit weights, cpu, " in repr(tiny_llm)
 
 
 def test_the_repr_of_an_answer_does_not_grow_with_it(tiny_llm: Llama) -> None:
@@ -77,19 +70,9 @@ def test_an_unknown_id_is_an_error_that_names_it(tiny_llm: Llama, use: str, id: 
     assert isinstance(caught.value, llama.LlamaError)
 
 
-@pytest.mark.parametrize("use", USES)
-def test_the_last_id_is_known(tiny_llm: Llama, use: str) -> None:
-    last = tiny_llm.tokenizer.n_vocab if use in ("decode", "token_bytes", "decoder") else tiny.CONFIG.vocab_size
-    USES[use](tiny_llm, last - 1)
-
-
 @pytest.mark.slow  # imports torch._dynamo and the operators of the meta device
 def test_the_check_of_ids_is_skipped_where_tokens_have_no_values() -> None:
     model, tokens = tiny.model(), torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(torch.compile(model, backend="eager")(tokens), model(tokens))
     with torch.device("meta"):
         assert llama.Transformer(tiny.CONFIG)(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 320)
-
-
-def test_no_tokens_are_no_unknown_ids() -> None:
-    assert tiny.model()(torch.zeros(1, 0, dtype=torch.long)).shape == (1, 0, 320)

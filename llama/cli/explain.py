@@ -28,7 +28,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..rope_scaling import with_rope
+    from ..loader import with_rope
     from ..study import explain
 
     arguments.check_one_device(args, "explain")

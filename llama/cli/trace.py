@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     arguments.check_one_device(args, "trace")
     if args.sample and (args.text, args.prompt, args.file) != (None, None, None):
         raise UsageError("--sample is the text, and a prompt was given too; leave one of them out")
-    from ..rope_scaling import reach, with_rope
+    from ..loader import with_rope
+    from ..rope_scaling import reach
     from ..study import intervene, trace, trace_page
     from ..study.perplexity import scaling_of
 

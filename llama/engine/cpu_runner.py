@@ -153,9 +153,6 @@ class KernelRunner(Runner):
             )
         return False
 
-    def module_by_module(self) -> Runner:
-        return Runner(self.cache_kind, self.check_memory)
-
 
 def has_gradients(model: Transformer) -> bool:
     """Whether PyTorch records operations on a weight. The kernels have no derivatives."""

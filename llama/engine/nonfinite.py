@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model import Transformer
+from ..model import Runner, Transformer
+from .cpu_runner import KernelRunner
 from .linears import BlockEmbedding, TileEmbedding, TileLinear
 
 CHUNK = 256  # tokens per pass
@@ -90,7 +91,9 @@ def begins(model: Transformer, tokens: Sequence[int]) -> Begins | None:
 
 def _pass(model: Transformer, tokens: Sequence[int]) -> None:
     """Prefill and one decoding step, module by module: the last token is fed alone."""
-    runner = model.runner.module_by_module()
+    runner = model.runner
+    if isinstance(runner, KernelRunner):  # it calls no hooks
+        runner = Runner(runner.cache_kind, runner.check_memory)
     cache = runner.new_cache(model, len(tokens), batch=1, fixed=False)
     edges = [*range(0, len(tokens) - 1, CHUNK), len(tokens) - 1, len(tokens)]
     for start, end in pairwise(edges):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..errors import UsageError
+from ..loader import with_rope
 from ..model import Transformer
 from ..rope import Rope
-from ..rope_scaling import with_rope
 from .inside import Place, marked, patch
 
 

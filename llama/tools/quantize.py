@@ -77,7 +77,7 @@ def quantize(
         write(path, recorded, {name: format for name, format in formats.items() if format}, scheme, shards)
 
     proof = save(target, True, dataclasses.replace(model, read=read), write_folder, read_back, progress)
-    return dataclasses.replace(proof, warnings=warnings + requantization_warning(checkpoint, chosen))
+    return dataclasses.replace(proof, warnings=warnings + requantization_warning(checkpoint, formats))
 
 
 def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
