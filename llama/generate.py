@@ -165,12 +165,6 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     return room
 
 
-def agree(model: Transformer, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A choice from logits; the first process's, if several share the model, since others may round differently."""
-    world = model.runner.world
-    return choice if world is None else world.agree(choice)
-
-
 def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
     """The random generator of one answer, seeded with params.seed or at random."""
     generator = torch.Generator(device)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama.cli import main
+from llama.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs/guides/sizing.md").read_text()
