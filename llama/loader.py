@@ -249,7 +249,7 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
     placement = pick_placement(config, options.device, options.gpu_layers)
     if options.compile and not placement.single:
-        raise UsageError("compile (--compile) works on one device; leave out gpu_layers and name one device (--device)")
+        raise UsageError("compile (--compile) runs on one device; leave out gpu_layers and name one device (--device)")
     dtype = pick_dtype(options.dtype, placement.output)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
         LOG.warning("clearllama: warning: float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
