@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def check(args: argparse.Namespace, argv: Sequence[str], size: int) -> None:
     """Raise UsageError for options that do not fit the number of processes."""
-    if not hasattr(args, "world"):  # `plan` has options with these names
+    if not hasattr(args, "world"):  # a command without these options
         if size > 1:
             raise UsageError(f"clearllama {args.command} runs in one process; start it without torchrun")
         return
