@@ -133,7 +133,7 @@ def preload() -> None:
     import llama
 
     for module in pkgutil.walk_packages(llama.__path__, "llama."):
-        if not module.name.startswith(("llama.__main__", "llama.server")):
+        if not module.name.startswith(("llama.__main__", "llama.server", "llama.tools.harness")):
             importlib.import_module(module.name)
     for name in ("platformdirs", "safetensors", "torch.utils._device"):
         importlib.import_module(name)

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llama
-from llama.cli import bench, main
+from llama.cli import main
 from llama.engine import runtime
 from llama.system import cores
 from llama.system.cores import available_cores
+from llama.tools import benchmark
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 GROUPS = {  # a container with a namespace of its own; one without; a service; both versions at once
@@ -111,12 +112,12 @@ def test_the_command_sets_the_threads_and_the_library_does_not(
     llama.load(tiny_gguf).generate("a", max_new_tokens=1)
     llama.load_model(tiny_gguf)
     assert torch.get_num_threads() == 2
-    monkeypatch.setattr(bench, "measure", lambda *_: {})
+    monkeypatch.setattr(benchmark, "measure", lambda *_: {})
     for options, line in (([], "3 threads"), (["--threads", "1"], "1 thread")):
         assert main(["bench", "-m", str(tiny_gguf), *options]) == 0
         assert torch.get_num_threads() == int(line[0])
         assert runtime.describe_threads() == line
-        assert capsys.readouterr().err == f"clearllama: {line}\n"
+        assert f"clearllama: {line}\n" in capsys.readouterr().err
 
 
 @linux

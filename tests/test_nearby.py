@@ -165,10 +165,10 @@ def test_a_session_belongs_to_its_tokenizer(root: Path, tmp_path: Path) -> None:
     llm.generate(TEXT, max_new_tokens=2, session=session)
     session.save(tmp_path / "s", llm.model)
     Session.load(tmp_path / "s", llm.model, llm.tokenizer)
-    with pytest.raises(CheckpointError, match="was saved with another tokenizer, so its ids mean different text"):
+    with pytest.raises(CheckpointError, match="was saved with tokenizer"):
         Session.load(tmp_path / "s", swapped.model, swapped.tokenizer)
     loaded = Session.load(tmp_path / "s", swapped.model)  # compared by the first stream
-    with pytest.raises(UsageError, match="this session contains ids of another tokenizer"):
+    with pytest.raises(UsageError, match="this session holds ids of another tokenizer"):
         swapped.generate(TEXT, max_new_tokens=2, session=loaded)
     again = llama.load(folder, device="cpu", dtype="float32")
     assert (

@@ -63,7 +63,7 @@ class Proof:
     warnings: list[str]
 
 
-def convert(
+def convert(  # many parameters, since each is a choice of the user
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     to: str,

@@ -159,4 +159,4 @@ def test_texts_of_other_lengths_are_shown_token_by_token(tiny_gguf: Path, capsys
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert "a | b" in err
-    assert "reword one of them" in err
+    assert "must have 3 tokens as the prompt, got 2" in err

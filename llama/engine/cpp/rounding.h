@@ -1,4 +1,4 @@
-// Quantizes a weight to 4 or 8 bits and packs it: the same as quant.schemes.quantize followed by quant.tiles.pack.
+// Quantizes a weight to 4 or 8 bits and packs it: the same as quant.rounding.quantize followed by quant.tiles.pack.
 
 #pragma once
 
@@ -161,7 +161,7 @@ void quantize_lanes(const T* w, int64_t rows, int64_t K, const Settings& s, uint
     if (!s.group) std::memcpy(tile + 4 * lane, &row_scale, sizeof(row_scale));
 }
 
-// Quantizes and packs `rows` rows (K) into one tile. quant.schemes.quantize explains the method, blocks.h the layout.
+// Quantizes and packs `rows` rows (K) into one tile. quant.rounding.quantize explains the method, blocks.h the layout.
 template <typename T>
 void quantize_tile(const T* w, int64_t rows, int64_t K, const Settings& s, uint8_t* tile) {
     for (int64_t lane = 0; lane < ROWS; lane += LANES) quantize_lanes(w + std::min(lane, rows) * K, rows - lane, K, s, tile, lane);
