@@ -7,7 +7,6 @@ fails writes one line and ends; then torchrun, and lost connections, end the oth
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shlex
@@ -62,12 +61,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except (Exception, SystemExit) as error:
         if args.debug or isinstance(error, BrokenPipeError):
             raise
+        for number in (signal.SIGINT, signal.SIGTERM):  # this process ends anyway, after its line
+            signal.signal(number, signal.SIG_IGN)
         message = streams.describe(error)
         if isinstance(error, SystemExit):  # a signal
             message = "interrupted" if error.code == 130 else "another rank ended, or torchrun was stopped"
         elif re.search("gloo|NCCL|Connection", message):
-            with contextlib.suppress(SystemExit):
-                time.sleep(1)  # Ctrl-C ends the ranks one after the other: this one may be next
+            time.sleep(1)  # the other rank may write the reason
             message = "another rank ended or can't be reached; --debug shows where"
         elif not isinstance(error, UsageError):
             message = f"rank {rank}: {message}"
