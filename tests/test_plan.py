@@ -156,11 +156,10 @@ def test_a_cpu_has_the_dtype_in_which_it_would_run(
 
 def test_gpus_and_quantities_are_parsed() -> None:
     assert parse_gpus("16xh100") == (16, H100)
-    assert parse_gpus(" 2 x a100 ") == (2, GPUS["a100-80"])
+    assert parse_gpus(" 2 x a100 ") == (2, GPUS["a100"])
     assert parse_gpus("cpu", 24e9, 40e9)[1][1:3] == (24e9, 40e9)
     slower = parse_gpus("H100", bandwidth=3e12)[1]
     assert (slower.bandwidth, slower.memory) == (3e12, 80e9)
-    assert "bandwidth as given" in slower.source
     for text, unit, value in (
         *(("80GB", "b", 80e9), ("24GiB", "b", 24 * 2**30), ("512B", "b", 512.0)),
         *(("3350GB/s", "b/s", 3.35e12), ("3.35 TB/s", "b/s", 3.35e12), ("40gb/s", "b/s", 40e9)),
@@ -220,9 +219,8 @@ def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.Ca
         (["-m", "llama-9.json", "--gpus", "H100"], "llama-9.json"),
         (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; give a path, .*; models without files: .*, llama-3-8b,"),
         (["-m", "/models/Meta-Llama-3-8B", "--gpus", "H100"], r"no file or folder '/models"),
-        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'.* did you mean rtx4090\? .*--gpu-memory 16GB"),
-        (["-m", "llama-3-8b", "--gpus", "2xtpu"], r"unknown GPU 'tpu'; known: H100, .*MI300X"),
-        (["-m", "llama-3-8b", "--gpus", "0xH100"], "a number up to 4096 and a name"),
+        (["-m", "llama-3-8b", "--gpus", "2xtpu"], "unknown GPU 'tpu'; known: h100, .*custom"),
+        (["-m", "llama-3-8b", "--gpus", "0xH100"], "number of GPUs must be an integer from 1"),
         (["-m", "llama-3-8b", "--gpus", "custom"], "custom has no data sheet: add --gpu-memory"),
         (["-m", "llama-3-8b", "--gpus", "H100", "--gpu-memory", "0GB"], "--gpu-memory must be a number above 0"),
     ],
