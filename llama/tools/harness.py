@@ -196,16 +196,15 @@ def template_of(llm: Llama) -> str:
 def generation_options(llm: Llama, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The generation_kwargs of a task as options of Llama.stream_ids, which refuses unknown ones."""
     values = dict(normalize_gen_kwargs(dict(settings), MAX_NEW_TOKENS))
+    length, stop, is_sampled = (values.pop(name) for name in ("max_gen_toks", "until", "do_sample"))
     if values.get("num_beams") == 1:
         del values["num_beams"]
-    options = {"max_new_tokens": values.pop("max_gen_toks"), "stop": values.pop("until"), "seed": seed}
-    options["continues"] = False
-    if not values.pop("do_sample"):
-        ignored = {"top_k", "top_p", "min_p"}
-        return options | {key: values[key] for key in values.keys() - ignored} | {"temperature": 0.0}
-    if not values.get("temperature"):
+    if is_sampled and not values.get("temperature"):
         raise UsageError("the task's generation_kwargs have do_sample: true, which needs a temperature above 0")
-    return {"top_k": llm.sampling.get("top_k", TOP_K)} | options | values
+    if not is_sampled:
+        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    options = {"top_k": llm.sampling.get("top_k", TOP_K), **values}
+    return {**options, "max_new_tokens": length, "stop": stop, "seed": seed, "continues": False}
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
