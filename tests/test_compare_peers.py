@@ -58,16 +58,6 @@ def test_the_result_is_the_median_of_ratios_over_rounds_with_both_engines() -> N
     assert compare_peers.ratios(runs[-2:]) == []
 
 
-def test_rows_are_not_mixed() -> None:
-    runs = [
-        run_of(1, "ours", None, 10, 1, "bf16"), run_of(1, "theirs", "llama.cpp", 5, 1, "bf16"),
-        run_of(1, "HF", "transformers", 4, 1, "bf16"),
-        run_of(1, "ours", None, 30, 1, "int8"), run_of(1, "theirs", "llama.cpp", 10, 1, "int8"),
-    ]  # fmt: skip
-    found = {(ratio["row"], ratio["peer"]): ratio["decode_ratio"] for ratio in compare_peers.ratios(runs)}
-    assert found == {("bf16", "llama.cpp"): 2, ("bf16", "transformers"): 2.5, ("int8", "llama.cpp"): 3}
-
-
 def test_a_turn_without_prefill_counts_only_for_decoding() -> None:
     runs = [
         run_of(1, "ours", None, 10, 30), run_of(1, "theirs", "llama.cpp", 10, 10),
@@ -120,9 +110,6 @@ def test_speeds_beside_busy_loops_are_divided_by_the_same_engines_idle_ones() ->
         "| int4 | theirs | 8.0 | 500 |  | 2.0 (0.25) | 500 (1.00) |  |  |",
     ]
     assert compare_peers.ratios(runs) == compare_peers.ratios(runs[:4])
-    alone = compare_peers.table([*runs[:4], run_of(1, "ours", None, 5, 1, busy=1)], 64).splitlines()
-    assert "decode beside 1 busy loop (/ idle)" in alone[0]
-    assert alone[3] == "| int4 | theirs | 8.0 | 500 |  |  |  |  |  |"
 
 
 def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
@@ -134,22 +121,10 @@ def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
     rows = compare_peers.rows_of(tmp_path)
     assert list(rows) == ["bf16", "int8", "int4"]
     for row, engines in rows.items():
-        (openvino,) = [engine for engine in engines if engine.peer == "OpenVINO"]
-        assert (openvino.path, openvino.options) == (tmp_path / f"openvino-{row}", {"weights": row})
-        ours = [engine for engine in engines if engine.peer is None]
-        assert sum("compile" in engine.options for engine in ours) * 2 == len(ours)
-        assert "llama.cpp" in {engine.peer for engine in engines}
-        assert len({engine.name for engine in engines}) == len(engines)
         expected = {"dtype": "bfloat16"} if row == "bf16" else {"quantize": row}
-        of_hf = [engine.options for engine in ours if engine.path.name == "hf"]
+        of_hf = [engine.options for engine in engines if engine.peer is None and engine.path.name == "hf"]
         assert of_hf == [expected, {**expected, "compile": True}]
-        assert all(engine.path.exists() for engine in engines if engine is not openvino)
-    (tmp_path / "q4_k.gguf").write_bytes(b"")
-    added = compare_peers.rows_of(tmp_path)
-    assert [(engine.peer, engine.path.name) for engine in added.pop("q4_k")] == [
-        (peer, "q4_k.gguf") for peer in (None, None, "llama.cpp")
-    ]
-    assert added == rows
+        assert {"llama.cpp", "OpenVINO"} <= {engine.peer for engine in engines}
     files = {engine.path for engine in compare_peers.rows_of(tmp_path / "bf16.gguf")["file"]}
     assert files == {tmp_path / "bf16.gguf"}
 
@@ -294,10 +269,9 @@ def test_engines_take_turns_and_every_result_is_recorded(
     assert code == 0
     shown, _ = capsys.readouterr()
     order = ["memory", "clearllama", "clearllama", "transformers", "llama.cpp"]
-    assert [name for name, _ in seen] == [*order, *order[::-1], *order]
+    assert [name for name, _ in seen] == [*order, *order[::-1], *order]  # one process per engine for all rounds
     assert [kind for _, kind in seen] == ["prefill"] * 5 + ["decode"] * 10
-    starts = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if line.split()[1].isdigit()]
-    assert starts == ["check", "check", *order]  # one process per engine for all rounds
+    assert len(started(tmp_path / "log", "llama.cpp")) == 1
     assert (len(facts["results"]), facts["failures"]) == (12, [])
     assert {(ratio["decode_ratio"], ratio["prefill_ratio"], ratio["rounds"]) for ratio in facts["ratios"]} == {
         (3, 2 * 30 / 20, 3)
@@ -314,8 +288,6 @@ def test_engines_take_turns_and_every_result_is_recorded(
         ["transformers, bfloat16", "10.0", "20", ""],
         ["llama.cpp", "10.0", "20", ""],
     ]
-    assert "transformers 1.2.3" in shown
-    assert "3 rounds (1 with prefill), 512 prompt tokens, 16 new, 7 threads" in shown
 
 
 @scripts_run
@@ -324,39 +296,20 @@ def test_engines_take_turns_and_every_result_is_recorded(
     [
         ({"start": "llama.cpp"}, 0, "no such weights"),
         ({"dies": ["llama.cpp"]}, 2, "fell over"),
-        ({"prints": ["llama.cpp"], "line": "hello"}, 2, "expected a line of JSON, got 'hello'"),
-        ({"prints": ["llama.cpp"], "line": "[3]"}, 2, "expected a line of JSON, got '[3]'"),
-        ({"prints": ["llama.cpp"], "line": '{"decode_tps": 0}'}, 2, "expected decode_tps, decoded above 0, got"),
-        ({"prints": ["llama.cpp"], "line": '{"speed": 3}'}, 2, "expected decode_tps, decoded above 0, got"),
+        ({"prints": ["llama.cpp"], "line": "[3]"}, 2, "expected a line of JSON"),
+        ({"prints": ["llama.cpp"], "line": '{"decode_tps": 0}'}, 2, "expected decode_tps, decoded above 0"),
     ],
 )
 def test_a_failed_engine_is_dropped_and_the_others_continue(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    defect: dict[str, Any],
-    round_: int,
-    error: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: dict[str, Any], round_: int, error: str
 ) -> None:
     code, _, facts = stand_ins(tmp_path, monkeypatch, **defect)
     assert code == 1
     (failure,) = facts["failures"]
-    assert (failure["round"], failure["row"], failure["engine"], failure["peer"]) == (
-        round_, "file", "llama.cpp", "llama.cpp"
-    )  # fmt: skip
+    assert (failure["round"], failure["row"], failure["peer"]) == (round_, "file", "llama.cpp")
     assert failure["error"].startswith(error)
     counts = [[run["engine"] for run in facts["results"]].count(name) for name in ("clearllama", "llama.cpp")]
     assert counts == [3, max(round_ - 1, 0)]
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[-1].startswith(f"compare_peers: 1 failed, the last llama.cpp: {error}")
-    assert any(line.startswith(f"round {round_}") and f"failed: {error}" in line for line in errors)
-
-
-@scripts_run
-def test_without_a_bandwidth_there_is_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, facts = stand_ins(tmp_path, monkeypatch, start="memory")
-    assert (code, facts["bandwidth_gbs"], len(facts["results"])) == (1, None, 12)
-    assert not any("share" in run for run in facts["results"])
 
 
 @scripts_run
@@ -377,8 +330,7 @@ def test_all_rounds_run_again_beside_busy_loops(
     assert [run["busy"] for run in facts["results"]] == [0] * 12 + [2] * 12
     assert {(ratio["decode_ratio"], ratio["rounds"]) for ratio in facts["ratios"]} == {(3, 3)}
     assert facts["bandwidth_gbs"] == 80  # of the rounds without busy loops
-    shown, turns_run = capsys.readouterr()
-    assert turns_run.count("  (16 of 20 tokens)\n") == 24
+    shown, _ = capsys.readouterr()
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| file")]
     assert [row[2:7] for row in rows] == [
         ["30.0", "60", "0.38", "7.5 (0.25)", "15 (0.25)"],
@@ -386,7 +338,6 @@ def test_all_rounds_run_again_beside_busy_loops(
         ["10.0", "20", "", "2.5 (0.25)", "5 (0.25)"],
         ["10.0", "20", "", "2.5 (0.25)", "5 (0.25)"],
     ]
-    assert "; then again beside 2 busy loops\n" in shown
 
 
 @scripts_run

@@ -254,7 +254,6 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
         task_manager=TaskManager(include_defaults=False),
     )
     assert expected is not None
-    assert found["results"].keys() == {"choice", "rolling", "until"}
     for task, scores in expected["results"].items():
         ours = found["results"][task]
         assert ours.keys() == scores.keys()
@@ -263,7 +262,7 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
         for one, other in zip(found["samples"][task], expected["samples"][task], strict=True):
             assert one["doc_hash"] == other["doc_hash"]
             assert one["prompt_hash"] == other["prompt_hash"]
-    assert found["task_hashes"].keys() == found["results"].keys()
+    assert found["task_hashes"].keys() == found["results"].keys() == {"choice", "rolling", "until"}
     assert (found["config"]["model"], found["chat_template"] is not None) == ("clearllama", chat)
 
 
@@ -304,20 +303,12 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "{tmp}"], "found no task"),
-        (["--tasks", "x", "--limit", "1.5"], "--limit must be a whole number, or a fraction below 1, got 1.5"),
-        (["--tasks", "x", "--log-samples"], "--log-samples needs --output FILE"),
-        (["--tasks", "x", "--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn needs --apply-chat-template"),
-    ],
-)
-def test_usage_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*(one.replace("{tmp}", str(tmp_path)) for one in arguments)) == 2
+@pytest.mark.parametrize("options", ["", "--limit 1.5", "--log-samples", "--no-fewshot-as-multiturn"])
+def test_usage_errors(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--tasks", str(tmp_path), *options.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert message in err
+    assert (options.split() or ["found no task"])[0] in err
 
 
 def test_tasks_that_can_not_run_are_one_error(tiny_llm: Llama, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
