@@ -94,7 +94,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Finding]:
-    """Compare the files that exist with checklists and indexes, and find broken links."""
+    """Compare the files that exist with checklists and indexes. The target of a broken link does not exist."""
     folder = path if path.is_dir() else path.parent
     needed = {file: f"{source} lists it" for file, _, source in sums}
     for file in (file for file in files if file.name.endswith(".index.json")):
@@ -102,9 +102,6 @@ def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Fin
             names = set(json.loads(file.read_bytes())["weight_map"].values())
             needed |= dict.fromkeys((folder / name for name in names), f"{file.name} names it")
     missing = {file.name: f"is missing: {why}" for file, why in needed.items() if not os.path.exists(file)}
-    if path.is_dir():
-        links = (file for file in sorted(path.iterdir()) if file.is_symlink() and not file.exists())
-        missing |= {file.name: f"is a link to {os.readlink(file)}, which does not exist" for file in links}
     for name, message in missing.items():
         yield Finding("fail", "files", name, message)
     if not missing:
