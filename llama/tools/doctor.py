@@ -109,10 +109,10 @@ def versions() -> Iterator[Finding]:
             found = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding("note" if extra else "fail", "versions", need.name, "not installed", remedy)
-            continue
-        fits = need.specifier.contains(found, prereleases=True)
-        message = f"{found}, expected {need.specifier}"
-        yield Finding("ok" if fits else "note", "versions", need.name, message, "" if fits else remedy)
+        else:
+            fits = need.specifier.contains(found, prereleases=True)
+            message = f"{found}, expected {need.specifier}"
+            yield Finding("ok" if fits else "note", "versions", need.name, message, "" if fits else remedy)
 
 
 def machine() -> Iterator[Finding]:
@@ -130,15 +130,13 @@ def folders() -> Iterator[Finding]:
     """The cache folder of this program, and that of the Hugging Face hub."""
     from huggingface_hub import constants
 
-    for item, folder, variable in (
-        ("folder", cache_folder(), "CLEARLLAMA_CACHE"),
-        ("hub", Path(constants.HF_HUB_CACHE), "HF_HOME"),
-    ):
+    for item, folder in (("folder", cache_folder()), ("hub", Path(constants.HF_HUB_CACHE))):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             yield Finding("ok", "cache", item, str(folder))
         else:
-            yield Finding("note", "cache", item, f"{folder} is not writable", f"set {variable} to another folder")
+            remedy = "set CLEARLLAMA_CACHE or HF_HOME to another folder"
+            yield Finding("note", "cache", item, f"{folder} is not writable", remedy)
 
 
 def devices() -> Iterator[Finding]:

@@ -66,7 +66,7 @@ def parse_gpus(text: str, memory: float | None = None, bandwidth: float | None =
         raise UsageError(f"expected GPUs as a number and a name, as in 16xH100, got {text!r:.60}")
     gpu = GPUS[checks.choice("GPU", match[2].lower(), GPUS)]
     if memory or bandwidth:
-        gpu = GPU(gpu.name, memory or gpu.memory, bandwidth or gpu.bandwidth, f"{gpu.source}, changed by an option")
+        gpu = GPU(gpu.name, memory or gpu.memory, bandwidth or gpu.bandwidth, f"{gpu.source}; values from the options")
     if not gpu.memory:
         raise UsageError(f"{gpu.name} has no data sheet: add --gpu-memory")
     return int(match[1] or 1), gpu
