@@ -137,7 +137,7 @@ def test_the_name_of_a_repository_stands_for_its_shapes(capsys: pytest.CaptureFi
         main(["plan", "-m", name, "--gpus", "H100", "--json"])
         out, err = capsys.readouterr()
         assert json.loads(out)["model"] == shapes
-        assert err == f"clearllama: no file or folder {name!r} here; the shapes are those of {shapes}\n"
+        assert f"the shapes are those of {shapes}" in err
 
 
 def test_gpus_and_quantities_are_parsed() -> None:
@@ -243,9 +243,8 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     facts = planned(capsys, path)
     assert facts["memory"]["weights"] == expected
     assert (facts["stored"], facts["dequantized"]) == ([type], [type] if type == "Q5_0" else [])
-    assert facts["quantize"] == "as stored"
     found = {other["quantize"]: other["weights"] for other in facts["alternatives"]}
-    assert list(found) == ["as stored", None, "int8", "int4"]
+    assert (facts["quantize"], list(found)) == ("as stored", ["as stored", None, "int8", "int4"])
     assert found["as stored"] == expected
     assert found[None] == 2 * config.n_params == planned(capsys, path, "--dtype", "bfloat16")["memory"]["weights"]
     assert found["int4"] == planned(capsys, path, "--quantize", "int4")["memory"]["weights"]
