@@ -50,9 +50,10 @@ def verify(path: Path, tensors: bool = False, checksums: Path | None = None, qui
     files = find_files(path)
     sums: list[Sum] = []
     for checklist in [file for file in files if file.suffix == ".chk"] + ([checksums] if checksums else []):
-        read = check("sums", checklist.name, partial(read_checksums, checklist, path, sums))
-        if read.status == "fail":
-            yield read
+        try:
+            sums += read_checksums(checklist, path)
+        except Exception as error:
+            yield failure("sums", checklist.name, error)
     yield from find_missing(path, files, sums)
     for file in files:
         yield check("content", file.name, partial(check_content, file))
@@ -130,15 +131,16 @@ def check_content(file: Path) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- the checksums
-def read_checksums(checklist: Path, path: Path, sums: list[Sum]) -> str:
-    """Append the checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
+def read_checksums(checklist: Path, path: Path) -> list[Sum]:
+    """The checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
+    sums = []
     folder = checklist.parent if checklist.suffix == ".chk" else path if path.is_dir() else path.parent
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
         if match := re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *]([^/\\]+)", line):
             sums.append((folder / match[2], match[1].lower(), checklist.name))
         elif line.strip() and not line.startswith("#"):
             raise CheckpointError(f"line {number} is {line!r:.60}; expected a checksum, two spaces and a file name")
-    return "read"
+    return sums
 
 
 def hub_checksum(file: Path) -> str | None:
