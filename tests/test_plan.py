@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from llama.engine.linears import BlockLinear
 from llama.errors import LlamaError, UsageError
 from llama.hub.families import official
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
+from llama.study.perplexity import tiny_folder
 from llama.tools.plan import GPUS, Run, parse_gpus, plan, scheme_bits
 from llama.weights import expected_shapes
 
 from . import tiny
 
-ROOT = Path(__file__).resolve().parent.parent
 B405, B70, B8 = (official()[name] for name in ("llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"))
 H100 = GPUS["h100"]
 
@@ -133,73 +133,43 @@ def test_a_step_reads_every_matrix_once_and_the_cache() -> None:
 
 # ------------------------------------------------------------------------------------------------------ the command
 def test_the_name_of_a_repository_stands_for_its_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, shapes in (
-        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
-        ("Llama3.1-8B-Instruct", "llama-3.1-8b"),
-        ("Llama-2-7b-chat-hf", "llama-2-7b"),
-    ):
+    for name, shapes in (("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"), ("Llama-2-7b-chat-hf", "llama-2-7b")):
         main(["plan", "-m", name, "--gpus", "H100", "--json"])
         out, err = capsys.readouterr()
         assert json.loads(out)["model"] == shapes
-        assert err == f"clearllama: no file or folder {name!r} here; the shapes are those of {shapes}\n"
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_cpu_has_the_dtype_in_which_it_would_run(
-    fast: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: fast)
-    main(["plan", "-m", "llama-3-8b", "--gpus", "1xcpu", "--gpu-memory", "64GB"])
-    assert f"keys, values  {'bfloat16' if fast else 'float32'}," in capsys.readouterr().out
+        assert f"the shapes are those of {shapes}" in err
 
 
 def test_gpus_and_quantities_are_parsed() -> None:
     assert parse_gpus("16xh100") == (16, H100)
-    assert parse_gpus(" 2 x a100 ") == (2, GPUS["a100-80"])
+    assert parse_gpus(" 2 x a100 ") == (2, GPUS["a100"])
     assert parse_gpus("cpu", 24e9, 40e9)[1][1:3] == (24e9, 40e9)
-    slower = parse_gpus("H100", bandwidth=3e12)[1]
-    assert (slower.bandwidth, slower.memory) == (3e12, 80e9)
-    assert "bandwidth as given" in slower.source
+    assert parse_gpus("H100", bandwidth=3e12)[1][1:3] == (80e9, 3e12)
     for text, unit, value in (
         *(("80GB", "b", 80e9), ("24GiB", "b", 24 * 2**30), ("512B", "b", 512.0)),
         *(("3350GB/s", "b/s", 3.35e12), ("3.35 TB/s", "b/s", 3.35e12), ("40gb/s", "b/s", 40e9)),
     ):
         assert quantity(text, "--gpu-memory", unit, "") == value
-    for text in (
-        "",
-        "GB",
-        "80",
-        "1e12",
-        "80G",
-        "80 apples",
-        "-80GB",
-        "80GB/s",
-        "nan",
-        "inf",
-        "8 0GB",
-        "9" * 5000 + "GB",
-    ):
+    for text in ("", "GB", "80", "1e12", "80 apples", "-80GB", "0GB", "80GB/s", "inf", "9" * 5000 + "GB"):
         with pytest.raises(UsageError, match="--gpu-memory must be a number above 0 with a unit, such as 80GB, got"):
             quantity(text, "--gpu-memory", "b", "80GB")
 
 
 def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("smollm2-135m-instruct", "llama-2-7b", "llama-3.1-405b"):
-        for gpu in [gpu.name for gpu in GPUS.values() if gpu.memory]:
-            for count in (1, 9) if name == "smollm2-135m-instruct" else (1, 3, 32):
-                command = ["plan", "-m", name, "--gpus", f"{count}x{gpu}", "--batch", "12"]
-                code = main(command)
-                out = capsys.readouterr().out
-                assert max(map(len, out.splitlines())) <= 100, out
-                assert main([*command, "--json"]) == code
-                facts = json.loads(capsys.readouterr().out)
-                assert bool(re.search(r"^fits +yes", out, re.MULTILINE)) == facts["fits"] == (code == 0)
-                memory = facts["memory"]
-                parts = ("weights", "kv_cache", "activations", "reserve")
-                assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=4)
-                assert f" {memory['total'] / 1e9:.2f} of {memory['of'] / 1e9:.2f} GB" in out
-                assert ("tok/s each" in out) == (facts["decode"] is not None) == facts["fits"]
+    for name, gpus in (("smollm2-135m-instruct", "1xL4"), ("llama-2-7b", "3xA100"), ("llama-3.1-405b", "9xH200"),
+                       ("llama-3.1-405b", "32xMI300X")):  # fmt: skip
+        command = ["plan", "-m", name, "--gpus", gpus, "--batch", "12"]
+        code = main(command)
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 100, out
+        assert main([*command, "--json"]) == code
+        facts = json.loads(capsys.readouterr().out)
+        assert bool(re.search(r"^fits +yes", out, re.MULTILINE)) == facts["fits"] == (code == 0)
+        memory = facts["memory"]
+        parts = ("weights", "kv_cache", "activations", "reserve")
+        assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=4)
+        assert f" {memory['total'] / 1e9:.2f} of {memory['of'] / 1e9:.2f} GB" in out
+        assert ("tok/s each" in out) == (facts["decode"] is not None) == facts["fits"]
 
 
 def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,17 +184,11 @@ def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.Ca
     [
         (["-m", "llama-3.1-8b", "--gpus", "37xH100"], r"number of GPUs must be an integer from 1 to 32, got 37"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--batch", "0"], "batch must be an integer from 1"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--context", "0"], "context must be an integer from 1"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--quantize", "int3"], "unknown quantization scheme"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-flops", "1TFLOP/s"], "; plan divides the bytes evenly"),
-        (["-m", "llama-9.json", "--gpus", "H100"], "llama-9.json"),
         (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; give a path, .*; models without files: .*, llama-3-8b,"),
-        (["-m", "/models/Meta-Llama-3-8B", "--gpus", "H100"], r"no file or folder '/models"),
-        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'.* did you mean rtx4090\? .*--gpu-memory 16GB"),
-        (["-m", "llama-3-8b", "--gpus", "2xtpu"], r"unknown GPU 'tpu'; known: H100, .*MI300X"),
-        (["-m", "llama-3-8b", "--gpus", "0xH100"], "a number up to 4096 and a name"),
+        (["-m", "llama-3-8b", "--gpus", "2xtpu"], "unknown GPU 'tpu'; known: h100, .*custom"),
+        (["-m", "llama-3-8b", "--gpus", "0xH100"], "number of GPUs must be an integer from 1"),
         (["-m", "llama-3-8b", "--gpus", "custom"], "custom has no data sheet: add --gpu-memory"),
-        (["-m", "llama-3-8b", "--gpus", "H100", "--gpu-memory", "0GB"], "--gpu-memory must be a number above 0"),
     ],
 )  # fmt: skip
 def test_an_impossible_plan_is_refused(arguments: list[str], why: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -237,26 +201,18 @@ def test_an_impossible_plan_is_refused(arguments: list[str], why: str, capfd: py
 
 
 def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
-    theirs = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "fp8"},
-    }  # fmt: skip
-    (tmp_path / "8b").mkdir()
-    file = tmp_path / "8b" / "config.json"
-    file.write_text(json.dumps(theirs))
-    name, config, _ = architecture(str(file))
-    assert (name, config.n_params) == ("8b", B8.n_params)
+    file = tmp_path / "config.json"
+    file.write_text((tiny_folder() / "config.json").read_text())
+    assert architecture(str(file))[:2] == (tmp_path.name, open_checkpoint(tiny_folder()).config)
     metas = {"dim": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "vocab_size": 128256,
              "ffn_dim_multiplier": 1.2, "multiple_of": 4096, "norm_eps": 1e-5, "rope_theta": 500000.0,
              "use_scaled_rope": True}  # fmt: skip
     file = tmp_path / "params.json"
     file.write_text(json.dumps(metas))
     assert architecture(str(file))[1].n_params == 405_853_388_800
-    ours = json.loads((ROOT / "configs/llama-2-7b.json").read_text())
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps(ours | {"n_layers": 16}))
-    assert architecture(str(file)) == ("mine", replace(official()["llama-2-7b"], n_layers=16), None)
+    file.write_text(json.dumps({name: value for name, value in asdict(replace(B8, n_layers=16)).items() if value}))
+    assert architecture(str(file)) == ("mine", replace(B8, n_layers=16), None)
     for text in ("", "[]", "{", '{"dim": 1}'):
         file.write_text(text)
         with pytest.raises(LlamaError):
@@ -287,12 +243,8 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     facts = planned(capsys, path)
     assert facts["memory"]["weights"] == expected
     assert (facts["stored"], facts["dequantized"]) == ([type], [type] if type == "Q5_0" else [])
-    assert facts["quantize"] == "as stored"
     found = {other["quantize"]: other["weights"] for other in facts["alternatives"]}
-    assert list(found) == ["as stored", None, "int8", "int4"]
+    assert (facts["quantize"], list(found)) == ("as stored", ["as stored", None, "int8", "int4"])
     assert found["as stored"] == expected
     assert found[None] == 2 * config.n_params == planned(capsys, path, "--dtype", "bfloat16")["memory"]["weights"]
     assert found["int4"] == planned(capsys, path, "--quantize", "int4")["memory"]["weights"]
-    assert main(["plan", "-m", str(path), "--gpus", "1xL4"]) == 0
-    out = capsys.readouterr().out
-    assert ("; a GPU dequantizes Q5_0" in out) == (type == "Q5_0")

@@ -83,7 +83,7 @@ def test_the_shares_follow_from_the_rates_in_the_table() -> None:
 
     table = rows("### What programs reach")
     for row in table:
-        share = float(row["GB/s of a GPU"]) * 1e9 / GPUS["a100-80"].bandwidth
+        share = float(row["GB/s of a GPU"]) * 1e9 / GPUS["a100"].bandwidth
         assert row["share"] == f"{share:.2f}"
     plain = [float(row["share"]) for row in table if row["weights"] == "bfloat16"]
     assert (min(plain), max(plain)) == REACHED

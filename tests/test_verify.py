@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -15,41 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders, models, pre_tokenizers
 
 from llama.cli import build_parser
 from llama.errors import CheckpointError, UsageError
 from llama.hub import models as hub
 from llama.hub import repository
-from llama.tokenizer.common import BYTE_OF
+from llama.tools.convert import convert
 from llama.tools.findings import Finding
 from llama.tools.verify import WEIGHTS, find_files, format_of, verify
 
-from . import test_huggingface, tiny
+from . import tiny
 from .scripts import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = b"\n  <!DOCTYPE html><html><body>403 Forbidden</body></html>" * 20
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
-
-
-def write_folder(folder: Path, **options: Any) -> Path:
-    """A random model in Hugging Face's layout from transformers, and a byte-level vocabulary from tokenizers."""
-    model = test_huggingface.write(folder)
-    shutil.rmtree(folder)
-    model.save_pretrained(folder, **options)
-    vocabulary = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(BYTE_OF)}, merges=[]))
-    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary.decoder = decoders.ByteLevel()
-    vocabulary.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
-    vocabulary.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +44,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_tiny.make(root / "meta2" / "7B", "llama-2-7b")  # Meta's layout: the tokenizer is in the parent folder
     shutil.move(root / "meta2" / "7B" / "tokenizer.model", root / "meta2" / "tokenizer.model")
     write_md5(root / "meta2" / "tokenizer_checklist.chk", root / "meta2" / "tokenizer.model")
-    write_folder(root / "hf")
-    write_folder(root / "sharded", max_shard_size="100KB")
+    convert(root / "meta", root / "hf", "hf")
+    convert(root / "meta", root / "sharded", "hf", shards=3)
     shutil.copytree(root / "hf", root / "bin")
     torch.save(load_file(root / "bin" / "model.safetensors"), root / "bin" / "pytorch_model.bin")
     (root / "bin" / "model.safetensors").unlink()
@@ -89,12 +73,10 @@ def copy(originals: dict[str, Path], tmp_path: Path) -> Copy:
     return make
 
 
-def failures(path: Path, **options: Any) -> list[Finding]:
-    return [finding for finding in verify(path, **options) if finding.status == "fail"]
-
-
-def named(findings: list[Finding], name: str, group: str = "") -> list[Finding]:
-    return [f for f in findings if name in f.item and (not group or f.group == group)]
+def failures(path: Path, name: str = "", group: str = "", **options: Any) -> list[Finding]:
+    """The failures of an item and a kind of check."""
+    found = [one for one in verify(path, **options) if one.status == "fail"]
+    return [one for one in found if name in one.item and group in one.group]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -114,8 +96,7 @@ def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
     assert {f.item for f in findings if f.group == "content"} >= {
         file.name for file in files_of(path) if file.suffix in WEIGHTS
     }
-    expected = {"meta": "Meta", "meta2": "Meta", "gguf": "GGUF"}.get(form, "Hugging Face")
-    assert format_of(path) == expected
+    assert format_of(path) == {"meta": "Meta", "meta2": "Meta", "gguf": "GGUF"}.get(form, "Hugging Face")
     bare = {"meta2": [], "meta": ["tokenizer.model"], "hf": ["model.safetensors, tokenizer.json"]}
     if form in bare:
         assert [f.item for f in findings if f.status == "warn" and f.group == "sums"] == bare[form]
@@ -152,16 +133,16 @@ def test_every_damaged_or_missing_file_is_named(copy: Copy, form: str) -> None:
 def test_missing_files_and_broken_links_are_found(copy: Copy, tmp_path: Path) -> None:
     path = copy("meta")
     (path / "consolidated.00.pth").unlink()
-    (path / "params.json").rename(path / "gone")
+    (path / "params.json").unlink()
     (path / "params.json").symlink_to("blob")
-    found = failures(path)
-    assert "checklist.chk lists it" in named(found, "consolidated.00.pth", "files")[0].message
-    assert "a link to blob" in named(found, "params.json", "files")[0].message
+    found = failures(path, group="files")
+    assert {one.item for one in found} == {"params.json", "consolidated.00.pth"}
+    assert all("checklist.chk lists it" in one.message for one in found)
     assert format_of(path) == "Meta"
     path = copy("sharded")
     (shard, *_) = path.glob("*.safetensors")
     shard.unlink()
-    assert "model.safetensors.index.json names it" in named(failures(path), shard.name, "files")[0].message
+    assert "model.safetensors.index.json names it" in failures(path, shard.name)[0].message
     parts = [tmp_path / f"[x]-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     for part in parts:
         part.touch()
@@ -187,7 +168,7 @@ def test_a_flipped_bit_is_found_if_the_archive_has_checksums(copy: Copy, summed:
     with zipfile.ZipFile(file) as archive:
         record = max(archive.infolist(), key=lambda record: record.file_size)
     flip(file, record.header_offset + record.file_size // 2)
-    [found] = named(list(verify(file.parent)), file.name, "content")
+    [found] = [one for one in verify(file.parent) if (one.group, one.item) == ("content", file.name)]
     assert (f"CRC-32 of {record.filename} differs" if summed else "without checksums") in found.message
 
 
@@ -206,24 +187,16 @@ def test_a_list_of_checksums_finds_what_the_tool_finds(copy: Copy, tool: str, tm
         for name in names:
             at = rng.randrange((path / name).stat().st_size)
             flip(path / name, at)
-            assert named(failures(path, **options), name, group), name
+            assert failures(path, name, group, **options), name
             flip(path / name, at)
         (path / "checklist.chk").unlink(missing_ok=True)
 
 
-def test_a_tokenizer_in_the_parent_folder_has_its_own_checklist(copy: Copy) -> None:
-    path = copy("meta2")
-    assert [f.status for f in named(list(verify(path)), "tokenizer.model", "md5")] == ["ok"]
-    flip(path.parent / "tokenizer.model", 5000)
-    assert named(failures(path), "tokenizer.model", "md5")
-
-
 def test_bad_lines_of_a_checklist_fail(copy: Copy) -> None:
     path, md5 = copy("meta"), "d41d8cd98f00b204e9800998ecf8427e"
-    for line in (f"{md5} x", f"{md5}\tx", f"{md5}0  x", f"x  {md5}", f"{md5}  ../x", f"{md5}  /x", "\x1b[2J", "\ud800"):
+    for line in (f"{md5}\tx", f"{md5}0  x", f"{md5}  ../x", f"{md5}  /x", "\x1b[2J", "\ud800"):
         (path / "checklist.chk").write_bytes(line.encode(errors="surrogatepass") + b"\n")
-        [found] = named(failures(path), "checklist.chk")
-        assert found.group == "sums"
+        [found] = failures(path, "checklist.chk", "sums")
         assert found.message.isprintable()
 
 
@@ -266,9 +239,8 @@ def test_files_that_contradict_each_other_fail(copy: Copy) -> None:
     path = copy("hf")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 95}))
-    found = named(failures(path), "hf", "open")
+    found = failures(path, "hf", "open")
     assert len(found) == 6  # three matrices of two layers
-    assert all("requires" in f.message for f in found)
     path = copy("meta")
     (path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     assert "tokenizer" in {f.group for f in failures(path)}
@@ -278,9 +250,8 @@ def test_files_that_contradict_each_other_fail(copy: Copy) -> None:
 def test_values_that_are_not_finite_are_counted(copy: Copy, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     path = copy("hf")
     state = load_file(path / "model.safetensors")
-    values = [float("nan"), float("inf"), float("-inf")]
-    for i in range(9):
-        state["model.layers.1.mlp.down_proj.weight"][7 * i, 11 * i] = values[i % 3]
+    for i, value in enumerate([math.nan, math.inf, -math.inf] * 3):
+        state["model.layers.1.mlp.down_proj.weight"][7 * i, 11 * i] = value
     state["model.norm.weight"][:] = 0
     state["model.layers.0.self_attn.q_proj.weight"][:] = 0
     state["model.layers.0.self_attn.k_proj.weight"][1:] = 0
@@ -317,14 +288,12 @@ def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pyte
     path = copy("meta")
     assert run(str(path)) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert all(line.split()[0] in ("ok", "warn") for line in lines)
     assert last == f"nothing failed: {len(lines) - 1} ok, 1 warn"
     (path / "params.json").write_text("<html>\x1b[2J")
     assert run(str(path), "--tensors") == 1
     *lines, last = capsys.readouterr().out.splitlines()
-    failed = [line for line in lines if line.startswith("FAIL  ")]
-    assert last.startswith(f"{len(failed)} FAILED: ")
-    assert any(line.startswith("FAIL  md5       params.json: ") for line in failed)
+    assert any(line.startswith("FAIL  md5       params.json: ") for line in lines)
+    assert " FAILED: " in last
     assert run(str(path), "--json", "--tensors") == 1
     report = json.loads(capsys.readouterr().out)
     assert list(report) == ["path", "format", "ok", "findings"]

@@ -1,7 +1,7 @@
 """Examine this machine: versions, folders, devices and C++ kernels, then the self-test.
 
-Everything that imports torch runs in a child process. If a driver hangs, a library aborts or the processor lacks an
-instruction, only the child ends, which is a finding too.
+Everything runs in a child process. If a driver hangs, a library aborts or the processor lacks an instruction, only the
+child ends, which is a finding too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import __version__
@@ -27,31 +27,68 @@ from ..system.folders import cache_folder
 from ..system.memory import format_bytes, rooms
 from .findings import Finding, failure
 
-ANSWER = 120.0  # seconds for everything but the self-test; the first run builds the kernels
+START = 120.0  # seconds for everything but the self-test; the first run builds the kernels
 SETTINGS = (*VARIABLES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HOME", "CXX")
 EXTRAS = ("study", "serve", "eval", "structured", "chat", "completion")  # those for users
 CHILD = "from llama.tools import doctor; doctor.child({})"
 
 
 def examine(self_test: bool = True, seconds: float = 60) -> Iterator[Finding]:
-    """Yield each finding as soon as it is known. seconds: the time limit of the self-test.
+    """Yield each finding of a child process as soon as it is known, and a failure if the child does not end well.
 
     Nothing is written outside of the cache folder and the folder for temporary files.
+
+    seconds  the time limit of the self-test
     """
-    for probe in (versions, machine, folders):
-        yield from guarded(probe)
-    yield from in_child(self_test, ANSWER + seconds)
-
-
-def guarded(probe: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a probe. An exception of the probe is a finding too."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(self_test)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        start_new_session=True,  # so that a compiler that it has started can be killed with it
+    )
+    timer, last = threading.Timer(START + seconds, _kill, [process]), b""
+    timer.start()
     try:
-        yield from probe()
-    except Exception as error:
-        yield failure(probe.__name__, "probe", error)
+        for line in process.stdout or ():
+            if line.startswith(b'{"status": '):
+                yield Finding(**json.loads(line))
+            else:  # of a library
+                last = line
+        code, late = process.wait(), timer.finished.is_set()
+    finally:
+        timer.cancel()
+        _kill(process)
+    if late:
+        yield Finding("fail", "process", "child", f"no end within {START + seconds:g} s", "--seconds allows more time")
+    elif code:
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        message = f"a library or the self-test ended with {how}: {one_line(last.decode(errors='replace'))[:200]}"
+        yield Finding("fail", "process", "child", message.strip(), "check whether python -c 'import torch' works")
 
 
-# ------------------------------------------------------------------------------------------------- without torch
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()
+
+
+def child(self_test: bool) -> None:
+    """Print one JSON line for each finding. An exception of a probe is a finding too."""
+    for probe in (versions, machine, folders, devices, cpu_kernels, *([computations] if self_test else [])):
+        try:
+            for finding in probe():
+                print(json.dumps(dataclasses.asdict(finding)), flush=True)
+        except Exception as error:
+            print(json.dumps(dataclasses.asdict(failure(probe.__name__, "probe", error))), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------- the probes
 def versions() -> Iterator[Finding]:
     """The versions of this package, Python and the dependencies, compared with the bounds that the package declares."""
     from packaging.requirements import Requirement  # huggingface_hub requires it
@@ -72,13 +109,10 @@ def versions() -> Iterator[Finding]:
             found = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding("note" if extra else "fail", "versions", need.name, "not installed", remedy)
-            continue
-        message = f"{found}, expected {need.specifier}"
-        if need.specifier.contains(found, prereleases=True):
-            yield Finding("ok", "versions", need.name, message)
         else:
-            old = any(bound.operator == ">=" and not bound.contains(found, True) for bound in need.specifier)
-            yield Finding("fail" if old else "note", "versions", need.name, message, remedy)
+            fits = need.specifier.contains(found, prereleases=True)
+            message = f"{found}, expected {need.specifier}"
+            yield Finding("ok" if fits else "note", "versions", need.name, message, "" if fits else remedy)
 
 
 def machine() -> Iterator[Finding]:
@@ -96,18 +130,15 @@ def folders() -> Iterator[Finding]:
     """The cache folder of this program, and that of the Hugging Face hub."""
     from huggingface_hub import constants
 
-    for item, folder, variable in (
-        ("folder", cache_folder(), "CLEARLLAMA_CACHE"),
-        ("hub", Path(constants.HF_HUB_CACHE), "HF_HOME"),
-    ):
+    for item, folder in (("folder", cache_folder()), ("hub", Path(constants.HF_HUB_CACHE))):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             yield Finding("ok", "cache", item, str(folder))
         else:
-            yield Finding("note", "cache", item, f"{folder} is not writable", f"set {variable} to another folder")
+            remedy = "set CLEARLLAMA_CACHE or HF_HOME to another folder"
+            yield Finding("note", "cache", item, f"{folder} is not writable", remedy)
 
 
-# --------------------------------------------------------------------------------------------------- in the child
 def devices() -> Iterator[Finding]:
     """The free memory, and the devices that torch can compute on."""
     import torch
@@ -151,50 +182,8 @@ def cpu_kernels() -> Iterator[Finding]:
         yield Finding("ok", "compiler", "C++", compiler)
 
 
-def child(self_test: bool) -> None:
-    """Print one JSON line for each finding of the probes that import torch."""
+def computations() -> Iterator[Finding]:
+    """The self-test."""
     from .selftest import selftest
 
-    for probe in (devices, cpu_kernels, *([selftest] if self_test else [])):
-        for finding in guarded(probe):
-            print(json.dumps(dataclasses.asdict(finding)), flush=True)
-
-
-def in_child(self_test: bool, seconds: float) -> Iterator[Finding]:
-    """Yield the findings of `child`, and a failure if it does not end well within this time."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(self_test)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        start_new_session=True,  # so that a compiler that it has started can be killed with it
-    )
-    timer, last = threading.Timer(seconds, _kill, [process]), b""
-    timer.start()
-    try:
-        for line in process.stdout or ():
-            if line.startswith(b'{"status": '):
-                yield Finding(**json.loads(line))
-            else:  # of a library
-                last = line
-        code, late = process.wait(), timer.finished.is_set()
-    finally:
-        timer.cancel()
-        _kill(process)
-    if late:
-        yield Finding("fail", "process", "child", f"no answer within {seconds:g} s", "--seconds allows more time")
-    elif code:
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        message = f"torch or the self-test ended with {how}: {one_line(last.decode(errors='replace')).strip()[:200]}"
-        yield Finding("fail", "process", "child", message, "check whether python -c 'import torch' works")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
-    with contextlib.suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    process.wait()
+    yield from selftest()

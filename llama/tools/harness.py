@@ -37,7 +37,7 @@ from lm_eval.utils import (
 from ..chat import TEMPLATES, choose_template, render
 from ..checks import integer
 from ..errors import LlamaError, TemplateError, UsageError
-from ..text import Completion, Llama
+from ..text import Llama
 from .likelihood import log_likelihoods
 
 SEED = 1234  # the harness's default for PyTorch; request n is sampled with seed SEED + n
@@ -175,7 +175,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             if isinstance(piece, LlamaError):
                 raise type(piece)(f"request {number + 1} of {len(requests)}: {piece}") from piece
             if piece.completion is not None:
-                texts[number] = before_control_stop(self.llm, piece.completion, requests[number].args[1].get("until"))
+                texts[number] = piece.completion.text
                 self.progress("generate_until", len(texts), len(requests))
         return [texts[number] for number in range(len(requests))]
 
@@ -196,23 +196,15 @@ def template_of(llm: Llama) -> str:
 def generation_options(llm: Llama, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The generation_kwargs of a task as options of Llama.stream_ids, which refuses unknown ones."""
     values = dict(normalize_gen_kwargs(dict(settings), MAX_NEW_TOKENS))
+    length, stop, is_sampled = (values.pop(name) for name in ("max_gen_toks", "until", "do_sample"))
     if values.get("num_beams") == 1:
         del values["num_beams"]
-    options = {"max_new_tokens": values.pop("max_gen_toks"), "stop": values.pop("until"), "seed": seed}
-    options["continues"] = False
-    if not values.pop("do_sample"):
-        ignored = {"top_k", "top_p", "min_p"}
-        return options | {key: values[key] for key in values.keys() - ignored} | {"temperature": 0.0}
-    if not values.get("temperature"):
+    if is_sampled and not values.get("temperature"):
         raise UsageError("the task's generation_kwargs have do_sample: true, which needs a temperature above 0")
-    return {"top_k": llm.sampling.get("top_k", TOP_K)} | options | values
-
-
-def before_control_stop(llm: Llama, completion: Completion, until: str | Sequence[str] | None) -> str:
-    """The text before the first control token that is a stop string of the task. Such a token has no text."""
-    stops = {llm.tokenizer.control.get(stop) for stop in ([until] if isinstance(until, str) else until or ())}
-    cut = next((i for i, id in enumerate(completion.tokens) if id in stops), None)
-    return completion.text if cut is None else llm.tokenizer.decode(completion.tokens[:cut])
+    if not is_sampled:
+        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    options = {"top_k": llm.sampling.get("top_k", TOP_K), **values}
+    return {**options, "max_new_tokens": length, "stop": stop, "seed": seed, "continues": False}
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import loader
+from ..checkpoint import huggingface_write
+from ..checkpoint.write import Model
+from ..config import ModelConfig
 from ..engine import kernels
 from ..engine.runtime import pick_device
+from ..weights import expected_shapes
 from .findings import Finding, failure
 
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
-C, KV, F, V, LAYERS = 128, 64, 256, 320, 2  # widths of hidden state, keys, feed-forward network and vocabulary
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": C, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": F, "vocab_size": V, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-}  # fmt: skip
+CONFIG = ModelConfig(128, 2, 4, 2, 32, 256, vocab_size=320, max_seq_len=256)
 # name -> (options of load_model, the largest error of a logit, relative to the largest logit)
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "float32": ({"dtype": "float32"}, 1e-4),
@@ -36,7 +33,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 
 def selftest() -> Iterator[Finding]:
     """The error of each way on the CPU and on the best device, one finding each."""
-    tokens = torch.randint(V, (1, 48), generator=torch.Generator().manual_seed(1))  # (1, T)
+    tokens = torch.randint(CONFIG.vocab_size, (1, 48), generator=torch.Generator().manual_seed(1))  # (1, T)
     with torch.inference_mode(), tempfile.TemporaryDirectory(prefix="clearllama-doctor-") as folder:
         write_model(Path(folder))
         for device, (name, way) in itertools.product(dict.fromkeys((torch.device("cpu"), pick_device())), WAYS.items()):
@@ -73,13 +70,10 @@ def check_way(
 
 def write_model(folder: Path) -> None:
     """Write a random model in Hugging Face's format."""
-    matrices = {"self_attn.q_proj": (C, C), "self_attn.k_proj": (KV, C), "self_attn.v_proj": (KV, C),
-                "self_attn.o_proj": (C, C), "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C), "mlp.down_proj": (C, F),
-                "input_layernorm": (C,), "post_attention_layernorm": (C,)}  # fmt: skip
-    shapes = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in matrices.items()}
-    shapes |= {"model.embed_tokens": (V, C), "model.norm": (C,), "lm_head": (V, C)}
-    draw = torch.Generator().manual_seed(0)
-    noise = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    weights = {f"{name}.weight": x / x.shape[-1] ** 0.5 if x.dim() == 2 else 1 + x / 5 for name, x in noise.items()}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    shapes, draw = expected_shapes(CONFIG), torch.Generator().manual_seed(0)
+
+    def read(name: str) -> Tensor:
+        x = torch.randn(shapes[name], generator=draw)
+        return x / x.shape[-1] ** 0.5 if x.dim() == 2 else 1 + x / 5
+
+    huggingface_write.write(folder, Model(CONFIG, shapes, dict.fromkeys(shapes, torch.float32), read))
