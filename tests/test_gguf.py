@@ -195,7 +195,10 @@ def test_a_key_that_changes_the_computation_is_refused(tmp_path: Path, key: str)
         ({"metadata": {"general.architecture": "gpt2"}}, "architecture is 'gpt2'"),
         ({"metadata": {"llama.embedding_length": None}}, "embedding_length is missing"),
         ({"metadata": {"llama.attention.head_count": 0}}, "n_heads must be an integer from 1"),
-        ({"metadata": {"llama.attention.head_count_kv": [2, 2]}}, "head_count_kv must be an integer"),
+        (
+            {"metadata": {"llama.attention.head_count_kv": [2, 1]}},
+            r"head_count_kv must be an integer, got array\(\[2, 1\]",
+        ),
         ({"metadata": {"llama.attention.head_count": 8}}, "attn_q.weight has shape"),
         ({"metadata": {"llama.block_count": 2**31}}, "has 2147483648 layers"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count is 8, expected 16"),
@@ -229,6 +232,9 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     )
     assert open_checkpoint(window).config.sliding_window == 128
     assert "window" in open_checkpoint(window).warnings[1]
+    sizes = {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2], "feed_forward_length": [96, 96]}
+    arrays = tiny.write_gguf(tmp_path / "v.gguf", metadata={f"llama.{key}": size for key, size in sizes.items()})
+    assert open_checkpoint(arrays).config == tiny.CONFIG
     older = tiny.write_gguf(tmp_path / "w.gguf", metadata={"llama.rope.scale_linear": 4.0})
     assert open_checkpoint(older).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
     assert "no key tokenizer.ggml.pre" in open_checkpoint(window).warnings[0]

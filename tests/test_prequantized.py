@@ -155,6 +155,12 @@ def test_variants_have_the_same_weights(name: str) -> None:
     check(*VARIANTS[name]())
 
 
+def test_an_asymmetric_layer_that_is_labelled_symmetric_is_refused() -> None:
+    config, tensors = changed("gptq-4-asymmetric", {"sym": True})
+    with pytest.raises(CheckpointError, match="qzeros is I32 .*, with different zero points, but the configuration"):
+        METHODS["gptq"](Fields(config, "config")).matrix(in_memory(tensors))
+
+
 def test_a_zero_point_of_0_in_version_1_borrows_from_its_neighbour() -> None:
     """GPTQModel subtracts 1 from all integers of a word at once, so that reading it back can add 1 to them at once."""
     config, tensors = recorded("gptq-4-asymmetric")
@@ -228,6 +234,7 @@ def test_a_scheme_in_a_file_of_its_own(tmp_path: Path, file: str, name: str) -> 
     edit(tmp_path, remove=("quantization_config",))
     old = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"} if "awq" in name else scheme
     (tmp_path / file).write_text(json.dumps({key: value for key, value in old.items() if key != "quant_method"}))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
     compare(tmp_path, model)
     (tmp_path / file).write_text("{")
     with pytest.raises(CheckpointError, match=f"{file}.*not valid JSON"):

@@ -107,8 +107,8 @@ def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
 class GPTQ(Method):
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
-    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. The zero points of a symmetric model are
-    not read: files exist whose configuration names the wrong format.
+    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. Those of a symmetric model are all equal,
+    and their value is not used: files exist whose configuration names the wrong format.
     """
 
     name = "GPTQ"
@@ -129,6 +129,8 @@ class GPTQ(Method):
         groups = -(-columns // group)
         scales = layer["scales"].expect(FLOATS, (groups, rows))
         qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
+        if self.symmetric and bool((qzeros.read() != qzeros.read()[0, 0]).any()):
+            raise qzeros.error("with different zero points, but the configuration says sym; get the weights in BF16")
         order = _order(layer["g_idx"] if self.reorders else layer.get("g_idx"), columns, group, groups)
 
         def zero(part: slice) -> Any:
