@@ -45,13 +45,14 @@ def load(path: Path, **options: Any) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------- weights
 def test_header_equals_that_of_the_gguf_package(tiny_gguf: Path) -> None:
-    ours, theirs = read_header(tiny_gguf.read_bytes(), "tiny"), gguf.GGUFReader(tiny_gguf)
-    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    metadata, tensors = read_header(tiny_gguf.read_bytes(), "tiny")
+    theirs = gguf.GGUFReader(tiny_gguf)
+    assert list(tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
-        info = ours.tensors[tensor.name]
+        info = tensors[tensor.name]
         assert info.shape == tuple(reversed(tensor.shape.tolist()))
         assert (info.type, info.offset, info.nbytes) == (tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
-    for key, value in ours.metadata.items():
+    for key, value in metadata.items():
         assert (value.tolist() if isinstance(value, np.ndarray) else value) == theirs.fields[key].contents()
 
 

@@ -57,11 +57,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _hugging_face(folder: Path) -> Checkpoint:
     """The reader of a Hugging Face folder that its quantization requires."""
-    if quantized.recognizes(folder):
-        return quantized.QuantizedCheckpoint(folder)
-    if prequantized.recognizes(folder):
-        return prequantized.PrequantizedCheckpoint(folder)
-    return huggingface.HuggingFaceCheckpoint(folder)
+    scheme = prequantized.read_scheme(folder)
+    if scheme is None:
+        return huggingface.HuggingFaceCheckpoint(folder)
+    own = scheme.values.get("quant_method") == quantized.METHOD
+    return quantized.QuantizedCheckpoint(folder, scheme) if own else prequantized.PrequantizedCheckpoint(folder, scheme)
 
 
 # (whether a path has this format, its reader); the first that fits is used
