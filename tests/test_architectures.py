@@ -10,20 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import llama
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.architectures import GGUF_LAYOUTS, MODEL_TYPES
-from llama.engine import kernels
+from llama.checkpoint.huggingface import read_config
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
 from llama.tools.convert import convert
-from llama.tools.quantize import quantize
 from llama.weights import random_model
 
 from . import tiny
-from .test_huggingface import edit
+from .test_huggingface import edit, load, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,14 +43,6 @@ def write(folder: Path, family: str, **changes: Any) -> Any:
         parameter.copy_(scale * torch.randn(parameter.shape) + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(folder)
     return model
-
-
-def tokens(length: int) -> Tensor:
-    return torch.randint(320, (1, length), generator=torch.Generator().manual_seed(length))
-
-
-def load(path: Path, **options: Any) -> Any:
-    return llama.load_model(path, dtype="float32", device="cpu", **options)
 
 
 def gap(ours: Any, theirs: Any, length: int) -> float:
@@ -93,7 +83,7 @@ def test_logits_equal_transformers_in_every_format(
         assert gap(again, model, context) < 5e-4
         assert again.max_seq_len == context
     if only_hf:
-        with pytest.raises(ConfigError, match="can't be converted"):
+        with pytest.raises(ConfigError, match="can't be written"):
             convert(source, tmp_path / "new.gguf", "gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new.hf", dtype=torch.float32)
     assert float((theirs(tokens(context)).logits - model(tokens(context)).logits).abs().max()) < 5e-5
@@ -150,19 +140,6 @@ def test_logits_and_cached_keys_are_the_same_in_every_form_of_rope(form: str) ->
     assert torch.equal(caches[0].k, caches[1].k)
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "SmolLM3"])
-@pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
-def test_quantized_folders_keep_what_is_special(tmp_path: Path, family: str) -> None:
-    """The folder computes what quantizing while loading computes."""
-    write(tmp_path / "hf", family, hidden_size=128, intermediate_size=256)
-    quantize(tmp_path / "hf", tmp_path / "int8", "int8")
-    saved, loaded = (
-        llama.loader.build(open_checkpoint(tmp_path / name), "cpu", "float32", quantize="int8", fast=True)
-        for name in ("int8", "hf")
-    )
-    assert torch.equal(saved(tokens(40)), loaded(tokens(40)))
-
-
 # ---------------------------------------------------------------------------------------------------- sliding windows
 def test_a_window_ends_the_context(tmp_path: Path) -> None:
     model = write(tmp_path, "Mistral", sliding_window=16)
@@ -205,15 +182,9 @@ def tiny_without_window(model: Any) -> Any:
     ],
     ids=str,
 )
-def test_a_window_applies_as_in_transformers(
-    tmp_path: Path, family: str, changes: dict[str, Any], window: int | None
-) -> None:
+def test_a_window_applies_as_in_transformers(family: str, changes: dict[str, Any], window: int | None) -> None:
     required = {key: value for key, value in BASE.items() if "position" not in key and not key.endswith("_id")}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **required, **changes}))
-    from llama.checkpoint.huggingface import read_config
-    from llama.system.documents import read_json
-
-    config = read_config(read_json(tmp_path / "config.json"), "config.json")[0]
+    config, _ = read_config({"model_type": family, **required, **changes}, "config.json")
     assert config.sliding_window == window
     assert reach(config) == min(config.max_seq_len, window or config.max_seq_len)
 
@@ -244,13 +215,9 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2", {"layer_types": ["chunked_attention"] * 5}, "layer_types must be full_attention or"),
     ("Qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
     ("Qwen2", {"use_mrope": True}, "use_mrope is true"),
-    (
-        "Qwen2",
-        {"model_type": "mixtral"},
-        "model_type is 'mixtral'; only llama, mistral, qwen2, smollm3 can be run; try",
-    ),
+    ("Qwen2", {"model_type": "mixtral"}, "model_type is 'mixtral'; only llama, mistral, qwen2, smollm3 can be run; try"),
     ("Mistral", {"model_type": None}, "model_type is null; only llama"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -152,6 +152,8 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
         old = {spelling if key == "rope_type" else key: value for key, value in rope.items()}
         edit(tmp_path, remove=("rope_parameters",), rope_scaling=old, rope_theta=20000.0)
         assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
+    edit(tmp_path, rope_parameters={**rope, "rope_theta": 20000.0})  # both may be there, if they agree
+    assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
 
 
 @pytest.mark.parametrize(
@@ -350,32 +352,20 @@ def config(**changes: Any) -> Callable[[Path], object]:
     return lambda folder: edit(folder, **changes)
 
 
-def rope(**scaling: Any) -> Callable[[Path], object]:
-    return config(rope_parameters=scaling)
-
-
-def content(data: bytes) -> Callable[[Path], object]:
-    return lambda folder: first(folder).write_bytes(data)
-
-
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (config(model_type="gpt2"), "model_type is 'gpt2'; only llama, .* can be run"),
     "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
     "no heads": (config(num_attention_heads=0, remove=("head_dim",)), "num_attention_heads must be .* at least 1, got 0"),
     "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
     "rope both": (config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_type is both 'linear' and 'default'"),
-    "rope kind": (rope(rope_type="spiral"), "rope_type is 'spiral', expected one of default"),
+    "rope kind": (config(rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral', expected one of default"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
-    "lfs": (content(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
-    "html": (content(b"<html>404"), "web page"),
-    "int8": (
-        lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
-        r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16",
-    ),
-    "unknown tensor": (
-        lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
-        "'extra' is not part of a LLaMA decoder",
-    ),
+    "lfs": (lambda d: first(d).write_bytes(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "html": (lambda d: first(d).write_bytes(b"<html>404"), "web page"),
+    "int8": (lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
+             r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16"),
+    "unknown tensor": (lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
+                       "'extra' is not part of a LLaMA decoder"),
     "template type": (lambda d: edit(d, file="tokenizer_config.json", chat_template=3), "chat_template must be a string"),
     "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "at most 4,194,304"),
     "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),

@@ -20,11 +20,10 @@ import torch
 from llama import cli, loader
 from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
+from llama.engine.parallel import sample_hash
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
 from llama.model import Transformer
-from llama.tools.convert import convert
-from llama.weights import sample_hash
 
 from . import tiny
 
@@ -121,24 +120,6 @@ def test_an_output_is_resumed_only_with_what_it_was_made_with(
         assert (tmp_path / "out.run.json").read_bytes() == before["out.run.json"], name
 
 
-def test_settings_of_the_checkpoint_belong_to_what_an_output_was_made_with(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint may state stop ids and sampling options outside of its tokenizer's files."""
-    folder, prompts, output = tmp_path / "hf", tmp_path / "in", tmp_path / "out"
-    convert(models["plain"], folder, "hf")
-    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    run = ["generate", "--prompts", str(prompts), "--output", str(output), "-m", str(folder), "-q", "-n", "1"]
-    assert cli.main(run) == 0
-    for change, message in (
-        ({"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]"),
-        ({"do_sample": True, "temperature": 0.5}, "made with temperature 0.0; this run has 0.5: "),
-    ):
-        (folder / "generation_config.json").write_text(json.dumps(change))
-        assert cli.main(run) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,20 +143,16 @@ def test_fresh_starts_anew_and_deletes_only_answers(
 ) -> None:
     assert batch() == 0
     first = state(tmp_path)
+    assert batch("--fresh", "--max-seq-len", "0") == 2  # the model can't be loaded, so nothing is deleted
+    assert state(tmp_path) == first
     assert batch("--fresh", model="other seed") == 0
-    second = state(tmp_path)
-    assert second["out"] != first["out"]
-    assert second["out"].count(b"\n") == 2
-    assert second["out.run.json"] != first["out.run.json"]
+    assert state(tmp_path)["out"] != first["out"]
+    assert state(tmp_path)["out.run.json"] != first["out.run.json"]
     for content in (b"a poem", b'{"id": 1, "text": "a"}\n', b"[" * 100_000):
         (tmp_path / "out").write_bytes(content)
         assert batch("--fresh") == 2
         assert "does not contain answers, so --fresh does not delete it" in capsys.readouterr().err
         assert (tmp_path / "out").read_bytes() == content
-    (tmp_path / "out").write_bytes(first["out"])
-    before = state(tmp_path)
-    assert batch("--fresh", "--max-seq-len", "0") == 2  # the model can't be loaded, so nothing is deleted
-    assert state(tmp_path) == before
 
 
 ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
@@ -257,22 +234,13 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     llm = loader.load(models["plain"], dtype="float32", device="cpu")
     session = Session()
     first = [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)]
-    session.save(tmp_path / "s", llm.model)
-    loaded = Session.load(tmp_path / "s", llm.model)
-    before = (tmp_path / "s").read_bytes()
     for name in ("theta", "plain"):  # an equal model is another model, too
         other = loader.load(models[name], dtype="float32", device="cpu")
-        for used in (session, loaded):
-            with pytest.raises(UsageError, match=r"holds the keys of another model.*; create a session for"):
-                pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
+        with pytest.raises(UsageError, match=r"holds the keys of another model.*; create a session for"):
+            list(other.stream("hello", session=session, max_new_tokens=2))
         with pytest.raises(UsageError, match="this session holds the keys of another model"):
-            pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")
+            session.save(tmp_path / "s", other.model)
         assert not session.busy
-    llm.model.runner.cache_kind = "int8"
-    with pytest.raises(UsageError, match=r"another model \(kv_cache model instead of int8\); create a session"):
-        list(llm.stream("hello", session=session, max_new_tokens=2))
-    llm.model.runner.cache_kind = "model"
-    assert (tmp_path / "s").read_bytes() == before
     assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 

@@ -66,32 +66,22 @@ def test_a_folder_with_two_formats_states_which_is_read(root: Path) -> None:
     assert list(open_checkpoint(root / "hf").warnings) == []
 
 
-def test_a_folder_of_the_hubs_cache(root: Path) -> None:
+def test_a_folder_of_the_hubs_cache_is_searched_two_levels_deep(root: Path, tiny_gguf: Path) -> None:
     snapshot = root / "models--org--name" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     shutil.move(root / "hf", snapshot)
-    checkpoint = open_checkpoint(root / "models--org--name")
-    assert checkpoint.path == snapshot
+    assert open_checkpoint(root / "models--org--name").path == snapshot
     shutil.copytree(snapshot, snapshot.with_name("1" * 40))
     with pytest.raises(CheckpointError, match=f"contains 2 models; name one of them, such as {snapshot}"):
         open_checkpoint(root / "models--org--name")
-
-
-def test_a_gguf_beside_a_config(root: Path, tiny_gguf: Path) -> None:
-    for file in (root / "hf").glob("*.safetensors"):
-        file.unlink()
-    shutil.copy(tiny_gguf, root / "hf")
-    assert open_checkpoint(root / "hf").format == "GGUF"
-
-
-def test_folders_deeper_than_two_levels_are_not_searched(root: Path) -> None:
-    deep = root / "a" / "b" / "c"
-    shutil.copytree(root / "hf", deep)
-    assert open_checkpoint(root / "a").path == deep
     (root / "x").mkdir()
-    shutil.move(root / "a", root / "x")
+    shutil.move(root / "models--org--name", root / "x")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         open_checkpoint(root / "x")
+    folder = root / "x" / "models--org--name" / "snapshots" / ("0" * 40)
+    (folder / "model.safetensors").unlink()  # what is left is no checkpoint of Hugging Face's
+    shutil.copy(tiny_gguf, folder)
+    assert open_checkpoint(folder).format == "GGUF"
 
 
 # ------------------------------------------------------------------------------------------------- the tokenizer
@@ -165,16 +155,11 @@ def test_a_session_belongs_to_its_tokenizer(root: Path, tmp_path: Path) -> None:
     llm.generate(TEXT, max_new_tokens=2, session=session)
     session.save(tmp_path / "s", llm.model)
     Session.load(tmp_path / "s", llm.model, llm.tokenizer)
-    with pytest.raises(CheckpointError, match="was saved with another tokenizer, so its ids mean different text"):
+    with pytest.raises(CheckpointError, match="was saved with tokenizer"):
         Session.load(tmp_path / "s", swapped.model, swapped.tokenizer)
     loaded = Session.load(tmp_path / "s", swapped.model)  # compared by the first stream
-    with pytest.raises(UsageError, match="this session contains ids of another tokenizer"):
+    with pytest.raises(UsageError, match="this session holds ids of another tokenizer"):
         swapped.generate(TEXT, max_new_tokens=2, session=loaded)
-    again = llama.load(folder, device="cpu", dtype="float32")
-    assert (
-        again.generate(TEXT, max_new_tokens=2, session=Session.load(tmp_path / "s", again.model)).stats.cached_tokens
-        > 0
-    )
 
 
 def test_usage_errors_name_the_option_of_a_parameter() -> None:

@@ -146,10 +146,7 @@ SCALES = {
     "Q2_K": (80, 4),
     "Q3_K": (108, 2),
     "Q6_K": (208, 2),
-    "Q4_1": (0, 4),
-    "Q5_1": (0, 4),
-    "Q4_K": (0, 4),
-    "Q5_K": (0, 4),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 4)),
 }
 
 
@@ -194,10 +191,8 @@ def test_a_range_of_columns_keeps_the_weights(name: str, part: slice) -> None:
     blocks = READERS[name](random_raw(name, rows=20, blocks=1024 // block_of(name)[0]))
     some = blocks.columns(part)
     assert torch.equal(some.weight, blocks.weight[:, part])
-    assert (
-        some.format
-        == (blocks if part.start in (256, 512) else blocks.simple if blocks.factors is not None else blocks).format
-    )
+    whole = part.start in (256, 512) or blocks.factors is None
+    assert some.format == (blocks if whole else blocks.simple).format
     assert distance(unpack(pack(some), *some.quants.shape, some.format).weight, some.weight) < 2**-10
     with pytest.raises(ValueError, match="columns 8 to 64 are not complete groups"):
         blocks.columns(slice(8, 64))
@@ -268,10 +263,8 @@ def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     assert isinstance(model.tok_embeddings, TileEmbedding)
     assert model.tok_embeddings.tiles.data_ptr() == model.output.tiles.data_ptr()
-    bits = {
-        module.bits for name, module in model.named_modules() if isinstance(module, TileLinear) and name != "output"
-    }
-    assert bits == {SCHEMES[scheme].format.bits}
+    layers = [module for name, module in model.layers.named_modules() if isinstance(module, TileLinear)]
+    assert {module.bits for module in layers} == {SCHEMES[scheme].format.bits}
     assert model.output.bits == (8 if SCHEMES[scheme].output else SCHEMES[scheme].format.bits)
 
 

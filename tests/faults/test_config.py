@@ -86,26 +86,6 @@ def test_a_number_of_params_json_must_be_positive(document: Path, key: str) -> N
         open_checkpoint(document.parent)
 
 
-def use_rope_parameters(document: Path) -> dict[str, Any]:
-    """Move theta and scaling to rope_parameters, as in transformers 5, and return them."""
-    settings = json.loads(document.read_text())
-    rope = {**settings.pop("rope_scaling"), "rope_theta": settings.pop("rope_theta")}
-    document.write_text(json.dumps({**settings, "rope_parameters": rope}))
-    return rope
-
-
-@pytest.mark.parametrize("form", ["hf"])
-def test_rope_scaling_and_rope_parameters_may_agree(document: Path) -> None:
-    """The logits equal those with only one of the two."""
-    tokens = torch.arange(40)[None]
-    expected = logits(document.parent, tokens)
-    rope = use_rope_parameters(document)
-    assert torch.equal(logits(document.parent, tokens), expected)
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    edit(document, rope_scaling=scaling, rope_theta=rope["rope_theta"])
-    assert torch.equal(logits(document.parent, tokens), expected)
-
-
 def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(originals: dict[str, Path], form: str) -> None:
     """The test also checks that the logits differ without the scaling."""
     positions = torch.tensor([0, 1, 50, 8191, 8192, 9000, 20_000, 65_000, 99_999])
