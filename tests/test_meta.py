@@ -251,8 +251,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other shape": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "01.pth and .* differ"),
     "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "01.pth and .* differ"),
     "other model": (lambda d: save(d, lambda s: s["norm.weight"].mul_(2), 1), "not shards of one model"),
-    "missing embedding": (lambda d: both(d, lambda s: s.pop("tok_embeddings.weight")), "tok_embeddings.weight is missing"),
-    "wrong shape": (lambda d: both(d, put(WQ, torch.zeros(64, 100))), "requires"),
     "int8": (lambda d: both(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8))), "layers.1.attention.wq is int8"),
     "float8": (lambda d: both(d, put(WQ, torch.zeros(128, 256).to(torch.float8_e4m3fn))), r"fp8_scales_0\.pt is missing"),
     "heads": (lambda d: edit_params(d, n_heads=7), "has shape|head"),

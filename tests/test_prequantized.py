@@ -216,13 +216,11 @@ def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
     files = {name: f"model-0000{1 + name.endswith('scales')}-of-00002.safetensors" for name in state}
     for file in set(files.values()):
         save_file({name: tensor for name, tensor in state.items() if files[name] == file}, tmp_path / file)
-    total = sum(tensor.nbytes for tensor in state.values())
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit(tmp_path, file="model.safetensors.index.json", weight_map=files)
     compare(tmp_path, model)
     checkpoint = open_checkpoint(tmp_path)
     assert not checkpoint.warnings
-    assert sum(checkpoint.about["weights"].values()) == total
+    assert sum(checkpoint.about["weights"].values()) == sum(tensor.nbytes for tensor in state.values())
     assert checkpoint.bits(WEIGHT) == 4 + 16 / 32 + 4 / 32 + 32 / ROWS  # integers, scales, zero points, g_idx
     for name in checkpoint.shapes:
         checkpoint.release(name)

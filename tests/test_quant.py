@@ -176,13 +176,8 @@ def test_blocks_are_read_unchanged(name: str) -> None:
     assert distance(back.weight, expected) < 1e-7
     per_block, size = block_of(name)  # memory is at most a tenth more than the file
     assert 8 * tile_bytes(2048, blocks.format) / (TILE * 2048) <= 1.1 * 8 * size / per_block
-    # The quants follow from gguf-py's weights, scale and offset.
-    simple = blocks.simple
-    group = expected.unflatten(1, (-1, blocks.group)).double()  # (R, groups, group)
-    offset = -(2.0 ** (simple.bits - 1)) * blocks.scale if blocks.offset is None else blocks.offset
-    quants = (group - offset.double()[..., None]) / blocks.scale.double()[..., None]
-    used = (blocks.scale != 0)[..., None].expand_as(quants)
-    torch.testing.assert_close(quants[used], simple.quants.double().view_as(group)[used], rtol=0, atol=1e-3)
+    assert torch.equal(blocks.simple.weight, blocks.weight)
+    assert int(blocks.simple.quants.max()) < 2**blocks.simple.bits
 
 
 @pytest.mark.parametrize("part", [slice(256, 768), slice(512, None), slice(0, 640), slice(32, 800)])
