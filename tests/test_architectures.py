@@ -20,29 +20,17 @@ from llama.rope_scaling import reach
 from llama.tools.convert import convert
 from llama.weights import random_model
 
-from . import tiny
+from . import test_huggingface, tiny
 from .test_huggingface import edit, load, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BASE: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
-}  # fmt: skip
+BASE = {**test_huggingface.BASE, "num_hidden_layers": 5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
 
 
 def write(folder: Path, family: str, **changes: Any) -> Any:
-    """Save a random model of a family with transformers and return it."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for name, parameter in model.named_parameters():
-        scale = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
-        parameter.copy_(scale * torch.randn(parameter.shape) + (1.0 if "norm" in name else 0.0))
-    model.save_pretrained(folder)
-    return model
+    return test_huggingface.write(folder, family=family, **{**BASE, **changes})
 
 
 def gap(ours: Any, theirs: Any, length: int) -> float:

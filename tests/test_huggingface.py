@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -33,10 +34,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def write(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def write(folder: Path, dtype: torch.dtype = torch.float32, family: str = "Llama", **changes: Any) -> Any:
     """Save a random model with transformers and return it."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **changes})).eval()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
