@@ -198,7 +198,6 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("SmolLM3", {"no_rope_layers": [1, 1, 1, 2, 1]}, "no_rope_layers must have a 0"),
     ("SmolLM3", {"no_rope_layers": [True] * 5}, "no_rope_layers must have a 0"),
     ("SmolLM3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be an integer"),
-    ("SmolLM3", {"num_hidden_layers": 2**40, "no_rope_layers": None}, "number of layers must be .* to 65536"),
     ("Mistral", {"sliding_window": 2**80}, "sliding_window must be an integer"),
     ("Qwen2", {"layer_types": ["chunked_attention"] * 5}, "layer_types must be full_attention or"),
     ("Qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
@@ -208,27 +207,10 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("originals")
-    for family in ("Mistral", "Qwen2", "SmolLM3"):
-        write(folder / family, family)
-    return folder
-
-
 @pytest.mark.parametrize(("family", "changes", "says"), FAULTS, ids=str)
-def test_each_fault_is_a_one_line_error(
-    originals: Path, tmp_path: Path, family: str, changes: dict[str, Any], says: str
-) -> None:
-    for file in (originals / family).iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps({**settings, **changes}))
-    with pytest.raises(LlamaError, match=says) as caught:
-        load(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+def test_each_fault_is_a_one_line_error(family: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^[^\n]*{says}[^\n]*$"):
+        read_config({"model_type": family.lower(), **BASE, **changes}, "config.json")
 
 
 @pytest.mark.parametrize("architecture", GGUF_LAYOUTS)

@@ -41,29 +41,26 @@ def root(originals: Path, tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- a folder below
 
 
-def test_original_below_a_folder_of_the_hub(root: Path) -> None:
+def test_original_below_a_folder_of_the_hub_or_two_formats_in_it(root: Path) -> None:
     hub = root / "hub"
     shutil.copytree(root / "llama-3", hub / "original")
-    (hub / "README.md").touch()
-    assert open_checkpoint(hub).format == "Meta"
-    shutil.copy(root / "hf" / "config.json", hub)  # a part of the other format, without its weights
-    shutil.copy(root / "hf" / "tokenizer.json", hub)
-    checkpoint = open_checkpoint(hub)
-    assert checkpoint.format == "Meta"
-    assert checkpoint.warnings[0] == f"{hub} is not a model, but contains one; using {hub / 'original'}"
+    for name in ("config.json", "tokenizer.json"):  # a part of the other format, without its weights
+        assert open_checkpoint(hub).format == "Meta"
+        shutil.copy(root / "hf" / name, hub)
+    found = open_checkpoint(hub)
+    assert (found.format, found.warnings[0]) == (
+        "Meta",
+        f"{hub} is not a model, but contains one; using {hub / 'original'}",
+    )
     shutil.copy(root / "hf" / "model.safetensors", hub)
     assert (open_checkpoint(hub).format, list(open_checkpoint(hub).warnings)) == ("Hugging Face", [])
-
-
-def test_a_folder_with_two_formats_states_which_is_read(root: Path) -> None:
-    both = root / "llama-3"
-    shutil.copy(root / "hf" / "config.json", both)
-    assert (open_checkpoint(both).format, list(open_checkpoint(both).warnings)) == ("Meta", [])  # no weights beside it
-    shutil.copy(root / "hf" / "model.safetensors", both)
-    found = open_checkpoint(both)
-    assert found.format == "Hugging Face"
-    assert found.warnings[0] == f"{both} has files of several formats; only those of Hugging Face are read"
-    assert list(open_checkpoint(root / "hf").warnings) == []
+    for file in (hub / "original").iterdir():
+        shutil.copy(file, hub)
+    found = open_checkpoint(hub)
+    assert (found.format, found.warnings[0]) == (
+        "Hugging Face",
+        f"{hub} has files of several formats; only those of Hugging Face are read",
+    )
 
 
 def test_a_folder_of_the_hubs_cache_is_searched_two_levels_deep(root: Path, tiny_gguf: Path) -> None:
