@@ -325,32 +325,20 @@ def test_a_saved_model_runs_without_the_kernels(tmp_path: Path, scheme: str, mon
     assert distance(reference, exact) < 1e-3
 
 
-MEMORY = """
-import os, sys, torch
-from pathlib import Path
-import llama
-from llama.checkpoint import open_checkpoint
-from llama.loader import build
-from llama.tools.quantize import quantize
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
-def load(path, scheme=None):
-    return build(open_checkpoint(path), "cpu", fast=True, quantize=scheme)
 
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
-
-def growth(run):
-    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
-    before, anonymous = status("VmRSS"), status("RssAnon")
-    result = run()
-    print(status("VmHWM") - before, status("RssAnon") - anonymous)
-
-tiny, large, out = map(Path, sys.argv[1:])
-quantize(tiny, out / "t", "int4"), load(out / "t"), load(tiny, "int4")  # to import everything
-growth(lambda: quantize(large, out / "q", "int4"))
-growth(lambda: load(large, "int4"))
-growth(lambda: load(out / "q"))
-"""
+def measure(small: Path, large: Path, out: Path) -> None:
+    """Print by how much quantizing, loading with --quantize and loading raise the peak and the anonymous memory."""
+    quantize(small, out / "t", "int4"), built(out / "t"), built(small, "int4")  # to import everything
+    for run in (lambda: quantize(large, out / "q", "int4"), lambda: built(large, "int4"), lambda: built(out / "q")):
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before, anonymous = status("VmRSS"), status("RssAnon")
+        result = run()
+        print(status("VmHWM") - before, status("RssAnon") - anonymous)
+        del result
 
 
 @needs_kernels
@@ -366,8 +354,9 @@ def test_memory_has_the_quantized_weights_and_two_others(sources: dict[str, Path
     huggingface_write.write(tmp_path / "large", model)
     source = sum(model.nbytes(name) for name in shapes)
     largest = max(model.nbytes(name) for name in shapes)
-    out = subprocess.run([sys.executable, "-c", MEMORY, str(sources["gguf"]), str(tmp_path / "large"), str(tmp_path)],
-                         check=True, capture_output=True, text=True).stdout  # fmt: skip
+    code = "import sys, pathlib, tests.test_quantize as t; t.measure(*map(pathlib.Path, sys.argv[1:]))"
+    out = subprocess.run([sys.executable, "-c", code, str(sources["gguf"]), str(tmp_path / "large"), str(tmp_path)],
+                         check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout  # fmt: skip
     (saving, _), (loading, _), (_, mapping) = ([int(n) for n in line.split()] for line in out.splitlines())
     quantized_bytes = (tmp_path / "q" / "model.safetensors").stat().st_size
     assert source > 100e6
