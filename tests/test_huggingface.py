@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -33,10 +34,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def write(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def write(folder: Path, dtype: torch.dtype = torch.float32, family: str = "Llama", **changes: Any) -> Any:
     """Save a random model with transformers and return it."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **changes})).eval()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
@@ -152,6 +154,8 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
         old = {spelling if key == "rope_type" else key: value for key, value in rope.items()}
         edit(tmp_path, remove=("rope_parameters",), rope_scaling=old, rope_theta=20000.0)
         assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
+    edit(tmp_path, rope_parameters={**rope, "rope_theta": 20000.0})  # both may be there, if they agree
+    assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
 
 
 @pytest.mark.parametrize(
@@ -350,32 +354,20 @@ def config(**changes: Any) -> Callable[[Path], object]:
     return lambda folder: edit(folder, **changes)
 
 
-def rope(**scaling: Any) -> Callable[[Path], object]:
-    return config(rope_parameters=scaling)
-
-
-def content(data: bytes) -> Callable[[Path], object]:
-    return lambda folder: first(folder).write_bytes(data)
-
-
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (config(model_type="gpt2"), "model_type is 'gpt2'; only llama, .* can be run"),
     "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
     "no heads": (config(num_attention_heads=0, remove=("head_dim",)), "num_attention_heads must be .* at least 1, got 0"),
     "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
     "rope both": (config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_type is both 'linear' and 'default'"),
-    "rope kind": (rope(rope_type="spiral"), "rope_type is 'spiral', expected one of default"),
+    "rope kind": (config(rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral', expected one of default"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
-    "lfs": (content(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
-    "html": (content(b"<html>404"), "web page"),
-    "int8": (
-        lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
-        r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16",
-    ),
-    "unknown tensor": (
-        lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
-        "'extra' is not part of a LLaMA decoder",
-    ),
+    "lfs": (lambda d: first(d).write_bytes(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "html": (lambda d: first(d).write_bytes(b"<html>404"), "web page"),
+    "int8": (lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
+             r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16"),
+    "unknown tensor": (lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
+                       "'extra' is not part of a LLaMA decoder"),
     "template type": (lambda d: edit(d, file="tokenizer_config.json", chat_template=3), "chat_template must be a string"),
     "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "at most 4,194,304"),
     "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),

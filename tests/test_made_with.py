@@ -240,22 +240,13 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     llm = loader.load(models["plain"], dtype="float32", device="cpu")
     session = Session()
     first = [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)]
-    session.save(tmp_path / "s", llm.model)
-    loaded = Session.load(tmp_path / "s", llm.model)
-    before = (tmp_path / "s").read_bytes()
     for name in ("theta", "plain"):  # an equal model is another model, too
         other = loader.load(models[name], dtype="float32", device="cpu")
-        for used in (session, loaded):
-            with pytest.raises(UsageError, match=r"holds the keys of another model.*; create a session for"):
-                pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
+        with pytest.raises(UsageError, match=r"holds the keys of another model.*; create a session for"):
+            list(other.stream("hello", session=session, max_new_tokens=2))
         with pytest.raises(UsageError, match="this session holds the keys of another model"):
-            pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")
+            session.save(tmp_path / "s", other.model)
         assert not session.busy
-    llm.model.runner.cache_kind = "int8"
-    with pytest.raises(UsageError, match=r"another model \(kv_cache model instead of int8\); create a session"):
-        list(llm.stream("hello", session=session, max_new_tokens=2))
-    llm.model.runner.cache_kind = "model"
-    assert (tmp_path / "s").read_bytes() == before
     assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
 
 
@@ -264,37 +255,36 @@ def test_the_name_of_a_kernel_library_contains_all_that_it_is_built_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "cache"))
-    copy = tmp_path / "cpp"
-    shutil.copytree(kernels.SOURCE.parent, copy)
+    shutil.copytree(kernels.SOURCE.parent, tmp_path / "cpp")
     plain = kernels._location("avx2")
-    monkeypatch.setattr(kernels, "SOURCE", copy / kernels.SOURCE.name)
+    monkeypatch.setattr(kernels, "SOURCE", tmp_path / "cpp" / kernels.SOURCE.name)
     assert kernels._location("avx2") == plain  # the content counts, not the place
-    changed = {"form": kernels._location("avx512")}
-    for path in sorted(copy.iterdir()):
+    changed = [kernels._location("avx512")]
+    for path in sorted((tmp_path / "cpp").iterdir()):
         text = path.read_text()
         path.write_text(text + "\n")
-        changed[path.name] = kernels._location("avx2")
+        changed.append(kernels._location("avx2"))
         path.write_text(text)
-    for name, value in (("COMMON", kernels.COMMON + " -g"), ("FORMS", {"avx2": "-mavx2"})):
+    others = (
+        (kernels, "COMMON", kernels.COMMON + " -g"),
+        (kernels, "FORMS", {"avx2": "-mavx2"}),
+        (torch, "__version__", "0"),
+    )
+    for where, attribute, new in others:
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, name, value)
-            changed[name] = kernels._location("avx2")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "0")
-        changed["torch"] = kernels._location("avx2")
-    assert len({plain, *changed.values()}) == 1 + len(changed)
-    assert kernels._location("avx2") == plain
+            patch.setattr(where, attribute, new)
+            changed.append(kernels._location("avx2"))
+    assert len({plain, *changed}) == 1 + len(changed)
 
 
 def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    def name(config: Any = tiny.CONFIG, rope: str = "real", cache: str = "model", dtype: Any = torch.float32) -> str:
-        model = tiny.model(config, rope=rope).to(dtype)
-        return compiled.fingerprint(model, model.layers[0], cache)
+    def name(**fields: Any) -> str:
+        model = tiny.model(dataclasses.replace(tiny.CONFIG, **fields), rope="real")
+        return compiled.fingerprint(model, model.layers[0], "model")
 
     plain, threads = name(), torch.get_num_threads()
-    changed = [name(rope="half"), name(cache="int8"), name(dtype=torch.bfloat16)]
-    for field, value in {"norm_eps": 1e-6, "rope_theta": 2e4, "hidden_dim": 80, "n_kv_heads": 4, "n_layers": 3}.items():
-        changed.append(name(dataclasses.replace(tiny.CONFIG, **{field: value})))
+    fields = {"norm_eps": 1e-6, "rope_theta": 2e4, "hidden_dim": 80, "n_kv_heads": 4, "n_layers": 3}
+    changed = [name(**{field: value}) for field, value in fields.items()]
     for where, attribute, new in (
         (torch, "__version__", "0"),
         (torch, "get_num_threads", lambda: threads + 1),
@@ -306,7 +296,6 @@ def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeyp
             patch.setattr(where, attribute, new)
             changed.append(name())
     assert len({plain, *changed}) == 1 + len(changed)
-    assert name() == plain
 
 
 def test_the_sample_hash_of_a_checkpoint_covers_every_norm_and_the_first_row_of_matrices(tmp_path: Path) -> None:

@@ -155,6 +155,12 @@ def test_variants_have_the_same_weights(name: str) -> None:
     check(*VARIANTS[name]())
 
 
+def test_an_asymmetric_layer_that_is_labelled_symmetric_is_refused() -> None:
+    config, tensors = changed("gptq-4-asymmetric", {"sym": True})
+    with pytest.raises(CheckpointError, match=r"qzeros is I32 .*, with different zero points, but the configuration"):
+        METHODS["gptq"](Fields(config, "config")).matrix(in_memory(tensors))
+
+
 def test_a_zero_point_of_0_in_version_1_borrows_from_its_neighbour() -> None:
     """GPTQModel subtracts 1 from all integers of a word at once, so that reading it back can add 1 to them at once."""
     config, tensors = recorded("gptq-4-asymmetric")
@@ -210,13 +216,11 @@ def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
     files = {name: f"model-0000{1 + name.endswith('scales')}-of-00002.safetensors" for name in state}
     for file in set(files.values()):
         save_file({name: tensor for name, tensor in state.items() if files[name] == file}, tmp_path / file)
-    total = sum(tensor.nbytes for tensor in state.values())
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit(tmp_path, file="model.safetensors.index.json", weight_map=files)
     compare(tmp_path, model)
     checkpoint = open_checkpoint(tmp_path)
     assert not checkpoint.warnings
-    assert sum(checkpoint.about["weights"].values()) == total
+    assert sum(checkpoint.about["weights"].values()) == sum(tensor.nbytes for tensor in state.values())
     assert checkpoint.bits(WEIGHT) == 4 + 16 / 32 + 4 / 32 + 32 / ROWS  # integers, scales, zero points, g_idx
     for name in checkpoint.shapes:
         checkpoint.release(name)
@@ -228,6 +232,7 @@ def test_a_scheme_in_a_file_of_its_own(tmp_path: Path, file: str, name: str) -> 
     edit(tmp_path, remove=("quantization_config",))
     old = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"} if "awq" in name else scheme
     (tmp_path / file).write_text(json.dumps({key: value for key, value in old.items() if key != "quant_method"}))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
     compare(tmp_path, model)
     (tmp_path / file).write_text("{")
     with pytest.raises(CheckpointError, match=f"{file}.*not valid JSON"):
@@ -263,12 +268,9 @@ def c(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
 CONFIGS = {
     "another method": ({"quant_method": "exl2"}, "'exl2' can't be read; run it with vLLM, or get the weights in BF16"),
     "no method": ({"bits": 4}, "the key quant_method is missing"),
-    "a list": ([1], "must be an object"),
     "3 bits": (g(bits=3), r"bits is 3; supported: 4, 8; run it with vLLM"),
-    "bits as text": (g(bits="4"), "bits must be an integer, got '4'"),
     "no group": ({"quant_method": "awq", "bits": 4}, "the key group_size is missing"),
-    "group 0": (g(group_size=0), "group_size must be above 0, or -1"),
-    "group huge": (g(group_size=2**70), "group_size must be above 0, or -1"),
+    "group 0": (g(group_size=0), "group_size must be an integer from 1"),
     "marlin": (g(checkpoint_format="marlin"), "checkpoint_format is 'marlin'.*run it with vLLM"),
     "mixed bits": (g(dynamic={".*up_proj": {"bits": 8}}), "dynamic is .*, expected none; run it with vLLM"),
     "rotation": (g(rotation="hadamard"), "rotation is 'hadamard', expected none"),

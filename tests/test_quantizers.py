@@ -101,11 +101,10 @@ def auto_awq() -> Made:
 
 
 def compressed_tensors(form: str, **arguments: Any) -> Made:
-    ct = pytest.importorskip("compressed_tensors")
+    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    del ct
     w = original()
     weights = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
@@ -119,10 +118,8 @@ def compressed_tensors(form: str, **arguments: Any) -> Made:
     down, across = blocks[strategy]
     tiles = w.view(ROWS // down, down, COLUMNS // across, across).transpose(1, 2).flatten(2)
     low, high = tiles.amin(-1).clamp(max=0), tiles.amax(-1)
-    scale = (
-        tiles.abs().amax(-1) / top * (1 if weights.type == "float" else 2) if weights.symmetric else (high - low) / top
-    )
-    scale = scale.half().float()
+    span = tiles.abs().amax(-1) * (1 if weights.type == "float" else 2) if weights.symmetric else high - low
+    scale = (span / top).half().float()
     state = {"weight": w, "weight_scale": scale.view(1) if strategy == "tensor" else scale}
     if not weights.symmetric:
         zero = (-low / scale).round() - 2 ** (weights.num_bits - 1)
@@ -157,23 +154,17 @@ MAKERS: dict[str, Callable[[], Made]] = {
     "gptq-8": lambda: auto_gptq(8, False),
     "awq-gemm": auto_awq,
     "ct-int4": lambda: compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=32),
-    "ct-int4-asymmetric": lambda: compressed_tensors(
-        "pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False
-    ),
+    "ct-int4-asymmetric": lambda: compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
     "ct-int8": lambda: compressed_tensors("int-quantized", num_bits=8, strategy="channel"),
-    "ct-int8-asymmetric": lambda: compressed_tensors(
-        "int-quantized", num_bits=8, strategy="group", group_size=32, symmetric=False
-    ),
+    "ct-int8-asymmetric": lambda: compressed_tensors("int-quantized", num_bits=8, strategy="group", group_size=32, symmetric=False),
     "ct-fp8-tensor": lambda: compressed_tensors("float-quantized", num_bits=8, type="float", strategy="tensor"),
     "ct-fp8-channel": lambda: compressed_tensors("float-quantized", num_bits=8, type="float", strategy="channel"),
-    "ct-fp8-block": lambda: compressed_tensors(
-        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]
-    ),
+    "ct-fp8-block": lambda: compressed_tensors("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
     "nf4": lambda: bitsandbytes("nf4", False),
     "nf4-nested": lambda: bitsandbytes("nf4", True),
     "fp4": lambda: bitsandbytes("fp4", False),
     "llm-int8": lambda: bitsandbytes("int8", False),
-}
+}  # fmt: skip
 
 
 def in_memory(tensors: dict[str, Tensor]) -> Layer:

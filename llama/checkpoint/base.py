@@ -117,8 +117,10 @@ class Checkpoint(ABC):
         """Let the system free the mapped pages of a weight that was copied."""
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model. Raises TokenizerError if there is none, or it can't be used."""
-        return self.own_tokenizer() if self.tokenizer_override is None else self.tokenizer_override
+        """The tokenizer of the model. Raises TokenizerError if there is none, CheckpointError if it does not fit."""
+        tokenizer = self.tokenizer_override or self.own_tokenizer()
+        check_vocabulary(tokenizer, self.config, str(self.path))
+        return tokenizer
 
     @abstractmethod
     def own_tokenizer(self) -> Tokenizer:

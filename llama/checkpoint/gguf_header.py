@@ -44,13 +44,6 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) // self.block * self.size
 
 
-class Header(NamedTuple):
-    """The metadata of a file and its tensors by name."""
-
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-
-
 class _Cursor:
     """A position in the header. Reading past the end, or past LARGEST_HEADER, raises DamagedError."""
 
@@ -121,7 +114,7 @@ class _Cursor:
         return TensorInfo(type.name, block, size, shape, offset)
 
 
-def read_header(data: mmap.mmap | bytes, where: str) -> Header:
+def read_header(data: mmap.mmap | bytes, where: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """The metadata and the tensors' entries. Raises CheckpointError if the header contradicts itself or the file."""
     header = _Cursor(data, where)
     magic = bytes(data[header.take(4) : 4])
@@ -156,4 +149,4 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
             raise DamagedError(f"{found}, but should begin at {end}, and the file has {len(data)}")
         tensors[name] = info._replace(offset=end)
         end = -(-(end + info.nbytes) // alignment) * alignment
-    return Header(metadata, tensors)
+    return metadata, tensors

@@ -270,9 +270,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         settings = self.tokenizer_settings or _read_optional(path.with_name("tokenizer_config.json"))
         template = self.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
-        tokenizer = open_tokenizer(path, settings, Named(self._ids("bos_token_id"), self._ids("eos_token_id"), text))
-        base.check_vocabulary(tokenizer, self.config, str(path))
-        return tokenizer
+        return open_tokenizer(path, settings, Named(self._ids("bos_token_id"), self._ids("eos_token_id"), text))
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _first(self, name: str) -> StoredTensor:

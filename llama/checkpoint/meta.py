@@ -100,7 +100,6 @@ class MetaCheckpoint(Checkpoint):
 
         path = base.find_tokenizer(self.path, ("tokenizer.model", "tokenizer.json"))
         tokenizer = open_tokenizer(path)
-        base.check_vocabulary(tokenizer, self.config, str(path))
         rows = self.config.vocab_size
         # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
         if tokenizer.n_vocab != rows and tokenizer.kind.startswith("tiktoken"):

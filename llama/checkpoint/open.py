@@ -16,7 +16,7 @@ from ..system.documents import read_json, refuse_mistakes, size_of
 from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized
 from .architectures import window_warnings
-from .base import Checkpoint, check_vocabulary
+from .base import Checkpoint
 
 MOST_PATHS = 1000  # the most files and folders that are looked at below a folder
 EXPECTED = "expected config.json, params.json or *.gguf"
@@ -38,7 +38,6 @@ def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None =
         raise CheckpointError(f"{path}: {error}") from error
     if tokenizer is not None:
         checkpoint.tokenizer_override = read_tokenizer(Path(tokenizer))
-        check_vocabulary(checkpoint.tokenizer_override, checkpoint.config, str(tokenizer))
     return checkpoint
 
 
@@ -57,11 +56,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _hugging_face(folder: Path) -> Checkpoint:
     """The reader of a Hugging Face folder that its quantization requires."""
-    if quantized.recognizes(folder):
-        return quantized.QuantizedCheckpoint(folder)
-    if prequantized.recognizes(folder):
-        return prequantized.PrequantizedCheckpoint(folder)
-    return huggingface.HuggingFaceCheckpoint(folder)
+    scheme = prequantized.read_scheme(folder)
+    if scheme is None:
+        return huggingface.HuggingFaceCheckpoint(folder)
+    own = scheme.values.get("quant_method") == quantized.METHOD
+    return quantized.QuantizedCheckpoint(folder, scheme) if own else prequantized.PrequantizedCheckpoint(folder, scheme)
 
 
 # (whether a path has this format, its reader); the first that fits is used

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..checks import is_integer
+from ..checks import integer, is_integer
 from ..errors import CheckpointError, ConfigError
 from ..quant.matrices import Integers, Matrix, repeated, unpack_rows_of_words, unpack_words
 from ..system.documents import Fields, describe, parse_json, read_json
-from . import huggingface, quantized
 from .huggingface import CONFIG, HuggingFaceCheckpoint, StoredTensor
 
 FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
@@ -81,9 +80,7 @@ def _refuse(fields: Fields, *keys: str) -> None:
 def _group_size(fields: Fields, key: str) -> int:
     """The number of columns in a group; -1 for a complete row."""
     size = fields.get(key, int)
-    if size != -1 and not 0 < size < 2**31:
-        raise ConfigError(f"{fields.where}: {key} must be above 0, or -1 for a complete row, got {size}")
-    return size
+    return size if size == -1 else integer(f"{fields.where}: {key}", size, 1, 2**31, ConfigError)
 
 
 def _order(index: StoredTensor | None, columns: int, group: int, groups: int) -> Tensor | None:
@@ -107,8 +104,8 @@ def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
 class GPTQ(Method):
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
-    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. The zero points of a symmetric model are
-    not read: files exist whose configuration names the wrong format.
+    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. Those of a symmetric model are all equal,
+    and their value is not used: files exist whose configuration names the wrong format.
     """
 
     name = "GPTQ"
@@ -129,6 +126,8 @@ class GPTQ(Method):
         groups = -(-columns // group)
         scales = layer["scales"].expect(FLOATS, (groups, rows))
         qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
+        if self.symmetric and bool((qzeros.read() != qzeros.read()[0, 0]).any()):
+            raise qzeros.error("with different zero points, but the configuration says sym; get the weights in BF16")
         order = _order(layer["g_idx"] if self.reorders else layer.get("g_idx"), columns, group, groups)
 
         def zero(part: slice) -> Any:
@@ -356,12 +355,7 @@ METHODS: dict[str, type[Method]] = {
 OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
-def recognizes(folder: Path) -> bool:
-    found = _scheme(folder) if huggingface.recognizes(folder) else None
-    return found is not None and found.values.get("quant_method") != quantized.METHOD
-
-
-def _scheme(folder: Path) -> Fields | None:
+def read_scheme(folder: Path) -> Fields | None:
     """The description of the quantization; None if there is none. Raises CheckpointError, ConfigError."""
     settings = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
     for key in ("quantization_config", "compression_config"):  # the second is compressed-tensors' before 0.5
@@ -381,11 +375,10 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
     )  # fmt: skip
 
-    def __init__(self, folder: Path):
-        fields = _scheme(folder) or Fields({}, str(folder))
-        if (kind := fields.get("quant_method", str)) not in METHODS:
-            raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
-        self._method = METHODS[kind](fields)
+    def __init__(self, folder: Path, scheme: Fields):
+        if (kind := scheme.get("quant_method", str)) not in METHODS:
+            raise ConfigError(f"{scheme.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
+        self._method = METHODS[kind](scheme)
         self.format = f"Hugging Face, quantized by {self._method.name}"
         self.suffixes = self._method.tensors
         super().__init__(folder)

@@ -24,8 +24,8 @@ from ..quant.blocks import BlockFormat, Blocks
 from ..quant.matrices import Matrix
 from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
-from ..system.documents import Fields, parse_json, read_json
-from . import huggingface, huggingface_write
+from ..system.documents import Fields, parse_json
+from . import huggingface_write
 from .base import to_file_name
 from .huggingface import CONFIG, LAYERS, NAMES, HuggingFaceCheckpoint, StoredTensor
 from .huggingface_write import Entry
@@ -37,11 +37,6 @@ GROUPS = (16, 32, 64, 128)  # supported by the kernels
 
 
 # ------------------------------------------------------------------------------------------------------- reading
-def recognizes(folder: Path) -> bool:
-    scheme = read_json(folder / CONFIG).get("quantization_config") if huggingface.recognizes(folder) else 0
-    return isinstance(scheme, dict) and scheme.get("quant_method") == METHOD
-
-
 class QuantizedCheckpoint(HuggingFaceCheckpoint):
     """A folder that `clearllama quantize` wrote. See Checkpoint for the members."""
 
@@ -49,8 +44,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     layout = LAYOUT
     suffixes = ("tiles",)
 
-    def __init__(self, folder: Path):
-        scheme = Fields(read_json(folder / CONFIG)["quantization_config"], f"{folder}: {CONFIG}: quantization_config")
+    def __init__(self, folder: Path, scheme: Fields):
         self.scheme = scheme.get("scheme", str)
         if (scheme.get("format_version", int), scheme.get("layout", str)) != (VERSION, LAYOUT):
             raise ConfigError(f"{scheme.where} is not of version {VERSION}; quantize the source again")

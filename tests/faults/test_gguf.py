@@ -108,9 +108,9 @@ def test_each_crafted_fault_is_refused(says: str) -> None:
 
 def test_the_builder_can_build_a_valid_file() -> None:
     good = file([entry(b"k", 9, array(8, 1, string(b"a")))], [tensor(), tensor(b"u", offset=128)], 256)
-    header = read_header(good, "good")
-    assert header.metadata == {"k": ["a"]}
-    assert [(info.offset, info.nbytes) for info in header.tensors.values()] == [(128, 128), (256, 128)]
+    metadata, tensors = read_header(good, "good")
+    assert metadata == {"k": ["a"]}
+    assert [(info.offset, info.nbytes) for info in tensors.values()] == [(128, 128), (256, 128)]
 
 
 HOSTILE = {
