@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
         (ENDLESS, "it ran for more than 0.2 seconds"),
         (ENDLESS + " " * 200_000, "it ran for more than 0.4 seconds"),
         pytest.param("len('x' * 2**26)", "it needed more than 32 MiB", marks=LINUX),
-        ("'x' * 2**21", "it wrote 2,097,154 bytes, expected at most 1,048,"),
+        ("'x' * 2**21", "it wrote more than 1,048,"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "nested too deeply .its process crashed, exit code -11"),
         ("1 / 0", "exit code 1"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "it was killed"),

@@ -303,7 +303,6 @@ def test_the_chosen_files(names: list[str], chosen: list[str]) -> None:
         ("m-Q4_0 m-Q4_K_M m", "", "m-Q4_K_M"),
         ("m-F16 m-bf16 m-Q8_0", "f16", "m-F16"),
         ("m.q4_k m.q4_k_m m.iq4_k", "Q4_K", "m.q4_k"),
-        ("m-UD-Q4_K_XL m-Q4_K_XL", "Q4_K_XL", "m-Q4_K_XL"),
         ("m-UD-Q4_K_XL m-Q2_K", "q4_k_xl", "m-UD-Q4_K_XL"),
         ("a", "", "a"),
         ("a mmproj-F16 a.imatrix", "", "a"),

@@ -186,7 +186,7 @@ def test_the_kind_is_detected_by_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "begins with b''"), (b"version https://git-lfs.github.com/spec/v1\n", "run 'git lfs pull'"),
+        (b"", "is empty"), (b"xyz", "begins with b'xyz'"), (b"version https://git-lfs.github.com/spec/v1\n", "run 'git lfs pull'"),
         (b"{", "not valid JSON"), (b"{}", "'model' is missing"), (b'{"model": {}}', "'vocab' is missing"),
         (b'{"a":' * 100_000, "not valid JSON"), (b"\n\x09\n\x05<unk>\x18\x02" b"\n\x03\n\x01a", "ends after 2 pieces"),
         (MODEL + bytes([9 << 3 | 3, 9 << 3 | 4]), "not a SentencePiece model"),  # a group, which hides what follows

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from ..system.documents import LARGEST_TOKENIZER, read_json, size_of
+from ..system.documents import LARGEST_TOKENIZER, read_json, refuse_mistakes, size_of
 from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
 from .common import NOTHING, Named
@@ -43,7 +43,5 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
             listed = {str(id): {"content": token} for token, id in read_json(more).items()}
             settings = {"added_tokens_decoder": listed, **(settings or {})}
         return sentencepiece.SentencePieceModelTokenizer(data, where, named, settings)
-    remedy = "; it is a git-lfs pointer, run 'git lfs pull'" if start.startswith(b"version https://git-lfs") else ""
-    raise TokenizerError(
-        f"{path} begins with {data[:8]!r}, expected a tokenizer.json, or a tokenizer.model of Llama 2 or 3{remedy}"
-    )
+    refuse_mistakes(path, start)
+    raise TokenizerError(f"{path} begins with {data[:8]!r}, expected a tokenizer.json or tokenizer.model of a LLaMA")
