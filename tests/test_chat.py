@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,13 +199,6 @@ def test_what_can_not_be_told_apart_is_refused() -> None:
     with pytest.raises(TemplateError, match=r"can't be distinguished from text: <\|im_end\|>; remove"):
         encoded(template, "a<|im_end|>")
     assert encoded(template, "a")[1] == []
-
-
-def test_the_order_of_keys_is_that_of_the_request() -> None:
-    call = {"type": "function", "id": "1", "function": {"arguments": {"b": 1, "a": 2}, "name": "f"}}
-    messages = [{"content": "x", "role": "user"}, {"tool_calls": [call], "role": "assistant", "content": ""}]
-    ids = encode_chat(TOKENIZER, "{{ messages | tojson }}", messages)
-    assert TOKENIZER.decode(ids) == json.dumps(messages)
 
 
 def test_the_environment_is_that_of_transformers() -> None:

@@ -21,7 +21,6 @@ from llama.errors import TemplateError, UsageError
 from llama.text import Llama
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
-from llama.tokenizer.write import tokenizer_config, tokenizer_json
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
 
@@ -30,7 +29,7 @@ from .conftest import Run
 from .scripts import make_tiny
 from .test_chat import byte_level, spell
 from .test_tokenizer import CONTROL
-from .test_tokenizer_write import LLAMA3_FILE, MISTRAL_FILE, trained
+from .test_tokenizer_write import auto, trained
 from .wheels import wheel_member
 
 Dialog = list[dict[str, Any]]
@@ -192,28 +191,6 @@ def test_llama3_ids_are_those_of_metas_own_code() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
-# vocabulary -> the families that it can express. Mistral's first was made like Llama 2's; the small one has <step>.
-VOCABULARIES = {"llama 3": ["llama3"], "tiny": ["llama3"], "small": ["llama2", "codellama-70b"], "mistral": ["llama2"]}
-
-
-@pytest.fixture(
-    scope="module",
-    params=["tiny", "small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama 3", "mistral"))],
-)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer, Any]:
-    """A vocabulary in Meta's file format, and what transformers makes of the files that a conversion writes."""
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("vocabulary")
-    ours = {
-        "llama 3": lambda: open_tokenizer(wheel_member(*LLAMA3_FILE)),
-        "tiny": lambda: TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny"),
-        "small": lambda: trained(folder, control_symbols=["<step>"]),
-        "mistral": lambda: open_tokenizer(wheel_member(*MISTRAL_FILE)),
-    }[request.param]()
-    (folder / "tokenizer.json").write_text(tokenizer_json(ours), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(ours)), encoding="utf-8")
-    return request.param, ours, AutoTokenizer.from_pretrained(folder)
 
 
 def random_dialog(family: str, choose: random.Random) -> Dialog:
@@ -229,18 +206,20 @@ def random_dialog(family: str, choose: random.Random) -> Dialog:
     return [{"role": "system", "content": text()}] * choose.randint(0, 1) + turns
 
 
-def test_transformers_gives_the_ids_of_the_built_in_format(both: tuple[str, Tokenizer, Any]) -> None:
-    name, ours, theirs = both
-    for family in VOCABULARIES[name]:
-        template, choose = TEMPLATES[family], random.Random(1)
-        for _ in range(60):
-            dialog = random_dialog(family, choose)
-            expected = ids_of(family, dialog, ours)
-            ids = theirs.apply_chat_template(
-                dialog, chat_template=template, add_generation_prompt=True, return_dict=False
-            )
-            assert ids == expected, (dialog, theirs.decode(ids), theirs.decode(expected))
-            assert encode_chat(ours, template, dialog) == expected
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_transformers_gives_the_ids_of_the_built_in_format(family: str, tmp_path: Path) -> None:
+    """With the files that a conversion of a vocabulary in Meta's format writes."""
+    if family == "llama3":
+        ours: Tokenizer = TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny")
+    else:
+        ours = trained(tmp_path, control_symbols=["<step>"])
+    theirs, template, choose = auto(ours, tmp_path), TEMPLATES[family], random.Random(1)
+    for _ in range(60):
+        dialog = random_dialog(family, choose)
+        expected = ids_of(family, dialog, ours)
+        ids = theirs.apply_chat_template(dialog, chat_template=template, add_generation_prompt=True, return_dict=False)
+        assert ids == expected, (dialog, theirs.decode(ids), theirs.decode(expected))
+        assert encode_chat(ours, template, dialog) == expected
 
 
 # ------------------------------------------------------------------------------------------------------- conversions
@@ -301,6 +280,4 @@ def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: P
     convert = ("convert", str(meta), str(tmp_path / "new"), "--to", "gguf", "--chat-template")
     assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
     assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
-    unknown = clearllama(*convert, "llama4")
-    assert unknown.returncode == 2
-    assert b"llama4" in unknown.stderr
+    assert clearllama(*convert, "llama4").returncode == 2

@@ -150,17 +150,6 @@ def test_it_ends_with_all_that_it_started(start: Callable[..., Child]) -> None:
     pytest.fail("the process that the worker started is still running")
 
 
-def test_an_ignored_signal_of_the_parent_does_not_disable_the_timer(start: Callable[..., Child]) -> None:
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
-    try:
-        with pytest.raises(ChildError, match="it ran for more than"):
-            start().ask(ENDLESS)
-    finally:
-        signal.signal(signal.SIGPROF, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-
-
 def test_without_a_process_there_is_a_reason(start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nonexistent")
     with pytest.raises(ChildError, match="could not be started"):

@@ -258,12 +258,6 @@ def test_ids_and_paths(name: str, id: HubId | None) -> None:
     assert id is None or str(id) == name
 
 
-def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert hub.resolve("org/name") == Path("org/name")
-
-
 # --------------------------------------------------------------------------------------------- which files are chosen
 SMALL = ["config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
 META = ["checklist.chk", "consolidated.00.pth", "consolidated.01.pth", "params.json", "tokenizer.model"]

@@ -98,25 +98,6 @@ def test_a_prompt_reserves_all_its_slots_at_once() -> None:
     assert cache.slots == 3000
 
 
-def test_a_cache_whose_growth_failed_can_be_used_and_grown_again() -> None:
-    model, tokens = model_with("default"), tiny.random_tokens(1300)[0].tolist()
-    expected = prefill(model, tokens, model.new_cache())
-    cache = model.new_cache()
-    prefill(model, tokens[:1000], cache)
-    last = cache.layers[-1]
-
-    def fails(slots: int) -> None:
-        raise RuntimeError("no memory")
-
-    last.resize = fails  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="no memory"):
-        cache.reserve(4000)
-    del last.resize
-    assert cache.slots == FIRST_SLOTS
-    torch.testing.assert_close(prefill(model, tokens[1000:], cache), expected, rtol=0, atol=1e-4)
-    assert {buffer.shape[2] for layer in cache.layers for buffer in layer.buffers} == {cache.slots}
-
-
 # ------------------------------------------------------------------------------------- predicted and actual memory
 def test_inspect_predicts_the_exact_bytes_of_a_cache(tiny_gguf: Path) -> None:
     model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=5000))
@@ -159,15 +140,13 @@ class Living(TorchDispatchMode):
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {value.untyped_storage().data_ptr() for value in tree_flatten((args, kwargs))[0] if is_tensor(value)}
+        known = {storage.data_ptr() for storage in storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for value in tree_flatten(out)[0]:
-            if is_tensor(value):
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in known | self.seen and storage.nbytes():
-                    self.seen.add(storage.data_ptr())
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        for storage in storages(out):
+            if storage.data_ptr() not in known | self.seen and storage.nbytes():
+                self.seen.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
         self.peak = max(self.peak, self.now)
         return out
 
@@ -176,8 +155,8 @@ class Living(TorchDispatchMode):
         self.now -= size
 
 
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def storages(values: Any) -> list[Any]:
+    return [value.untyped_storage() for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
 
 
 # ------------------------------------------------------------------------------------------------------ free memory
@@ -235,20 +214,17 @@ def test_the_lowest_of_all_limits_is_the_free_memory(
 def test_too_much_is_refused_with_the_sizes_and_the_remedies(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     monkeypatch.setattr(memory, "RUNTIME", 2**20)
     need = 16 * 2**30, 4 * 2**30, 2**30 - 2**20
-    for free, fits in ((ranks * 21 * 2**30, True), (ranks * 21 * 2**30 - 1, False), (None, True)):
-        rooms = [] if free is None else [memory.Room(free, "are left here"), memory.Room(2**50, "are there")]
-        monkeypatch.setattr(memory, "rooms", lambda device, rooms=rooms: rooms)
-        if fits:
-            memory.check("big.gguf", *need, torch.device("cpu"), ranks)
-            continue
-        with pytest.raises(MemoryLimitError) as caught:
-            memory.check("big.gguf", *need, torch.device("cpu"), ranks)
-        each = " in each of 2 processes" if ranks == 2 else ""
-        sizes = "16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB working memory"
-        expected = f"big.gguf needs 21.0 GiB of memory{each} ({sizes}), but only {21 * ranks}.0 GiB are left here; "
-        assert str(caught.value).startswith(expected)
-        for option in ("--quantize int4", "--max-seq-len", "--kv-cache int8", "--no-memory-check"):
-            assert option in str(caught.value)
+    small(monkeypatch, ranks * 21 * 2**30)
+    memory.check("big.gguf", *need, torch.device("cpu"), ranks)
+    small(monkeypatch, ranks * 21 * 2**30 - 1)
+    with pytest.raises(MemoryLimitError) as caught:
+        memory.check("big.gguf", *need, torch.device("cpu"), ranks)
+    each = " in each of 2 processes" if ranks == 2 else ""
+    sizes = "16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB working memory"
+    expected = f"big.gguf needs 21.0 GiB of memory{each} ({sizes}), but only {21 * ranks}.0 GiB are free"
+    assert str(caught.value).startswith(expected)
+    for option in ("--quantize int4", "--max-seq-len", "--kv-cache int8", "--no-memory-check"):
+        assert option in str(caught.value)
 
 
 def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -263,10 +239,6 @@ def test_a_model_is_refused_before_a_weight_is_read(tiny_gguf: Path, monkeypatch
     with pytest.raises(MemoryLimitError, match=r"tiny.gguf needs .* 1 MiB are free on this machine"):
         loader.build(checkpoint)
     assert read == []
-    monkeypatch.undo()
-    small(monkeypatch, 2**20)
-    assert loader.load_model(tiny_gguf, check_memory=False).runner.check_memory is None
-    assert loader.load(tiny_gguf, check_memory=False).generate("hello", max_new_tokens=2).tokens
 
 
 def test_the_requested_length_decides(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,12 +249,6 @@ def test_the_requested_length_decides(tiny_gguf: Path, monkeypatch: pytest.Monke
     one, words = tiny.CONFIG.kv_cache_bytes(1, 4), len(loader.load_tokenizer(tiny_gguf).encode("the"))
     assert [cache for _, cache in needs] == [10 * one, 200 * one, 256 * one, (words + 7) * one]  # a context of 256
     assert {weights for weights, _ in needs} == {4 * tiny.CONFIG.n_params}
-
-
-def linear_like_bytes(model: Transformer) -> int:
-    """Bytes of all tensors of a model, each storage counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -296,18 +262,13 @@ def test_the_bytes_of_the_weights_are_predicted(
     needs: list[int] = []
     monkeypatch.setattr(memory, "check", lambda what, weights, *_: needs.append(weights))
     model = loader.load(path, device="cpu", **options).model
-    assert needs[0] == pytest.approx(linear_like_bytes(model), rel=1e-6)
-
-
-def test_a_small_cache_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch, 0)
-    memory.check_growth(64 * 2**20, 100, torch.device("cpu"))
-    memory.check_growth(2**40, 100, torch.device("meta"))
-    with pytest.raises(MemoryLimitError, match="a KV cache for 100 tokens needs 64 MiB more memory"):
-        memory.check_growth(64 * 2**20 + 1, 100, torch.device("cpu"))
+    storages = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    assert needs[0] == pytest.approx(sum(storages.values()), rel=1e-6)
 
 
 def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch, 0)
+    memory.check_growth(memory.SMALL, 100, torch.device("cpu"))  # a small one is not checked
     monkeypatch.setattr(memory, "SMALL", 0)
     small(monkeypatch, 10**6)
     check = memory.check_growth
@@ -337,8 +298,6 @@ def test_the_command_refuses_unless_the_check_is_off(
     command = ["generate", "--raw", "hello", "-n", "3", "-m", str(tiny_gguf)]
     assert cli.main(command) == 1
     out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert "needs" in err
+    assert (out, len(err.splitlines())) == ("", 1)
     assert "1 MiB are free on this machine" in err
     assert cli.main([*command, "--no-memory-check"]) == 0

@@ -16,7 +16,6 @@ import llama
 from llama.config import ModelConfig
 from llama.errors import TokenizerError
 from llama.tokenizer import Tokenizer, open_tokenizer
-from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
@@ -105,14 +104,6 @@ def beside(folder: Path, legacy: bool = True) -> Tokenizer:
     listed = {str(pieces.n_vocab + i): {"content": token, "special": True} for i, token in enumerate(CHATML)}
     settings = {"added_tokens_decoder": listed, "eos_token": CHATML[1], "legacy": legacy}
     return SentencePieceModelTokenizer(pieces.data, "pieces", settings=settings)
-
-
-def without_a_byte() -> Tokenizer:
-    """Llama 3's kind of vocabulary, where the byte 4 has no token, but two of them have."""
-    metadata = gguf_metadata(TIKTOKEN, 768)
-    at = next(id for id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if BYTE_OF.get(token) == 4)
-    metadata["tokenizer.ggml.tokens"][at], metadata["tokenizer.ggml.token_type"][at] = "\u0004\u0004", 4
-    return from_metadata(metadata, "x")
 
 
 MARKS = [*INFILL, "<step>"]
@@ -231,14 +222,6 @@ def test_ids_that_end_an_answer_without_a_known_name_are_ggufs_eot_and_eom() -> 
             same(ours, as_gguf(ours), texts(5))
     with pytest.raises(TokenizerError, match=r"its stop_ids .* would become"):
         check_equal(ours, as_gguf(ours))
-
-
-@pytest.mark.parametrize("form", [lambda tokenizer: tokenizer, as_json])
-def test_a_byte_without_a_token_is_an_error(form: Callable[[Tokenizer], Tokenizer]) -> None:
-    tokenizer = form(without_a_byte())
-    assert tokenizer.decode(tokenizer.encode("a\u0004\u0004b")) == "a\u0004\u0004b"
-    with pytest.raises(TokenizerError, match="has the byte 0x04"):
-        tokenizer.encode("a\u0004\u0004\u0004b")
 
 
 # ---------------------------------------------------------------------------------- what other formats can't express

@@ -124,8 +124,6 @@ def main() -> None:
         for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
             resource.setrlimit(kind, (0, 0))
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have ignored or blocked the timer's signal
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     for limits in sys.stdin.buffer:
         seconds, space = map(float, limits.split())
         if resource is not None:
