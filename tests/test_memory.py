@@ -26,20 +26,10 @@ from . import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TRAINED = 64
-PAIRS = tiny.CONFIG.head_dim // 2
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "default": None,
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "longrope": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": TRAINED,
-        "short_factor": [1.0] * PAIRS,
-        "long_factor": [1.0 + i for i in range(PAIRS)],
-        "factor": 8.0,
-    },
 }
-scalings = pytest.mark.parametrize("kind", SCALINGS)
 
 
 def model_with(kind: str, max_seq_len: int = 8192, **changes: Any) -> Transformer:
@@ -48,7 +38,7 @@ def model_with(kind: str, max_seq_len: int = 8192, **changes: Any) -> Transforme
 
 
 # ------------------------------------------------------------------------------------------------ prefill in chunks
-@scalings
+@pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED + 1, 300])
 def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(kind: str, length: int) -> None:
     model, tokens = model_with(kind), tiny.random_tokens(length)
@@ -160,13 +150,6 @@ def storages(values: Any) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------------ free memory
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 MEMINFO = "MemTotal:  8000 kB\nMemFree: 100 kB\nMemAvailable:    5000 kB\n"
 V1, V2 = "9:cpu:/a\n4:memory:/docker/abc\n0::/\n", "0::/user.slice/run\n"
 OLD = "memory/docker/abc/memory"
@@ -177,16 +160,15 @@ TOTALS = "cache 1\ntotal_inactive_file 40000\ntotal_active_file 2000\ninactive_f
 @pytest.mark.parametrize(
     ("meminfo", "group", "files", "free"),
     [
-        ("", "", {}, None),
         ("MemTotal: 8000 kB\n", "", {}, None),
         (MEMINFO, "", {}, 5_120_000),
-        # version 2: no limit, page cache, the parent's limit, a limit above the free memory, more used than allowed
-        (MEMINFO, V2, {"user.slice/run/memory.max": "max"}, 5_120_000),
+        # version 2: page cache, the parent's limit, a limit above the free memory, more used than allowed
         (MEMINFO, V2, {"user.slice/run/memory.max": "3000000", "user.slice/run/memory.current": "2500000",
                        "user.slice/run/memory.stat": STAT}, 1_100_000),
         (MEMINFO, V2, {"user.slice/run/memory.max": "3000000", "user.slice/run/memory.current": "1000",
                        "user.slice/memory.max": "4000000", "user.slice/memory.current": "3900000"}, 100_000),
-        (MEMINFO, V2, {"user.slice/memory.max": "900000000", "user.slice/memory.current": "1"}, 5_120_000),
+        (MEMINFO, V2, {"user.slice/memory.max": "900000000", "user.slice/memory.current": "1",
+                       "user.slice/run/memory.max": "max", "user.slice/run/memory.current": "1"}, 5_120_000),
         ("", V2, {"user.slice/memory.max": "10", "user.slice/memory.current": "30"}, 0),
         # a container with its own group at the mount and a path from outside
         (MEMINFO, "0::/../../x\n", {"memory.max": "50000", "memory.current": "20000"}, 30_000),
@@ -204,7 +186,10 @@ def test_the_lowest_of_all_limits_is_the_free_memory(
 ) -> None:
     texts = {"proc/meminfo": meminfo, "proc/self/cgroup": group}
     texts |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    found = [room.bytes for room in memory.rooms("cpu", tree(tmp_path, texts))]
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = [room.bytes for room in memory.rooms("cpu", tmp_path)]
     assert found == sorted(found)
     assert (found[0] if found else None) == free
 

@@ -8,14 +8,11 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from llama.chat import encode_chat
 from llama.errors import LlamaError
-from llama.text import Llama
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import from_metadata
 
@@ -65,18 +62,6 @@ def test_normalizers_that_grow_a_text_end_the_command_in_one_line(tmp_path: Path
     model = tiny.write_gguf(tmp_path / "x.gguf")
     done = attempt("generate", "--raw", "a" * 40, *RUN, "-m", model, "--tokenizer", folder / "tokenizer.json")
     done.refused("tokenizer.json", "characters for one character")
-
-
-@pytest.mark.parametrize("options", [{"temperature": 5.0, "seed": 1}, {"draft": "ngram"}])
-def test_rows_without_a_token_are_never_sampled(tiny_llm: Llama, options: dict[str, Any]) -> None:
-    """The embedding has 320 rows and the vocabulary 266 tokens. The extra rows are made by far the likeliest."""
-    n_vocab = tiny_llm.tokenizer.n_vocab
-    model = tiny.model()
-    head = model.output.weight
-    head.data[n_vocab:] = 50 * torch.sign(head.data[n_vocab:])
-    done = Llama(model, tiny_llm.tokenizer).generate("hello", max_new_tokens=40, **options)
-    assert len(done.tokens) > 0
-    assert max(done.tokens) < n_vocab
 
 
 def test_texts_that_are_not_unicode(tiny_gguf: Path, tmp_path: Path, attempt: Try) -> None:
