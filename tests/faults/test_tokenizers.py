@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from llama.chat import encode_chat
 from llama.errors import LlamaError
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import from_metadata
@@ -53,17 +52,6 @@ def test_a_changed_file_is_an_error_or_a_tokenizer_that_keeps_the_law(tmp_path: 
                 tokenizer.decode(ids)
 
 
-def test_normalizers_that_grow_a_text_end_the_command_in_one_line(tmp_path: Path, attempt: Try) -> None:
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
-    folder = tmp_path / "m"
-    folder.mkdir()
-    changed = source(normalizer={"type": "Sequence", "normalizers": [step] * 4})
-    (folder / "tokenizer.json").write_text(json.dumps(changed))
-    model = tiny.write_gguf(tmp_path / "x.gguf")
-    done = attempt("generate", "--raw", "a" * 40, *RUN, "-m", model, "--tokenizer", folder / "tokenizer.json")
-    done.refused("tokenizer.json", "characters for one character")
-
-
 def test_texts_that_are_not_unicode(tiny_gguf: Path, tmp_path: Path, attempt: Try) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "stop": ["b", "c\\ud83d"]}\n')
     prompts = ("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
@@ -81,11 +69,3 @@ def test_long_texts_round_trip_in_bounded_time(kind: str) -> None:
         started = time.thread_time()
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert time.thread_time() - started < 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("written", ["{{ bos_token }}", ""])
-def test_only_the_template_writes_bos(kind: str, written: str) -> None:
-    tokenizer = KINDS[kind]()
-    ids = encode_chat(tokenizer, written + "{{ messages[0].content }}", [{"role": "user", "content": "hello there"}])
-    assert ids == [tokenizer.bos_id] * bool(written) + tokenizer.encode("hello there")
