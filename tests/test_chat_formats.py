@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from llama.text import Llama
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tools.convert import convert
-from llama.tools.quantize import quantize
 
 from . import tiny
 from .conftest import Run
@@ -243,18 +240,6 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
         assert field.contents() == TEMPLATES["llama3"]
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Llama-3.2-1B-Instruct/original"])
-def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Path, name: str) -> None:
-    source = shutil.copytree(meta, tmp_path / name)
-    own = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-    for write in (quantize, partial(convert, to="hf")):
-        [warning] = write(source, tmp_path / "auto", force=True).warnings
-        assert warning.startswith(f"wrote {'the' if 'Instruct' in name else 'no'} chat template")
-        for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"]), (own, own)):
-            proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)
-            assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], chosen)
-
-
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -274,3 +259,6 @@ def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: P
     assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
     assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
     assert clearllama(*convert, "llama4").returncode == 2
+    quantize = ("quantize", str(meta), str(tmp_path / "int8"), "--chat-template", "none")
+    assert clearllama(*quantize).returncode == 0
+    assert open_checkpoint(tmp_path / "int8").chat_template is None
