@@ -61,10 +61,6 @@ DIALOG: Dialog = [{"role": "system", "content": "Be brief."}, user(" hi\n"), ass
 @pytest.mark.parametrize(
     ("format", "expected"),
     [
-        ("llama3", "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-         "<|start_header_id|>user<|end_header_id|>\n\n hi\n<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\nhello<|eot_id|>"
-         "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
         ("llama2", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"),
         # The turns of dialog_prompt_tokens in meta-llama/codellama; a SentencePiece vocabulary has no other space
         ("codellama-70b", "<s> Source: system \n\n Be brief.<step> Source: user \n\n hi<step>"
