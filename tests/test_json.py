@@ -49,7 +49,6 @@ SLOW: dict[str, Words] = {
     "doctor": lambda model, new: ("doctor", "--no-self-test"),
     "bench": lambda model, new: ("bench", "-m", model, *SMALL),
     "quantize": lambda model, new: ("quantize", model, str(new / "x"), "--scheme", "int8"),
-    "bench of several settings": lambda model, new: ("bench", "-m", model, *SMALL, "--batch", "1,2"),
     "study errata": lambda model, new: ("study", "errata"),
     "evaluate": lambda model, new: ("evaluate", "-m", model, "--tasks", str(new / "one.yaml")),
 }
@@ -107,7 +106,7 @@ def test_json_is_one_value_on_stdout(clearllama: Run, tiny_gguf: Path, new: Path
 def test_json_of_longer_runs_is_one_value_on_stdout(clearllama: Run, new: Path, name: str) -> None:
     model = tiny.write_gguf(new / "wide.gguf", tiny.WIDE)
     done = clearllama(*SLOW[name](str(model), new), "--json")
-    assert isinstance(value_of(done), list if "several" in name else dict), done
+    assert isinstance(value_of(done), dict), done
 
 
 @pytest.mark.parametrize("name", [*WRONG, "inspect", "verify", "generate", "chat"])
