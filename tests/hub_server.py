@@ -67,16 +67,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         match = api or file
-        repo, revision = (match[1], match[3] if api else match[2]) if match else ("", "")
+        repo, revision = match.group(1, 2) if match else ("", "")
         if repo not in self.server.repos:
             return self.answer(401, X_Error_Code="RepoNotFound")
         if revision not in ("main", self.server.commit):
             return self.answer(404, X_Error_Code="RevisionNotFound")
         if api:
-            answer = json.dumps(self.listing(repo, api[2])).encode()
+            answer = json.dumps(self.listing(repo)).encode()
             return self.answer(200, answer, Content_Type="application/json")
         if repo in self.server.gated and "Bearer right" not in self.headers.get("Authorization", ""):
             return self.answer(403, X_Error_Code="GatedRepo")
@@ -85,20 +85,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, X_Error_Code="EntryNotFound")
         return self.send_file(name, self.server.repos[repo][name])
 
-    def listing(self, repo: str, kind: str) -> Any:
-        """The hub's list of the files of a repository, in the form of `revision` or `tree`."""
-        entries = []
-        for name, body in self.server.repos[repo].items():
-            hash = etag(name, body)
-            more = (
-                {"lfs": {"sha256": hash, "oid": hash, "size": len(body), "pointerSize": 130}} if len(hash) == 64 else {}
-            )
-            if kind == "revision":
-                entries.append({"rfilename": name, "size": len(body), "blobId": git(body), **more})
-            else:
-                entries.append({"type": "file", "path": name, "size": len(body), "oid": git(body), **more})
-        if kind == "tree":
-            return entries
+    def listing(self, repo: str) -> Any:
+        """The hub's description of a repository, with its files."""
+        entries = [{"rfilename": name, "size": len(body)} for name, body in self.server.repos[repo].items()]
         card = self.server.cards.get(repo, {})
         gated = "manual" if repo in self.server.gated else False
         return {"id": repo, "sha": self.server.commit, "siblings": entries, "cardData": card, "gated": gated}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,13 +201,6 @@ def test_what_can_not_be_told_apart_is_refused() -> None:
     assert encoded(template, "a")[1] == []
 
 
-def test_the_order_of_keys_is_that_of_the_request() -> None:
-    call = {"type": "function", "id": "1", "function": {"arguments": {"b": 1, "a": 2}, "name": "f"}}
-    messages = [{"content": "x", "role": "user"}, {"tool_calls": [call], "role": "assistant", "content": ""}]
-    ids = encode_chat(TOKENIZER, "{{ messages | tojson }}", messages)
-    assert TOKENIZER.decode(ids) == json.dumps(messages)
-
-
 def test_the_environment_is_that_of_transformers() -> None:
     template = (
         "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}{%- endfor %}"
@@ -267,23 +259,18 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("hi", "messages must be a list"),
         ([], "at least one message"),
         (["hello"], "message 0 must be a mapping"),
         ([{"role": "user"}], "message 0 has no content"),
         ([{"role": "user", "content": ["a"]}], "content must be a string"),
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
         ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
-        ([{"role": "user", "content": "a", "name": "<|im_end|>"}], "unknown key 'name'"),
         ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
         ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type 'custom'"),
-        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "function must be a mapping"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),
         ([call("f", "{")], "must be JSON-serializable"),
-        ([call("f", "[1]")], "must be a mapping of at most 64 levels"),
-        ([call("f", '{"a": NaN}')], "must be JSON-serializable"),
         ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
         ([call("f", {"a": DEEP})], "must be a mapping of at most 64 levels"),
     ],

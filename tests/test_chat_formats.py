@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,20 @@ import pytest
 
 import llama
 from llama.chat import TEMPLATES, chat_format_of, check_format, encode_chat
+from llama.chat.messages import ROLES
 from llama.checkpoint import open_checkpoint
 from llama.errors import TemplateError, UsageError
 from llama.text import Llama
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
-from llama.tokenizer.write import tokenizer_config, tokenizer_json
 from llama.tools.convert import convert
-from llama.tools.quantize import quantize
 
 from . import tiny
 from .conftest import Run
 from .scripts import make_tiny
 from .test_chat import byte_level, spell
 from .test_tokenizer import CONTROL
-from .test_tokenizer_write import LLAMA3_FILE, MISTRAL_FILE, trained
+from .test_tokenizer_write import auto, trained
 from .wheels import wheel_member
 
 Dialog = list[dict[str, Any]]
@@ -64,10 +61,6 @@ DIALOG: Dialog = [{"role": "system", "content": "Be brief."}, user(" hi\n"), ass
 @pytest.mark.parametrize(
     ("format", "expected"),
     [
-        ("llama3", "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-         "<|start_header_id|>user<|end_header_id|>\n\n hi\n<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\nhello<|eot_id|>"
-         "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
         ("llama2", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"),
         # The turns of dialog_prompt_tokens in meta-llama/codellama; a SentencePiece vocabulary has no other space
         ("codellama-70b", "<s> Source: system \n\n Be brief.<step> Source: user \n\n hi<step>"
@@ -166,22 +159,25 @@ def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "role": role, "stop_reason": "end_of_turn", "tool_calls": []}
 
 
-def random_dialogs(count: int) -> list[Dialog]:
-    choose = random.Random(0)
-    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES]
+def random_dialog(family: str, choose: random.Random, texts: Sequence[str] = TEXTS) -> Dialog:
+    """A dialog that a family of formats can express."""
 
-    def message() -> dict[str, Any]:
-        text = "".join(choose.choices(texts, k=choose.randint(0, 4)))
-        return {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text}
+    def message(role: str) -> dict[str, Any]:
+        return {"role": role, "content": "".join(choose.choices(texts, k=choose.randint(0, 4)))}
 
-    return [[message() for _ in range(choose.randint(1, 6))] for _ in range(count)]
+    if family == "llama3":
+        return [message(choose.choice(ROLES)) for _ in range(choose.randint(1, 6))]
+    turns = [message(("user", "assistant")[i % 2]) for i in range(choose.choice([1, 3, 5]))]
+    return [message("system")] * choose.randint(0, 1) + turns
 
 
 def test_llama3_ids_are_those_of_metas_own_code() -> None:
     pytest.importorskip("pydantic", reason="Meta's messages are pydantic models")
     files = {name: wheel_member(WHEEL, member) for name, member in MEMBERS.items()}  # the package has more dependencies
     real = open_tokenizer(files["model"])
-    dialogs = random_dialogs(300)
+    choose = random.Random(0)
+    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES]
+    dialogs = [random_dialog("llama3", choose, texts) for _ in range(300)]
     answer = subprocess.run(
         [sys.executable, "-c", ORACLE, json.dumps({name: str(path) for name, path in files.items()})],
         input=json.dumps([[as_meta(message) for message in dialog] for dialog in dialogs]),
@@ -192,55 +188,24 @@ def test_llama3_ids_are_those_of_metas_own_code() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
-# vocabulary -> the families that it can express. Mistral's first was made like Llama 2's; the small one has <step>.
-VOCABULARIES = {"llama 3": ["llama3"], "tiny": ["llama3"], "small": ["llama2", "codellama-70b"], "mistral": ["llama2"]}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["tiny", "small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama 3", "mistral"))],
-)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer, Any]:
-    """A vocabulary in Meta's file format, and what transformers makes of the files that a conversion writes."""
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("vocabulary")
-    ours = {
-        "llama 3": lambda: open_tokenizer(wheel_member(*LLAMA3_FILE)),
-        "tiny": lambda: TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny"),
-        "small": lambda: trained(folder, control_symbols=["<step>"]),
-        "mistral": lambda: open_tokenizer(wheel_member(*MISTRAL_FILE)),
-    }[request.param]()
-    (folder / "tokenizer.json").write_text(tokenizer_json(ours), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(ours)), encoding="utf-8")
-    return request.param, ours, AutoTokenizer.from_pretrained(folder)
-
-
-def random_dialog(family: str, choose: random.Random) -> Dialog:
-    def text() -> str:
-        return "".join(choose.choices(TEXTS, k=choose.randint(0, 4))).lstrip(
-            "\n" * (family == "llama3")
-        )  # see formats.py
-
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_transformers_gives_the_ids_of_the_built_in_format(family: str, tmp_path: Path) -> None:
+    """With the files that a conversion of a vocabulary in Meta's format writes."""
     if family == "llama3":
-        roles = choose.choices(["system", "user", "assistant", "tool", "ipython"], k=choose.randint(1, 6))
-        return [{"role": role, "content": text()} for role in roles]
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(choose.choice([1, 3, 5]))]
-    return [{"role": "system", "content": text()}] * choose.randint(0, 1) + turns
-
-
-def test_transformers_gives_the_ids_of_the_built_in_format(both: tuple[str, Tokenizer, Any]) -> None:
-    name, ours, theirs = both
-    for family in VOCABULARIES[name]:
-        template, choose = TEMPLATES[family], random.Random(1)
-        for _ in range(60):
-            dialog = random_dialog(family, choose)
-            expected = ids_of(family, dialog, ours)
-            ids = theirs.apply_chat_template(
-                dialog, chat_template=template, add_generation_prompt=True, return_dict=False
-            )
-            assert ids == expected, (dialog, theirs.decode(ids), theirs.decode(expected))
-            assert encode_chat(ours, template, dialog) == expected
+        ours: Tokenizer = TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny")
+    else:
+        ours = trained(tmp_path, control_symbols=["<step>"])
+    theirs, template, choose = auto(ours, tmp_path), TEMPLATES[family], random.Random(1)
+    for _ in range(60):
+        dialog = random_dialog(family, choose)
+        if family == "llama3":  # see formats.py
+            dialog = [{**message, "content": message["content"].lstrip("\n")} for message in dialog]
+        expected = ids_of(family, dialog, ours)
+        ids = theirs.apply_chat_template(dialog, chat_template=template, add_generation_prompt=True, return_dict=False)
+        assert ids == expected, (dialog, theirs.decode(ids), theirs.decode(expected))
+        assert encode_chat(ours, template, dialog) == expected
 
 
 # ------------------------------------------------------------------------------------------------------- conversions
@@ -271,18 +236,6 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
         assert field.contents() == TEMPLATES["llama3"]
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Llama-3.2-1B-Instruct/original"])
-def test_convert_and_quantize_choose_the_same_template(meta: Path, tmp_path: Path, name: str) -> None:
-    source = shutil.copytree(meta, tmp_path / name)
-    own = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-    for write in (quantize, partial(convert, to="hf")):
-        [warning] = write(source, tmp_path / "auto", force=True).warnings
-        assert warning.startswith(f"wrote {'the' if 'Instruct' in name else 'no'} chat template")
-        for choice, chosen in (("none", None), ("llama3", TEMPLATES["llama3"]), (own, own)):
-            proof = write(source, tmp_path / "chosen", chat_template=choice, force=True)
-            assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], chosen)
-
-
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -301,6 +254,7 @@ def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: P
     convert = ("convert", str(meta), str(tmp_path / "new"), "--to", "gguf", "--chat-template")
     assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
     assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
-    unknown = clearllama(*convert, "llama4")
-    assert unknown.returncode == 2
-    assert b"llama4" in unknown.stderr
+    assert clearllama(*convert, "llama4").returncode == 2
+    quantize = ("quantize", str(meta), str(tmp_path / "int8"), "--chat-template", "none")
+    assert clearllama(*quantize).returncode == 0
+    assert open_checkpoint(tmp_path / "int8").chat_template is None

@@ -12,7 +12,6 @@ from tokenizers import models, pre_tokenizers
 
 from llama.chat import encode_chat
 from llama.errors import TokenizerError, UsageError
-from llama.text import Llama
 from llama.tokenizer import Decoder, Named, Tokenizer
 from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
@@ -134,14 +133,3 @@ def test_ids_of_every_integer_type_are_decoded() -> None:
         for read in (tokenizer.decode, lambda ids: Decoder(tokenizer, ids)):
             with pytest.raises(UsageError, match="token id"):
                 read(wrong)  # type: ignore[operator]
-
-
-def test_a_stream_continues_the_ids_of_a_tensor(tiny_llm: Llama) -> None:
-    ids = [*tiny_llm.tokenizer.encode("hell"), tiny_llm.tokenizer.encode("é")[0]]  # ends inside a character
-    texts = [
-        [piece.text for piece in tiny_llm.stream_ids(prompt, max_new_tokens=8, seed=1)]
-        for prompt in (torch.tensor(ids), np.array(ids), ids)
-    ]
-    assert texts[0] == texts[1] == texts[2]
-    with pytest.raises(UsageError, match="token id"):
-        tiny_llm.stream_ids([65.7])  # type: ignore[list-item]

@@ -58,9 +58,8 @@ def theirs(default_gguf: Path) -> tuple[Any, Any]:
 
 
 def test_the_file_has_the_published_size_and_sha256(default_gguf: Path) -> None:
-    model = hub.MODELS[hub.DEFAULT]
-    assert hashlib.sha256(default_gguf.read_bytes()).hexdigest() == model.sha256
-    assert default_gguf.stat().st_size == model.size
+    assert hashlib.sha256(default_gguf.read_bytes()).hexdigest() == hub.SHA256
+    assert default_gguf.stat().st_size == hub.SIZE
 
 
 def test_its_architecture_equals_the_one_in_configs(default_llm: Llama) -> None:

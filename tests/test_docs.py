@@ -177,7 +177,7 @@ def test_commands_with_the_default_model_print_what_is_shown(
     cache = cache_folder()
     if "CXX=" in block:  # compiled kernels would be used
         cache = tmp_path
-        (cache / models.MODELS[models.DEFAULT].file).symlink_to(models.resolve())
+        (cache / models.FILE).symlink_to(models.resolve())
     check(block, folder, clearllama, {"CLEARLLAMA_CACHE": str(cache)})
 
 

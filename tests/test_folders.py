@@ -52,16 +52,6 @@ def test_what_does_not_load_is_made_again_and_never_kept(tmp_path: Path, error: 
     assert load_code(code, good, load) == code.read_bytes() == b"good"
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def fails(path: Path) -> NoReturn:
-        path.write_bytes(b"part")
-        raise RuntimeError("no compiler")
-
-    with pytest.raises(RuntimeError, match="no compiler"):
-        load_code(tmp_path / "cache" / "avx.so", fails, read)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("owner", "mode", "private"),
     [
@@ -85,12 +75,6 @@ def test_code_that_others_could_replace_is_not_loaded(tmp_path: Path, owner: int
     else:
         with pytest.raises(OSError, match=f"other users can write to {tmp_path}; run chmod 700 on it"):
             load_code(code, good, read)
-
-
-@only_root
-def test_code_that_root_built_is_loaded_by_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
-    assert is_private(tmp_path)
 
 
 def test_the_cache_folder_is_the_variable_or_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

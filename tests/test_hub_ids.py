@@ -189,20 +189,18 @@ def test_a_dangling_link_means_incomplete(server: Hub, name: str) -> None:
     assert (folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name]
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x", b"0" * 41, None])
-def test_a_damaged_name_of_a_revision_is_fetched_again_or_one_line(server: Hub, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x", b"0" * 41])
+def test_a_damaged_name_of_a_revision_is_fetched_again(server: Hub, content: bytes) -> None:
     folder = hub.pull("meta-llama/Tiny")
     ref = folder.parents[1] / "refs" / "main"
-    ref.unlink()
-    if content is None:
-        ref.mkdir()
-        assert f"can't write {ref}" in error_of(hub.pull, "meta-llama/Tiny").replace(".writing", "")
-        return
     ref.write_bytes(content)
     with down():
         assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
     assert hub.resolve("meta-llama/Tiny") == folder
     assert ref.read_text() == SHA
+    ref.unlink()
+    ref.mkdir()
+    assert f"can't write {ref}" in error_of(hub.pull, "meta-llama/Tiny").replace(".writing", "")
 
 
 @pytest.fixture
@@ -258,12 +256,6 @@ def test_ids_and_paths(name: str, id: HubId | None) -> None:
     assert id is None or str(id) == name
 
 
-def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert hub.resolve("org/name") == Path("org/name")
-
-
 # --------------------------------------------------------------------------------------------- which files are chosen
 SMALL = ["config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
 META = ["checklist.chk", "consolidated.00.pth", "consolidated.01.pth", "params.json", "tokenizer.model"]
@@ -303,9 +295,7 @@ def test_the_chosen_files(names: list[str], chosen: list[str]) -> None:
         ("m-Q4_0 m-Q4_K_M m", "", "m-Q4_K_M"),
         ("m-F16 m-bf16 m-Q8_0", "f16", "m-F16"),
         ("m.q4_k m.q4_k_m m.iq4_k", "Q4_K", "m.q4_k"),
-        ("m-UD-Q4_K_XL m-Q4_K_XL", "Q4_K_XL", "m-Q4_K_XL"),
         ("m-UD-Q4_K_XL m-Q2_K", "q4_k_xl", "m-UD-Q4_K_XL"),
-        ("a", "", "a"),
         ("a mmproj-F16 a.imatrix", "", "a"),
         ("Q4_K_M/m-00002-of-00002 m-Q8_0", "", "Q4_K_M/m-00001-of-00002 Q4_K_M/m-00002-of-00002"),
         ("", "", ""),

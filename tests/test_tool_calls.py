@@ -134,16 +134,6 @@ def test_the_division_into_pieces_does_not_matter(case: tuple[str, list[str]]) -
     assert len(re.sub(r"\s", "", content)) <= len(re.sub(r"\s", "", text)) - 3 * len(calls)
 
 
-@pytest.mark.parametrize(("text", "content", "calls"), FORMATS, ids=[text[:60] for text, _, _ in FORMATS])
-def test_half_a_call_is_never_shown(text: str, content: str, calls: list[Any]) -> None:
-    """What the stream has shown after any beginning of a text is the beginning of the content of the whole text."""
-    stream, shown = ToolCallStream(TOOLS), ""
-    for at, character in enumerate(text):
-        for event in stream.feed(character):
-            assert not isinstance(event, str) or (shown := shown + event) is not None
-        assert content.startswith(shown), text[: at + 1]
-
-
 def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
     stream = ToolCallStream(TOOLS)
     assert stream.feed("Hello wor") == ["Hello wor"]

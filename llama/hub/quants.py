@@ -23,7 +23,6 @@ def choose(names: Collection[str], quant: str, where: str) -> list[str]:
     models = sorted(path for path in first.values() if not OTHER.search(path.rpartition("/")[2]))
     wanted = quant or DEFAULT
     found = [path for path in models if re.search(rf"(?i)(?<![A-Z0-9]){wanted}(?![A-Z0-9_])", path)]
-    found = [path for path in found if f"UD-{wanted}".upper() not in path.upper()] or found
     if not quant and len(models) < 2:
         found = models
     elif len(found) != 1:

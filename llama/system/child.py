@@ -2,7 +2,7 @@
 
 WORKER is a Python file with a function answer(request) -> reply, both JSON values. Some inputs crash the process that
 handles them, such as a template that compares deeply nested tuples; others take minutes or gigabytes. The operating
-system limits what the child can use:
+system limits what the child can use. A request is two lines: its seconds and bytes, and its JSON; a reply is a line.
 
     time    a timer of CPU time, whose signal ends the process even inside C code
     memory  a limit on the address space (Linux only)
@@ -19,7 +19,6 @@ import json
 import os
 import runpy
 import signal
-import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ COPIES = 16  # additional memory, in sizes of the request: it is parsed and chan
 OUTPUT = 2**20  # bytes that a reply may have in addition to four times the request
 WAIT = 60.0  # seconds of real time, in case CPU time can't be limited (Windows) or the machine is very busy
 
-REQUEST, REPLY = struct.Struct(">QdQ"), struct.Struct(">Q")  # lengths, and the seconds and bytes for a request
 NO_MEMORY = 77  # exit code
 TO_START = ("SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD")  # some Pythons can't start without
 
@@ -80,20 +78,21 @@ class Child:
 
     def ask(self, request: Any) -> Any:
         """The worker's reply. Raises ChildError, and TypeError or ValueError if the request can't be JSON."""
-        data = encoded(request)
+        data = json.dumps(request).encode()
         seconds, space = self.seconds + PER_MEGABYTE * len(data) / 1e6, self.space + COPIES * len(data)
         with self._lock:
             process = self.start()
             timer = threading.Timer(WAIT, process.kill)
             timer.start()
             try:
-                process.stdin.write(REQUEST.pack(len(data), seconds, space) + data)
+                process.stdin.write(b"%r %d\n%b\n" % (seconds, space, data))
                 process.stdin.flush()
-                (length,) = REPLY.unpack(process.stdout.read(REPLY.size))
-                if length > (most := OUTPUT + 4 * len(data)):
-                    raise ChildError(f"it wrote {length:,} bytes, expected at most {most:,}")
-                return json.loads(process.stdout.read(length))
-            except (OSError, ValueError, struct.error):  # the process has ended
+                most = OUTPUT + 4 * len(data)
+                reply = process.stdout.readline(most)
+                if len(reply) == most:
+                    raise ChildError(f"it wrote more than {most:,} bytes")
+                return json.loads(reply if reply.endswith(b"\n") else b"")
+            except (OSError, ValueError):  # the process has ended
                 raise ChildError(_reason(self.stop(), seconds, space)) from None
             except BaseException:
                 self.stop()  # else the next request would read the reply to this one
@@ -112,38 +111,31 @@ def _reason(code: int | None, seconds: float, space: int) -> str:
     return f"it needed more than {space >> 20} MiB{crash}"
 
 
-def encoded(value: Any) -> bytes:
-    """A value as JSON. A text may contain a lone surrogate."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
 # -------------------------------------------------------------------------------------------------------- in the child
 def main() -> None:
     """Answer requests from standard input until it ends."""
     sys.path.extend(sys.argv[2:])
     answer = runpy.run_path(sys.argv[1])["answer"]
     resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None  # no Windows
-    base, requests, replies = 0, sys.stdin.buffer, sys.stdout.buffer
+    base = 0
     if resource is not None:
         with contextlib.suppress(OSError):  # only Linux tells the size of the address space
             base = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
             resource.setrlimit(kind, (0, 0))
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have ignored or blocked the timer's signal
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    while header := requests.read(REQUEST.size):
-        length, seconds, space = REQUEST.unpack(header)
+    for limits in sys.stdin.buffer:
+        seconds, space = map(float, limits.split())
         if resource is not None:
             signal.setitimer(signal.ITIMER_PROF, seconds)
         if base:
-            resource.setrlimit(resource.RLIMIT_AS, (min(base + space, most) if most > 0 else base + space, most))
+            allowed = base + int(space)
+            resource.setrlimit(resource.RLIMIT_AS, (min(allowed, most) if most > 0 else allowed, most))
         try:
-            reply = encoded(answer(json.loads(requests.read(length))))
+            reply = json.dumps(answer(json.loads(sys.stdin.buffer.readline())))
         except MemoryError:
             os._exit(NO_MEMORY)
-        replies.write(REPLY.pack(len(reply)) + reply)
-        replies.flush()
+        print(reply, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from .groups import control_groups, read_lines
+from .groups import limits, read
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by the user; PyTorch reads them
 
@@ -35,11 +35,9 @@ def available_cores(allowed: Collection[int], root: Path = Path("/")) -> int:
     root     contains proc and sys
     """
     topology = root / "sys/devices/system/cpu"
-    siblings = ("".join(read_lines(topology / f"cpu{cpu}/topology/thread_siblings_list")) for cpu in allowed)
-    cores = len({core or str(cpu) for cpu, core in zip(allowed, siblings, strict=True)})  # a core is "0,32"
-    for group in control_groups("cpu", root):
-        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # version 2; version 1
-        words = [word for file in files for line in read_lines(group / file) for word in line.split()]
-        if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # without a quota: "max" or "-1"
-            cores = min(cores, max(1, math.ceil(int(words[0]) / int(words[1]))))
+    # The CPUs of a core, such as "0,32"
+    cores = len({read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed})
+    for _, quota, period in limits("cpu", root, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        if period:
+            cores = min(cores, max(1, math.ceil(quota / period)))
     return cores

@@ -23,15 +23,20 @@ KINDS = {int: "an integer", float: "a finite number", bool: "true or false", str
 
 
 def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError for a file that is not regular, too large, or not an object."""
-    if size_of(path) > largest:
-        raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {largest:,}")
+    """The object in a JSON file. Raises CheckpointError as `read_file`, or if it is not an object."""
+    return parse_json(read_file(path, largest), str(path), DamagedError)
+
+
+def read_file(path: Path, largest: int) -> bytes:
+    """The bytes of a file. Raises CheckpointError if it is not regular, too large, or a failed download."""
+    if (size := size_of(path)) > largest:
+        raise CheckpointError(f"{path} has {size:,} bytes, expected at most {largest:,}")
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     refuse_mistakes(path, raw[:64])
-    return parse_json(raw, str(path), DamagedError)
+    return raw
 
 
 def parse_json(raw: bytes, where: str, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:

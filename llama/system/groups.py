@@ -6,28 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's group and of its ancestors, in both versions. root contains proc and sys.
+def limits(controller: str, root: Path, *files: str) -> Iterator[tuple[Path, int, int]]:
+    """The folders of this process's group and of its ancestors, each with the two numbers in its files of these names.
 
-    The root of the mount is included: inside a container, the path of the group may be the one outside of it.
+    Groups of both versions that have other words there, such as "max", are left out. root contains proc and sys. The
+    root of the mount is included: inside a container, the path of the group may be the one outside of it.
     """
-    for line in read_lines(root / "proc/self/cgroup"):
+    for line in read(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controller in controllers.split(",") or not controllers:  # version 2 has no list of controllers
             mount = root / "sys/fs/cgroup" / (controllers and controller)
             parts = [part for part in path.split("/") if part not in ("", "..")]
-            yield from (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+            for group in (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)):
+                words = [word for file in files for word in read(group / file).split()]
+                if len(words) == 2 and all(map(str.isdecimal, words)):
+                    yield group, int(words[0]), int(words[1])
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a file; none if it can't be read."""
+def read(path: Path) -> str:
+    """The text of a file; empty if it can't be read."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text()
     except (OSError, ValueError):
-        return []
-
-
-def read_number(path: Path) -> int | None:
-    """The number in a file; None if there is none, as in "max"."""
-    text = "".join(read_lines(path)).strip()
-    return int(text) if text.isdecimal() else None
+        return ""

@@ -6,12 +6,13 @@ limit on the process leave. A limit that the system does not report is ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import MemoryLimitError
-from .groups import control_groups, read_lines, read_number
+from .groups import limits, read
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed: the doctor formats sizes before it knows whether torch can be imported
@@ -72,21 +73,20 @@ def rooms(device: torch.device | str = "cpu", root: Path = Path("/")) -> list[Ro
         free, _ = torch.cuda.mem_get_info(kind)
         unused = torch.cuda.memory_reserved(kind) - torch.cuda.memory_allocated(kind)
         return [Room(free + unused, f"are free on {kind}")]
-    lines = [line.split() for line in read_lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    machine = [Room(int(number) * 1024, "are free on this machine") for _, number, *_ in lines]
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", read(root / "proc/meminfo"), re.MULTILINE)
+    machine = [Room(int(available[1]) * 1024, "are free on this machine")] if available else []
     return sorted([*machine, *_containers(root)])
 
 
 def _containers(root: Path) -> Iterator[Room]:
     """The limits of the process's control groups. The page cache counts as used there, but is reclaimed first."""
-    for group in control_groups("memory", root):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            most, now = read_number(group / limit), read_number(group / used)
-            if most is not None and now is not None and most < UNLIMITED:
-                stat = dict(line.split() for line in read_lines(group / "memory.stat"))
-                pages = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
-                left = most - now + min(sum(map(int, pages)), now)
-                yield Room(max(0, left), "are left under the memory limit of this container")
+    files = ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes")  # both versions
+    for group, most, used in limits("memory", root, *files):
+        if most < UNLIMITED:
+            stat = dict(line.split() for line in read(group / "memory.stat").splitlines())
+            pages = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+            left = most - used + min(sum(map(int, pages)), used)
+            yield Room(max(0, left), "are left under the memory limit of this container")
 
 
 def check(what: str, weights: int, cache: int, activations: int, device: torch.device, ranks: int = 1) -> None:

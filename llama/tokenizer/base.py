@@ -72,6 +72,7 @@ class Tokenizer(ABC):
     characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/.
 
     kind                  a description of the vocabulary
+    data, settings        the content of the file, and of tokenizer_config.json or what a GGUF file has in its place
     n_vocab               number of ids; every id is smaller
     bos_id, eos_id        ids of begin and end of text, or None if the vocabulary has none
     add_bos               True if the model was trained with bos before every text
@@ -83,6 +84,8 @@ class Tokenizer(ABC):
     """
 
     kind: str
+    data: Any
+    settings: Mapping[str, Any] = MappingProxyType({})
     n_vocab: int
     bos_id: int | None
     eos_id: int | None
@@ -141,14 +144,9 @@ class Tokenizer(ABC):
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
 
     def digest(self) -> str:
-        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
-        metadata = getattr(self, "metadata", {})
-        content = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-        tokens = [self.token_bytes(id) for id in range(self.n_vocab)]
-        content |= {"data": getattr(self, "data", tokens), "settings": getattr(self, "settings", None)}
-        content["control"] = sorted(self.control.items())
-        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
-        return hashlib.sha256(data).hexdigest()
+        """A hash of the content of the tokenizer's file, of its settings and of the control strings."""
+        content = [self.data, dict(self.settings), sorted(self.control.items())]
+        return hashlib.sha256(json.dumps(content, default=bytes.hex).encode()).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from ..system.documents import LARGEST_TOKENIZER, read_json, size_of
+from ..system.documents import LARGEST_TOKENIZER, read_file, read_json
 from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
 from .common import NOTHING, Named
@@ -26,12 +26,7 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
     settings  the parsed tokenizer_config.json of the folder, if there is one
     named     what the other files of the checkpoint say about its tokens
     """
-    if size_of(path) > LARGEST_TOKENIZER:
-        raise TokenizerError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST_TOKENIZER:,}")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"{path}: {error.strerror or error}") from None
+    data = read_file(path, LARGEST_TOKENIZER)
     where, start = str(path), data[:256]
     if huggingface.recognizes(start):
         return huggingface.HuggingFaceTokenizer(data, where, settings, named)
@@ -43,7 +38,4 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
             listed = {str(id): {"content": token} for token, id in read_json(more).items()}
             settings = {"added_tokens_decoder": listed, **(settings or {})}
         return sentencepiece.SentencePieceModelTokenizer(data, where, named, settings)
-    remedy = "; it is a git-lfs pointer, run 'git lfs pull'" if start.startswith(b"version https://git-lfs") else ""
-    raise TokenizerError(
-        f"{path} begins with {data[:8]!r}, expected a tokenizer.json, or a tokenizer.model of Llama 2 or 3{remedy}"
-    )
+    raise TokenizerError(f"{path} begins with {data[:8]!r}, expected a tokenizer.json or tokenizer.model of a LLaMA")

@@ -119,10 +119,9 @@ class SentencePieceModelTokenizer(Tokenizer):
 
     def __init__(self, data: bytes, where: str, named: Named = NOTHING, settings: Mapping[str, Any] | None = None):
         self.kind = "SentencePiece model"
-        self._where = where
-        self.data = data
+        self.data, self._where, self.settings = data, where, settings or {}
         with library_errors(where, "not a SentencePiece model, or a damaged one"):
-            self._build(data, named, settings or {})
+            self._build(data, named, self.settings)
 
     def _build(self, data: bytes, named: Named, settings: Mapping[str, Any]) -> None:
         library = SentencePieceProcessor(model_proto=data)  # first, because `read_fields` trusts the message

@@ -83,7 +83,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         self.kind = "tiktoken BPE (Llama 3)"
-        self._where = where
+        self.data, self._where = data, where
         rank_of = parse(data, where)
         self._tokens = list(rank_of)
         self.control = {f"<|{name}|>": len(rank_of) + i for i, name in enumerate((*NAMED, *UNNAMED))}

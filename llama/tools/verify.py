@@ -144,7 +144,7 @@ def read_checksums(checklist: Path, path: Path) -> list[Sum]:
 
 
 def hub_checksum(file: Path) -> str | None:
-    """The checksum of a file that the Hugging Face library recorded, or that of a named model; None if unknown.
+    """The checksum of a file that the Hugging Face library recorded, or that of the default model; None if unknown.
 
     In the library's cache a file is a link to ../../blobs/CHECKSUM; in another folder the library records it in
     .cache/huggingface/download. Large files have a sha256, small ones git's object id.
@@ -156,8 +156,7 @@ def hub_checksum(file: Path) -> str | None:
         value = [*record.read_text(errors="replace").splitlines(), "", ""][1]
     if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", value):
         return value
-    named = (model for model in hub.MODELS.values() if (model.file, model.size) == (file.name, file.stat().st_size))
-    return next((model.sha256 for model in named), None)
+    return hub.SHA256 if (file.name, file.stat().st_size) == (hub.FILE, hub.SIZE) else None
 
 
 def compare(file: Path, expected: str, source: str, quiet: bool) -> str:

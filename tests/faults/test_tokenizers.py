@@ -8,14 +8,10 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from llama.chat import encode_chat
 from llama.errors import LlamaError
-from llama.text import Llama
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import from_metadata
 
@@ -56,29 +52,6 @@ def test_a_changed_file_is_an_error_or_a_tokenizer_that_keeps_the_law(tmp_path: 
                 tokenizer.decode(ids)
 
 
-def test_normalizers_that_grow_a_text_end_the_command_in_one_line(tmp_path: Path, attempt: Try) -> None:
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
-    folder = tmp_path / "m"
-    folder.mkdir()
-    changed = source(normalizer={"type": "Sequence", "normalizers": [step] * 4})
-    (folder / "tokenizer.json").write_text(json.dumps(changed))
-    model = tiny.write_gguf(tmp_path / "x.gguf")
-    done = attempt("generate", "--raw", "a" * 40, *RUN, "-m", model, "--tokenizer", folder / "tokenizer.json")
-    done.refused("tokenizer.json", "characters for one character")
-
-
-@pytest.mark.parametrize("options", [{"temperature": 5.0, "seed": 1}, {"draft": "ngram"}])
-def test_rows_without_a_token_are_never_sampled(tiny_llm: Llama, options: dict[str, Any]) -> None:
-    """The embedding has 320 rows and the vocabulary 266 tokens. The extra rows are made by far the likeliest."""
-    n_vocab = tiny_llm.tokenizer.n_vocab
-    model = tiny.model()
-    head = model.output.weight
-    head.data[n_vocab:] = 50 * torch.sign(head.data[n_vocab:])
-    done = Llama(model, tiny_llm.tokenizer).generate("hello", max_new_tokens=40, **options)
-    assert len(done.tokens) > 0
-    assert max(done.tokens) < n_vocab
-
-
 def test_texts_that_are_not_unicode(tiny_gguf: Path, tmp_path: Path, attempt: Try) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "stop": ["b", "c\\ud83d"]}\n')
     prompts = ("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
@@ -96,11 +69,3 @@ def test_long_texts_round_trip_in_bounded_time(kind: str) -> None:
         started = time.thread_time()
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert time.thread_time() - started < 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("written", ["{{ bos_token }}", ""])
-def test_only_the_template_writes_bos(kind: str, written: str) -> None:
-    tokenizer = KINDS[kind]()
-    ids = encode_chat(tokenizer, written + "{{ messages[0].content }}", [{"role": "user", "content": "hello there"}])
-    assert ids == [tokenizer.bos_id] * bool(written) + tokenizer.encode("hello there")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import random
 import re
@@ -38,10 +37,10 @@ State = dict[str, tuple[int, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command that writes, the files or folders it writes to, and their old content."""
+    """A command that writes, the file or folder it writes to, and its old content."""
 
-    args: tuple[object, ...]
-    targets: tuple[str, ...]
+    args: tuple[Any, ...]
+    target: str
     old: dict[str, bytes]
 
 
@@ -51,33 +50,18 @@ def session_job(source: Path, out: Path) -> Job:
     session = Session()
     llm.generate("another text", max_new_tokens=1, session=session)
     session.save(source.parent / "old session", llm.model)
-    return Job((*args, "hello"), ("s",), {"s": (source.parent / "old session").read_bytes()})
-
-
-def trace_job(source: Path, out: Path) -> Job:
-    args = ("trace", "hello", "-m", source, "--device", "cpu", "--html", out / "x.html", "--json", out / "x.json")
-    return Job(args, ("x.html", "x.json"), {"x.html": b"old", "x.json": b"old"})
-
-
-def folder_job(target: str, *args: str) -> Callable[[Path, Path], Job]:
-    old = {f"{target}/config.json": b"{}", f"{target}/model.safetensors": b"old"}
-    return lambda source, out: Job((args[0], source, out / target, *args[1:], "--force"), (target,), old)
+    return Job((*args, "hello"), "s", {"s": (source.parent / "old session").read_bytes()})
 
 
 JOBS: dict[str, Callable[[Path, Path], Job]] = {
-    "convert --to hf": folder_job("h", "convert", "--to", "hf", "--shards", "2"),
-    "convert --to gguf": lambda source, out: Job(
-        ("convert", source, out / "m.gguf", "--to", "gguf", "--force"), ("m.gguf",), {"m.gguf": b"old"}
+    "convert": lambda source, out: Job(
+        ("convert", source, out / "m.gguf", "--to", "gguf", "--force"), "m.gguf", {"m.gguf": b"old"}
     ),
-    "quantize": folder_job("q", "quantize"),
+    "quantize": lambda source, out: Job(
+        ("quantize", source, out / "q", "--force"), "q", {"q/config.json": b"{}", "q/model.safetensors": b"old"}
+    ),
     "--save-session": session_job,
-    "study --figures": lambda source, out: Job(
-        ("study", "clock", "--figures", out), ("clock.png", "clock.csv"), {"clock.png": b"old", "clock.csv": b"old"}
-    ),
-    "trace": trace_job,
 }
-SLOW = {name: () if name in ("convert --to gguf", "quantize", "--save-session") else pytest.mark.slow for name in JOBS}
-SOME = [pytest.param(name, marks=marks) for name, marks in SLOW.items()]
 
 
 @pytest.fixture
@@ -105,90 +89,38 @@ def below(state: State, target: str) -> State:
     return {name: value for name, value in state.items() if name == target or name.startswith(f"{target}/")}
 
 
-def check_targets(found: State, old: State, new: State, targets: tuple[str, ...]) -> bool:
-    """Check that each target is old or new and every other file is a temporary one; return whether a target is new."""
-    for target in targets:
-        moved = f".{target}.replaced"  # between the two renames that replace a folder
-        aside = {name.replace(moved, target, 1): value for name, value in below(found, moved).items()}
-        states = below(old, target), below(new, target)
-        assert (below(found, target) or aside) in states, f"{target} is neither old nor new"
-    named = {name for target in targets for name in below(found, target)}
-    for name in found.keys() - named:
+def check_target(found: State, old: State, new: State, target: str) -> None:
+    """Assert that a target is old or new, and that every other file is a temporary one."""
+    moved = f".{target}.replaced"  # between the two renames that replace a folder
+    aside = {name.replace(moved, target, 1): value for name, value in below(found, moved).items()}
+    assert (below(found, target) or aside) in (below(old, target), below(new, target)), "neither old nor new"
+    for name in found.keys() - below(found, target).keys():
         assert LEFT.fullmatch(name.split("/")[0]), f"{name} was not removed"
-    return any(below(found, target) != below(old, target) for target in targets)
-
-
-def run_job(forked: Forked, job: Job, **more: Any) -> Any:
-    return forked.run(tuple(map(str, job.args)), None, **more)
 
 
 # ------------------------------------------------------------------------------------------------ killed processes
-@pytest.mark.parametrize(
-    ("name", "moments"),
-    [
-        *(pytest.param(*some.values, 1, marks=some.marks) for some in SOME if not some.marks),
-        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in JOBS),
-    ],
-)
+@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", JOBS)
 def test_a_killed_command_leaves_the_old_target_or_the_complete_new_one(
-    forked: Forked, source: Path, out: Path, name: str, moments: int, record_property: Callable[[str, object], None]
+    forked: Forked, source: Path, out: Path, name: str, moments: int
 ) -> None:
     """The next run succeeds and removes all temporary files of the killed one."""
     job, rng = JOBS[name](source, out), random.Random(moments)
-    old = lay(job, out)
-    done = run_job(forked, job, kill=(10**9, 0, signal.SIGKILL))
+    args, old = tuple(map(str, job.args)), lay(job, out)
+    done = forked.run(args, None, kill=(10**9, 0, signal.SIGKILL))
     assert done.returncode == 0, done.stderr
-    new, killed, replaced = snapshot(out), 0, 0
-    assert not check_targets(new, new, new, job.targets)
+    new = snapshot(out)
     for i in range(moments):
         lay(job, out)
         step = 1 + int(done.steps * (i + rng.random()) / moments)
         delay = rng.random() * rng.choice((0.0, 0.0005, 0.002, 0.02))
         number = signal.SIGKILL if moments < 5 or i % 10 else rng.choice((signal.SIGTERM, signal.SIGINT))
-        ended = run_job(forked, job, kill=(step, delay, number))
+        ended = forked.run(args, None, kill=(step, delay, number))
         assert ended.returncode in (0, -number, 128 + number), ended.stderr
-        killed += ended.returncode == -signal.SIGKILL
-        replaced += check_targets(snapshot(out), old, new, job.targets)
+        check_target(snapshot(out), old, new, job.target)
         age(out)
-        assert run_job(forked, job).returncode == 0
+        assert forked.run(args, None).returncode == 0
         assert snapshot(out) == new, "temporary files were not removed"
-    print(f"{name}: {moments} moments, {killed} killed, the new target existed {replaced} times")
-    record_property("inputs", moments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", [20])
-def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
-    forked: Forked, source: Path, out: Path, moments: int, record_property: Callable[[str, object], None]
-) -> None:
-    """--prompts --output appends to its file, and the next run continues after the last complete line."""
-    prompts, target, rng = out.parent / "in", out / "answers", random.Random(moments)
-    prompts.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(12)))
-    args = ["generate", "-m", source, *CPU, "--raw", "--prompts", prompts, "--output", target]
-    args += ["-n", "8", "--temp", "0", "--batch-size", "3"]
-    job = Job(tuple(args), ("answers",), {})
-
-    def answers() -> tuple[list[tuple[int, str]], bytes]:
-        lines = target.read_bytes().split(b"\n") if target.exists() else [b""]
-        return [(found["id"], found["text"]) for found in map(json.loads, lines[:-1])], lines[-1]
-
-    done = run_job(forked, job, kill=(10**9, 0, signal.SIGKILL))
-    assert done.returncode == 0, done.stderr
-    complete, _ = answers()
-    assert [number for number, _ in complete] == list(range(1, 13))
-    for i in range(moments):
-        target.unlink()
-        delay = rng.random() * rng.choice((0.001, 0.05, 0.2))
-        run_job(forked, job, kill=(1 + int(done.steps * (i + rng.random()) / moments), delay, signal.SIGKILL))
-        written, _ = answers()
-        assert written == complete[: len(written)]
-        for left in out.glob(".writing-*.tmp"):  # a temporary folder of a killed process is removed when it is old
-            os.utime(left, (0, 0))
-        assert run_job(forked, job).returncode == 0
-        assert answers() == (complete, b"")
-        assert sorted(path.name for path in out.iterdir()) == ["answers", "answers.run.json"]
-    print(f"--prompts --output: {moments} moments")
-    record_property("inputs", moments)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -225,18 +157,16 @@ def age(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ a full disk
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", JOBS)
 def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Path, name: str) -> None:
     """`attempt` compares every byte of the folder with its old content."""
     job = JOBS[name](source, out)
     lay(job, out)
     ended = attempt(*job.args, file_size=1500)  # stderr is a file, too
-    assert "File too large" in ended.error
     assert ended.code in (1, 2)
-    assert len([line for line in ended.error.splitlines() if ": error: " in line]) == 1
-    assert str(out) in ended.error.splitlines()[-1]
-    assert "Traceback" not in ended.error
-    assert "unexpected" not in ended.error
+    [line] = [line for line in ended.error.splitlines() if ": error: " in line]
+    assert "File too large" in line
+    assert str(out) in line
 
 
 # ------------------------------------------------------------------------------------------------------ two at once
@@ -289,8 +219,8 @@ def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try
 
 @pytest.mark.parametrize("mask", [pytest.param(0o022, marks=pytest.mark.slow), 0o077])
 def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask: int) -> None:
-    for name in ("convert --to hf", "convert --to gguf", "trace"):
-        out = tmp_path / name.split()[-1]
+    for name in ("convert", "quantize"):
+        out = tmp_path / name
         out.mkdir()
         job = JOBS[name](source, out)
         assert attempt(*job.args, before=f"import os; os.umask({mask})", writes=(f"{out.name}/*",)).survived()
@@ -307,14 +237,10 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> Non
         temporary.write_atomically(tmp_path / name, name.encode())
         assert (tmp_path / "file").read_bytes() == name.encode()
         assert (tmp_path / "file").stat().st_mode & 0o777 == mode
-
-
-def test_links_stay_links_and_pipes_are_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"old")
-    (tmp_path / "link").symlink_to("file")
-    temporary.write_atomically(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
@@ -322,17 +248,3 @@ def test_links_stay_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     temporary.write_atomically(tmp_path / "pipe", b"through")
     reader.join(20)
     assert got == [b"through"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
-
-
-def test_the_old_file_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, seen, real = tmp_path / "file", list[bytes](), os.fsync
-    target.write_bytes(b"old")
-
-    def fsync(descriptor: int) -> None:
-        seen.append(target.read_bytes())
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    temporary.write_atomically(target, b"new")
-    assert (seen, target.read_bytes()) == ([b"old"], b"new")
