@@ -45,19 +45,17 @@ from .tokenizer import Tokenizer
 from .weights import (
     WeightPlan,
     check_tensors,
-    dequantization_warning,
     memory_footprint,
     plan_weights,
     read_float,
     read_quantized,
-    requantization_warning,
+    storage_warnings,
 )
 
 if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
-RIGHT = '{"rope_type": "yarn", "factor": 4.0}'  # an example for error messages
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -147,10 +145,8 @@ def load(
     vocabulary = checkpoint.tokenizer()
     count = tokens(vocabulary) if callable(tokens) else tokens
     plan = make_plan(checkpoint, dataclasses.replace(settings, tokens=count))
-    model = build_plan(plan)
-    log_warnings(plan)
     return Llama(
-        model,
+        build_plan(plan),
         vocabulary,
         checkpoint.chat_template,
         chat_format=checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None,
@@ -176,10 +172,7 @@ def load_model(
     Arguments as in `load` and `LoadOptions`.
     """
     settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
-    plan = make_plan(open_model(path_or_name, adapters), settings)
-    model = build_plan(plan)
-    log_warnings(plan)
-    return model
+    return build_plan(make_plan(open_model(path_or_name, adapters), settings))
 
 
 def open_model(
@@ -209,16 +202,13 @@ def build(
 
 
 def build_plan(plan: Plan) -> Transformer:
-    """Execute a plan: check the memory, fill the model, attach its runner."""
+    """Execute a plan: check the memory, fill the model, attach its runner, log the warnings."""
     if plan.options.check_memory:
         check_memory(plan)
-    return attach_runner(fill(plan), plan)
-
-
-def log_warnings(plan: Plan) -> None:
-    """Log what a user should know about the model."""
+    model = attach_runner(fill(plan), plan)
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
+    return model
 
 
 # ----------------------------------------------------------------------------------------------------- 1. the plan
@@ -251,8 +241,6 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     if options.compile and not placement.single:
         raise UsageError("compile (--compile) runs on one device; leave out gpu_layers and name one device (--device)")
     dtype = pick_dtype(options.dtype, placement.output)
-    if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
-        LOG.warning("clearllama: warning: float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
     scheme = None
     if options.quantize is not None:
         scheme = pick_scheme(options.quantize)
@@ -267,10 +255,10 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     weights = plan_weights(checkpoint, placement.device_of, scheme, keep)
     warnings = list(checkpoint.warnings)
-    if scheme is not None:
-        warnings += requantization_warning(checkpoint, {w.source: w.format for w in weights.values()})
-    elif keep:
-        warnings += dequantization_warning(checkpoint, weights, dtype)
+    if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
+        warnings.append("float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
+    if scheme is not None or keep:
+        warnings += storage_warnings(checkpoint, weights, dtype)
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
@@ -305,7 +293,8 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
     """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
     if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
-        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {RIGHT}")
+        example = '{"rope_type": "yarn", "factor": 4.0}'
+        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {example}")
     given = {key: value for key, value in scaling.items() if value is not None}
     kind = kind_of(given)
     if theta is None:

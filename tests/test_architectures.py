@@ -18,9 +18,9 @@ from llama.checkpoint.architectures import GGUF_LAYOUTS, MODEL_TYPES
 from llama.engine import kernels
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
+from llama.study.explain import random_model
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
-from llama.weights import random_model
 
 from . import tiny
 from .test_huggingface import edit

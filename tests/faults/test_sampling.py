@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama import loader
 from llama.attention import causal_mask
 from llama.cache import KINDS, KVCache
+from llama.checkpoint.write import to_layout
 from llama.config import ModelConfig
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import check_extreme, generate, prefill
@@ -30,7 +31,6 @@ from llama.generation.batch import Batch, Ended, Request, TokenEvent
 from llama.model import Runner
 from llama.sampling import LARGEST_LOGIT, History, SamplingParams, choose, probs
 from llama.text import Llama, Session
-from llama.weights import to_layout
 
 from .. import tiny
 from .conftest import Try
