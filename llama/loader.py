@@ -31,7 +31,6 @@ from .engine.cpu_runner import KernelRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
 from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
-from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import no_cudnn_attention, pick_dtype
 from .errors import CheckpointError, ConfigError, UsageError
 from .hub import resolve
@@ -249,8 +248,8 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     context = reach(config) if options.max_seq_len is None else options.max_seq_len
     if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
-            f"a context of {context} tokens exceeds the model's sliding window of {config.sliding_window}; windows are"
-            f" not implemented, so use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
+            f"a context of {context} tokens exceeds the model's sliding window, which is not implemented; use at most"
+            f" {config.sliding_window} (--max-seq-len), or run it in vLLM"
         )
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     weights = plan_weights(checkpoint, placement.device_of, scheme, keep)
@@ -350,18 +349,16 @@ def fill(plan: Plan) -> Transformer:
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
     # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
-    alone: list[str] = []
-    shared: list[str] = []
-    for name, weight in plan.weights.items():
-        layer, kind = name.rsplit(".", 1)
-        if kind == "weight":  # a layer's bias is filled with it
-            several = SMALL <= math.prod(plan.checkpoint.shapes[weight.source]) <= LARGE
-            (shared if several else alone).append(layer)
-    for layer in alone:
-        fill_layer(model, layer, plan)
+    entries = {
+        name.removesuffix(".weight"): math.prod(plan.checkpoint.shapes[weight.source])
+        for name, weight in plan.weights.items()
+        if name.endswith(".weight")  # a layer's bias is filled with it
+    }
+    shared = [name for name, count in entries.items() if SMALL <= count <= LARGE]
+    for name in [name for name in entries if name not in shared]:
+        fill_layer(model, name, plan)
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
-        for _ in pool.map(lambda layer: fill_layer(model, layer, plan), shared):
-            pass
+        list(pool.map(lambda name: fill_layer(model, name, plan), shared))
     return model
 
 
@@ -369,21 +366,19 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
     """Read the weights of one layer and put the layer that computes with them in its place."""
     checkpoint, layout = plan.checkpoint, FORMS[plan.rope].layout
     source, device, format = plan.weights[f"{name}.weight"]
+
+    def floats(source: str) -> Tensor:
+        return read_float(checkpoint, source, device, plan.dtype, layout)
+
     if len(checkpoint.shapes[source]) == 1:
         norm: Any = model.get_submodule(name)
-        norm.weight = nn.Parameter(read_float(checkpoint, source, device, plan.dtype, layout), requires_grad=False)
+        norm.weight = nn.Parameter(floats(source), requires_grad=False)
         return
-    bias = plan.weights.get(f"{name}.bias")
-    offset = None if bias is None else read_float(checkpoint, bias.source, device, plan.dtype, layout)
-    if format is None:
-        weight: Tensor | QuantizedWeight = read_float(checkpoint, source, device, plan.dtype, layout)
-    else:
-        weight = read_quantized(checkpoint, source, format, layout)
+    bias = floats(f"{name}.bias") if f"{name}.bias" in plan.weights else None
+    weight = floats(source) if format is None else read_quantized(checkpoint, source, format, layout)
     try:
-        layer = make_linear(weight, device, offset, plain=not plan.options.fast)
+        layer = make_linear(weight, device, bias, plain=not plan.options.fast)
     except CheckpointError as error:  # the weight can't be quantized
-        if str(checkpoint.path) in str(error):
-            raise
         raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(source)}: {error}") from error
     if format is not None:
         checkpoint.release(source)

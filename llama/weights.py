@@ -166,10 +166,8 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
         ("unexpected", shapes.keys() - expected.keys()),
     ):
         if differing:
-            names = ", ".join(map(file_name, sorted(differing)[:3]))
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             count = "1 tensor is" if len(differing) == 1 else f"{len(differing)} tensors are"
-            found.append(f"{count} {problem}: {names}{more}")
+            found.append(f"{count} {problem}: {', '.join(map(file_name, sorted(differing)[:3]))}")
     return found + [
         f"{file_name(name)} has shape {shapes[name]}, but the configuration requires {shape}"
         for name, shape in expected.items()
