@@ -235,11 +235,6 @@ class Rope:
             rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); half: D
         return rows[0] if len(rows) == 1 else rows
 
-    @property
-    def end(self) -> int:
-        """Number of positions in the table."""
-        return len(self.table[0])
-
     def _table(self, end: int) -> tuple[Tensor, ...]:
         with torch.device("cpu"):  # the model may be under construction on the meta device
             return FORMS[self.form].make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))

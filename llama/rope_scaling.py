@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .config import LARGEST_SIZE, ModelConfig
+from .config import LARGEST_HEAD_DIM, LARGEST_SIZE, ModelConfig
 from .errors import ConfigError
 
 
@@ -157,7 +157,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "proportional": ("factor", "partial_rotary_factor"),
     "divisors": ("divisors",),
 }  # fmt: skip
-LARGEST_HEAD = 2**16  # entries; a larger number in a file means damage
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")  # they multiply the context by `factor`
 
@@ -216,7 +215,7 @@ def inverse_frequencies(
     Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError for an unknown kind or a bad parameter.
     """
     checks.positive("rope theta", theta, 1e300, ConfigError)
-    if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD, ConfigError) % 2:
+    if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD_DIM, ConfigError) % 2:
         raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
     kind = kind_of(scaling)
     try:
