@@ -58,7 +58,7 @@ class ModelConfig:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
             checks.integer(name, getattr(self, name), 1, LARGEST_SIZE, ConfigError)
         for name, high in (("norm_eps", 1), ("rope_theta", 1e300)):
-            checks.positive(name, getattr(self, name), high, ConfigError)
+            checks.number(name, getattr(self, name), 0, high, ConfigError, above=True)
         for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias"):
             checks.boolean(name, getattr(self, name), ConfigError)
         if self.sliding_window is not None:

@@ -168,11 +168,7 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
 def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
     """The random generator of one answer, seeded with params.seed or at random."""
     generator = torch.Generator(device)
-    if params.seed is not None:
-        generator.manual_seed(params.seed)
-    else:
-        generator.seed()
-    return generator
+    return generator.manual_seed(generator.seed() if params.seed is None else params.seed)
 
 
 def history_of(

@@ -220,7 +220,7 @@ def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.Ca
         (["-m", "llama-9.json", "--gpus", "H100"], "llama-9.json"),
         (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; give a path, .*; models without files: .*, llama-3-8b,"),
         (["-m", "/models/Meta-Llama-3-8B", "--gpus", "H100"], r"no file or folder '/models"),
-        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'.* did you mean rtx4090\? .*--gpu-memory 16GB"),
+        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'; known: .*RTX4090.*--gpu-memory 16GB"),
         (["-m", "llama-3-8b", "--gpus", "2xtpu"], r"unknown GPU 'tpu'; known: H100, .*MI300X"),
         (["-m", "llama-3-8b", "--gpus", "0xH100"], "a number up to 4096 and a name"),
         (["-m", "llama-3-8b", "--gpus", "custom"], "custom has no data sheet: add --gpu-memory"),

@@ -39,7 +39,7 @@ LAYERS = [
     {"engine"},
     {"checkpoint", "chat", "tokenizer", "hub", "quant"},
     *DECODER,
-    {"checks", "spelling"},
+    {"checks"},
     {"errors", "system"},
 ]
 FILES_OF_THE_DECODER = {"__init__", "errors", "checks", *set().union(*DECODER)}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .. import checks, spelling
+from .. import checks
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..quant.schemes import pick_scheme, scheme_for
@@ -67,9 +67,8 @@ def parse_gpus(text: str, memory: float | None = None, bandwidth: float | None =
         raise UsageError(f"expected GPUs as a number up to {MOST_GPUS} and a name, as in 16xH100, got {text!r:.60}")
     name = ALIASES.get(match[2].lower(), match[2].lower())
     if name not in GPUS:
-        near = spelling.did_you_mean(spelling.nearest(name, GPUS, 1, 0.7))
-        known = near or f"known: {', '.join(gpu.name for gpu in GPUS.values())}. "
-        raise UsageError(f"unknown GPU {match[2]!r}; {known}For another: --gpus custom --gpu-memory 16GB")
+        known = ", ".join(gpu.name for gpu in GPUS.values())
+        raise UsageError(f"unknown GPU {match[2]!r}; known: {known}. For another: --gpus custom --gpu-memory 16GB")
     gpu = GPUS[name]
     if memory or bandwidth:
         given = " and ".join(["memory"] * bool(memory) + ["bandwidth"] * bool(bandwidth))
