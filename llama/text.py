@@ -136,7 +136,7 @@ class Llama:
     ) -> list[list[Completion]]:
         """n completions of each prompt as one batch; one of each, if n is None."""
         options = dict(options)
-        batch_size = options.pop("batch_size", BATCH_SIZE)
+        batch_size = checks.integer("the batch size", options.pop("batch_size", BATCH_SIZE))
         alone = [name for name in ALONE if options.get(name) is not None]
         if n is None and (alone or len(prompts) == 1):
             one_by_one = []
