@@ -354,9 +354,9 @@ def fill(plan: Plan) -> Transformer:
         for name, weight in plan.weights.items()
         if name.endswith(".weight")  # a layer's bias is filled with it
     }
-    shared = [name for name, count in entries.items() if SMALL <= count <= LARGE]
-    for name in [name for name in entries if name not in shared]:
+    for name in [name for name, count in entries.items() if not SMALL <= count <= LARGE]:
         fill_layer(model, name, plan)
+    shared = [name for name, count in entries.items() if SMALL <= count <= LARGE]
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
         list(pool.map(lambda name: fill_layer(model, name, plan), shared))
     return model
