@@ -17,11 +17,6 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is an int or a float, NaN and infinity included. True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def integer(
     name: str, value: object, low: int = 1, high: int | None = None, error: type[LlamaError] = UsageError
 ) -> int:
@@ -32,22 +27,18 @@ def integer(
     return value
 
 
-def number(name: str, value: object, low: float, high: float, error: type[LlamaError] = UsageError) -> float:
-    """An int or a float from low to high, both included, as a float. NaN is refused."""
+def number(
+    name: str, value: object, low: float, high: float, error: type[LlamaError] = UsageError, *, above: bool = False
+) -> float:
+    """An int or a float from low to high, both included, as a float; above: low is excluded. NaN is refused."""
     try:
-        found = float(value) if is_number(value) else math.nan
+        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:  # an int of hundreds of digits
         found = math.nan
-    if not low <= found <= high:  # also false for NaN
-        raise error(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+    if not low <= found <= high or (above and found == low):  # also for NaN
+        span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise error(f"{name} must be a number {span}, got {shown(value)}")
     return found
-
-
-def positive(name: str, value: object, high: float, error: type[LlamaError] = UsageError) -> float:
-    """An int or a float above 0 and up to high. NaN is refused."""
-    if not is_number(value) or not 0 < value <= high:  # also false for NaN
-        raise error(f"{name} must be a number above 0 and at most {high:g}, got {shown(value)}")
-    return float(value)
 
 
 def boolean(name: str, value: object, error: type[LlamaError] = UsageError) -> bool:
@@ -102,7 +93,4 @@ def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
 
 def shown(value: object) -> str:
     """A value as Python writes it, cut to 80 characters."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # Python refuses to write an int of more than 4,300 digits
-        return "an integer of thousands of digits"
+    return f"{value!r:.80}"

@@ -9,8 +9,8 @@ from typing import Any
 from . import checks
 from .errors import ConfigError
 
-# No model has a size near this. A larger number in a file means damage and must not size an allocation.
-LARGEST_SIZE = 2**31
+# No model has sizes near these. A larger number in a file means damage and must not size an allocation.
+LARGEST_SIZE, LARGEST_HEAD_DIM = 2**31, 2**16
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ModelConfig:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
             checks.integer(name, getattr(self, name), 1, LARGEST_SIZE, ConfigError)
         for name, high in (("norm_eps", 1), ("rope_theta", 1e300)):
-            checks.positive(name, getattr(self, name), high, ConfigError)
+            checks.number(name, getattr(self, name), 0, high, ConfigError, above=True)
         for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias"):
             checks.boolean(name, getattr(self, name), ConfigError)
         if self.sliding_window is not None:
@@ -71,8 +71,8 @@ class ModelConfig:
                 f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}: each key/value"
                 " head serves the same number of query heads"
             )
-        if self.head_dim % 2 or self.head_dim > 2**16:
-            raise ConfigError(f"head_dim must be at most {2**16} and even, got {self.head_dim}")
+        if self.head_dim % 2 or self.head_dim > LARGEST_HEAD_DIM:
+            raise ConfigError(f"head_dim must be at most {LARGEST_HEAD_DIM} and even, got {self.head_dim}")
 
     @property
     def n_params(self) -> int:

@@ -18,7 +18,7 @@ from . import checks
 from .cache import KVCache
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
-from .sampling import LARGEST_LOGIT, Constraint, History, SamplingParams, choose, extreme
+from .sampling import LARGEST_LOGIT, Constraint, History, SamplingParams, choose
 
 # Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
 Diagnosis = Callable[[Sequence[int]], str]
@@ -168,11 +168,7 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
 def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
     """The random generator of one answer, seeded with params.seed or at random."""
     generator = torch.Generator(device)
-    if params.seed is not None:
-        generator.manual_seed(params.seed)
-    else:
-        generator.seed()
-    return generator
+    return generator.manual_seed(generator.seed() if params.seed is None else params.seed)
 
 
 def history_of(
@@ -197,13 +193,11 @@ def top_of(found: tuple[Tensor, Tensor]) -> dict[int, float]:
     return dict(zip(found[1].tolist(), found[0].tolist(), strict=True))
 
 
-def check_finite(logits: Tensor, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
-    """Raise NumericalError if one of the logits (V,) is not finite. `name` is the token they predict, after `text`."""
-    check_extreme(float(extreme(logits)), name, text, diagnose)
-
-
 def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
-    """`check_finite` for the value of `sampling.extreme`: NaN or infinity would choose an arbitrary token."""
+    """Raise NumericalError if the `sampling.extreme` of logits is not finite, which would choose an arbitrary token.
+
+    name is the token that the logits predict, after `text`.
+    """
     if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
         found = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
         cause = "the weights hold NaN or infinity, or overflow in this dtype: try dtype='float32' (--dtype float32)"

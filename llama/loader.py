@@ -31,7 +31,6 @@ from .engine.cpu_runner import KernelRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
 from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
-from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import no_cudnn_attention, pick_dtype
 from .errors import CheckpointError, ConfigError, UsageError
 from .hub import resolve
@@ -45,19 +44,17 @@ from .tokenizer import Tokenizer
 from .weights import (
     WeightPlan,
     check_tensors,
-    dequantization_warning,
     memory_footprint,
     plan_weights,
     read_float,
     read_quantized,
-    requantization_warning,
+    storage_warnings,
 )
 
 if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
-RIGHT = '{"rope_type": "yarn", "factor": 4.0}'  # an example for error messages
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -147,10 +144,8 @@ def load(
     vocabulary = checkpoint.tokenizer()
     count = tokens(vocabulary) if callable(tokens) else tokens
     plan = make_plan(checkpoint, dataclasses.replace(settings, tokens=count))
-    model = build_plan(plan)
-    log_warnings(plan)
     return Llama(
-        model,
+        build_plan(plan),
         vocabulary,
         checkpoint.chat_template,
         chat_format=checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None,
@@ -176,10 +171,7 @@ def load_model(
     Arguments as in `load` and `LoadOptions`.
     """
     settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
-    plan = make_plan(open_model(path_or_name, adapters), settings)
-    model = build_plan(plan)
-    log_warnings(plan)
-    return model
+    return build_plan(make_plan(open_model(path_or_name, adapters), settings))
 
 
 def open_model(
@@ -209,16 +201,13 @@ def build(
 
 
 def build_plan(plan: Plan) -> Transformer:
-    """Execute a plan: check the memory, fill the model, attach its runner."""
+    """Execute a plan: check the memory, fill the model, attach its runner, log the warnings."""
     if plan.options.check_memory:
         check_memory(plan)
-    return attach_runner(fill(plan), plan)
-
-
-def log_warnings(plan: Plan) -> None:
-    """Log what a user should know about the model."""
+    model = attach_runner(fill(plan), plan)
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
+    return model
 
 
 # ----------------------------------------------------------------------------------------------------- 1. the plan
@@ -251,8 +240,6 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     if options.compile and not placement.single:
         raise UsageError("compile (--compile) runs on one device; leave out gpu_layers and name one device (--device)")
     dtype = pick_dtype(options.dtype, placement.output)
-    if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
-        LOG.warning("clearllama: warning: float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
     scheme = None
     if options.quantize is not None:
         scheme = pick_scheme(options.quantize)
@@ -261,16 +248,16 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     context = reach(config) if options.max_seq_len is None else options.max_seq_len
     if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
-            f"a context of {context} tokens exceeds the model's sliding window of {config.sliding_window}; windows are"
-            f" not implemented, so use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
+            f"a context of {context} tokens exceeds the model's sliding window, which is not implemented; use at most"
+            f" {config.sliding_window} (--max-seq-len), or run it in vLLM"
         )
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     weights = plan_weights(checkpoint, placement.device_of, scheme, keep)
     warnings = list(checkpoint.warnings)
-    if scheme is not None:
-        warnings += requantization_warning(checkpoint, {w.source: w.format for w in weights.values()})
-    elif keep:
-        warnings += dequantization_warning(checkpoint, weights, dtype)
+    if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
+        warnings.append("float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
+    if scheme is not None or keep:
+        warnings += storage_warnings(checkpoint, weights, dtype)
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
@@ -305,7 +292,8 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
     """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
     if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
-        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {RIGHT}")
+        example = '{"rope_type": "yarn", "factor": 4.0}'
+        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {example}")
     given = {key: value for key, value in scaling.items() if value is not None}
     kind = kind_of(given)
     if theta is None:
@@ -361,18 +349,16 @@ def fill(plan: Plan) -> Transformer:
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
     # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
-    alone: list[str] = []
-    shared: list[str] = []
-    for name, weight in plan.weights.items():
-        layer, kind = name.rsplit(".", 1)
-        if kind == "weight":  # a layer's bias is filled with it
-            several = SMALL <= math.prod(plan.checkpoint.shapes[weight.source]) <= LARGE
-            (shared if several else alone).append(layer)
-    for layer in alone:
-        fill_layer(model, layer, plan)
+    entries = {
+        name.removesuffix(".weight"): math.prod(plan.checkpoint.shapes[weight.source])
+        for name, weight in plan.weights.items()
+        if name.endswith(".weight")  # a layer's bias is filled with it
+    }
+    for name in [name for name, count in entries.items() if not SMALL <= count <= LARGE]:
+        fill_layer(model, name, plan)
+    shared = [name for name, count in entries.items() if SMALL <= count <= LARGE]
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
-        for _ in pool.map(lambda layer: fill_layer(model, layer, plan), shared):
-            pass
+        list(pool.map(lambda name: fill_layer(model, name, plan), shared))
     return model
 
 
@@ -380,21 +366,19 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
     """Read the weights of one layer and put the layer that computes with them in its place."""
     checkpoint, layout = plan.checkpoint, FORMS[plan.rope].layout
     source, device, format = plan.weights[f"{name}.weight"]
+
+    def floats(source: str) -> Tensor:
+        return read_float(checkpoint, source, device, plan.dtype, layout)
+
     if len(checkpoint.shapes[source]) == 1:
         norm: Any = model.get_submodule(name)
-        norm.weight = nn.Parameter(read_float(checkpoint, source, device, plan.dtype, layout), requires_grad=False)
+        norm.weight = nn.Parameter(floats(source), requires_grad=False)
         return
-    bias = plan.weights.get(f"{name}.bias")
-    offset = None if bias is None else read_float(checkpoint, bias.source, device, plan.dtype, layout)
-    if format is None:
-        weight: Tensor | QuantizedWeight = read_float(checkpoint, source, device, plan.dtype, layout)
-    else:
-        weight = read_quantized(checkpoint, source, format, layout)
+    bias = floats(f"{name}.bias") if f"{name}.bias" in plan.weights else None
+    weight = floats(source) if format is None else read_quantized(checkpoint, source, format, layout)
     try:
-        layer = make_linear(weight, device, offset, plain=not plan.options.fast)
+        layer = make_linear(weight, device, bias, plain=not plan.options.fast)
     except CheckpointError as error:  # the weight can't be quantized
-        if str(checkpoint.path) in str(error):
-            raise
         raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(source)}: {error}") from error
     if format is not None:
         checkpoint.release(source)

@@ -40,7 +40,7 @@ Pick = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, over the last axis (arXiv:1910.07467). Any shape (.., C)."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis (arXiv:1910.07467). (.., C) -> (.., C)."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float()  # squares in bfloat16 lose too much
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)  # (.., C) * (.., 1)
         return y.type_as(x) * self.weight
 
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, positions)  # (B, KV, S, D): cached keys are rotated already
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, C)
+        return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, H, D), (B, T, H * D), then (B, T, C)
 
 
 class FeedForward(nn.Module):
@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
 
         positions  (T,) or (B, T) int64; None: after the cached tokens, or from 0 if there is no cache
-        cache      stores the new keys and values and supplies the old ones
+        cache      keeps the keys and values of the tokens so far; the new ones are added
         Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError for a position beyond
         max_seq_len or the cache's room.
         """
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  tokens in the complete text, if frequencies depend on it (rope_scaling.BY_LENGTH); None: tokens so far
+        length  tokens in the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
         """
         positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
         # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
@@ -216,20 +216,20 @@ class Runner:
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, pick: Pick
     ) -> Generator[list[Any]]:
-        """Yield the values of `pick(logits)`, `steps` times; feed each picked token but the last. logits (V,)."""
+        """Pick a token from the logits (V,), yield the values of `pick`, feed the token; `steps` times."""
         for step in range(steps):
             choice = pick(logits)
             yield [values.item() for values in choice]
-            if step + 1 < steps:
-                logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)
+            if step + 1 < steps:  # the last token is not fed
+                h = model.hidden(choice[0][None], cache=cache)  # (1, 1, C)
+                logits = model.output(h[:, -1])[0].float()  # (1, V), then (V,)
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
         n_layers, n_kv_heads, head_dim, dtype = self.cache_sizes(model)
         max_len = model.max_seq_len if max_len is None else max_len
         fixed = self.fixed_cache if fixed is None else fixed
-        blocks: list[Any] = list(model.layers)
-        devices = [block.attention_norm.weight.device for block in blocks]
+        devices = [next(block.parameters()).device for block in model.layers]
         how: dict[str, Any] = {"fixed": fixed, "kind": self.cache_kind, "check_memory": self.check_memory}
         return KVCache(n_layers, n_kv_heads, head_dim, max_len, batch=batch, dtype=dtype, device=devices, **how)
 

@@ -52,8 +52,8 @@ def precompute_freqs_cis(
 
 
 def freqs_cis_at(positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
-    """cis(m * inv_freq[i]) for positions m (..) and pairs i (D/2,), times the factor: (.., D/2) complex64."""
-    angles = positions.unsqueeze(-1).float() * inv_freq  # (.., D/2) radians
+    """attention_factor * cis(m * inv_freq[i]) for each position m (..) and pair i: (.., D/2) complex64."""
+    angles = positions.unsqueeze(-1).float() * inv_freq  # (.., 1) * (D/2,): (.., D/2) radians
     return torch.polar(torch.full_like(angles, attention_factor), angles)  # (.., D/2) complex64
 
 
@@ -87,7 +87,7 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
 
 # ---------------------------------------------------------------------------------- half: Hugging Face's pairing
 def rotate_half(x: Tensor) -> Tensor:
-    """Turn every pair `(x[i], x[i + D/2])` by a quarter: `(a, b)` becomes `(-b, a)`. (.., D) -> (.., D)."""
+    """Rotate every pair `(x[i], x[i + D/2])` by 90 degrees: `(a, b)` becomes `(-b, a)`. (.., D) -> (.., D)."""
     a, b = x.chunk(2, dim=-1)  # two of (.., D/2)
     return torch.cat((-b, a), dim=-1)  # (.., D)
 
@@ -148,7 +148,7 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 class Form(NamedTuple):
-    """A way to compute the rotation: the function, the layout of wq and wk, and what makes its table from freqs_cis."""
+    """A way to compute the rotation: its function, the layout of wq and wk it needs, and its table from freqs_cis."""
 
     apply: Callable[..., tuple[Tensor, Tensor]]
     layout: Layout
@@ -185,13 +185,13 @@ GROWING = Lock()  # no thread may replace a table by a shorter one
 class Rope:
     """freqs_cis for positions 0, 1, 2, ... in one of FORMS, computed up to the largest position used so far.
 
-    A plain object, not a buffer of the module: `model.to(torch.bfloat16)` must not change the table. It grows with
-    use, so that a context length read from a file never sizes an allocation.
+    The table is no buffer of a module, because `model.to(torch.bfloat16)` must not change it. It grows with use, so
+    that a context length read from a file never sizes an allocation.
 
-    max_seq_len is the number of positions the model may use, trained_len the context it was trained for. Most scalings
-    do not depend on the length. Those in BY_LENGTH change all frequencies with it, so their rows are computed anew for
-    each forward pass. Cached keys keep the rotation they were stored with. Rotating them again would not give the
-    logits of a full pass at the new length either: deeper layers saw the earlier tokens under the old frequencies.
+    max_seq_len is the number of positions the model may use, trained_len the context it was trained for. The scalings
+    in BY_LENGTH change all frequencies with the length of the text, so their rows are computed in each forward pass.
+    Cached keys keep the rotation they were stored with: rotating them again would not give the logits of a full pass
+    either, since deeper layers saw the earlier tokens under the old frequencies.
     """
 
     def __init__(
@@ -234,11 +234,6 @@ class Rope:
                         self.table = table
             rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); half: D
         return rows[0] if len(rows) == 1 else rows
-
-    @property
-    def end(self) -> int:
-        """Number of positions in the table."""
-        return len(self.table[0])
 
     def _table(self, end: int) -> tuple[Tensor, ...]:
         with torch.device("cpu"):  # the model may be under construction on the meta device

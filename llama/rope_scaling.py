@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .config import LARGEST_SIZE, ModelConfig
+from .config import LARGEST_HEAD_DIM, LARGEST_SIZE, ModelConfig
 from .errors import ConfigError
 
 
@@ -157,7 +157,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "proportional": ("factor", "partial_rotary_factor"),
     "divisors": ("divisors",),
 }  # fmt: skip
-LARGEST_HEAD = 2**16  # entries; a larger number in a file means damage
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")  # they multiply the context by `factor`
 
@@ -215,23 +214,23 @@ def inverse_frequencies(
 
     Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError for an unknown kind or a bad parameter.
     """
-    checks.positive("rope theta", theta, 1e300, ConfigError)
-    if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD, ConfigError) % 2:
+    checks.number("rope theta", theta, 0, 1e300, ConfigError, above=True)
+    if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD_DIM, ConfigError) % 2:
         raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
     kind = kind_of(scaling)
     try:
         inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
     except (OverflowError, ZeroDivisionError) as error:
-        raise ConfigError(f"rope scaling {_short(scaling or {})}: numbers out of range ({error})") from None
+        raise ConfigError(f"rope scaling {kind}: numbers out of range ({error})") from None
     if not bool(torch.isfinite(inv_freq).all()):
-        raise ConfigError(f"rope scaling {_short(scaling or {})} gives frequencies that are not finite")
+        raise ConfigError(f"rope scaling {kind} gives frequencies that are not finite")
     return inv_freq.float(), attention_factor
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """The finite number above 0 under `key`, or the default if there is none."""
     value = default if scaling.get(key) is None else scaling[key]
-    return checks.positive(f"rope scaling {_short(scaling)}: {key!r}", value, 1e300, ConfigError)
+    return checks.number(f"rope scaling {kind_of(scaling)}: {key!r}", value, 0, 1e300, ConfigError, above=True)
 
 
 def _trained_length(max_seq_len: int | None, scaling: Mapping[str, Any]) -> float:
@@ -246,11 +245,7 @@ def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
     values, pairs = scaling.get(key), base.dim // 2
     if not isinstance(values, list | tuple) or len(values) != pairs:
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r}: expected {pairs} numbers, one per pair")
+        raise ConfigError(f"rope scaling {kind_of(scaling)}: {key!r}: expected {pairs} numbers, one per pair")
     for value in values:
-        checks.positive(f"a number of rope scaling {key!r}", value, 1e300, ConfigError)
+        checks.number(f"a number of rope scaling {key!r}", value, 0, 1e300, ConfigError, above=True)
     return torch.tensor(values, dtype=torch.float64)  # (D/2,)
-
-
-def _short(scaling: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {'[...]' if isinstance(x, list | tuple) else str(x)[:40]}" for key, x in scaling.items())

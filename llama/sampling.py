@@ -227,13 +227,7 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
 
 
 def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One draw from each distribution: (.., V) -> (..) int64."""
-    flat = probabilities.flatten(0, -2) if probabilities.dim() > 1 else probabilities[None]  # (N, V)
-    return torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
-
-
-def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """The same draws as `sample` from the same generator, without waiting for the device as torch.multinomial does.
+    """One draw from each distribution: (.., V) -> (..) int64. Does not wait for the device, as torch.multinomial does.
 
     Of exponential variables with rates p, the smallest is at x with probability p(x) (the Gumbel-max trick), and E / p
     has rate p if E has rate 1.
@@ -258,6 +252,6 @@ def choose(
     if params.greedy:
         next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,): the first of equal logits
     else:
-        next_id = draw(probs(logits, params, text, allowed)[None], generator)  # (1,)
+        next_id = sample(probs(logits, params, text, allowed)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)

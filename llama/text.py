@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from queue import Queue
 from threading import Event as Flag
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from . import checks
 from .chat import encode_chat
@@ -39,13 +40,6 @@ MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 
 Dicts = Sequence[Mapping[str, Any]]  # messages of a chat, or tools
-
-
-class PromptQueue(Protocol):
-    """A queue of prompts for `Llama.answers`; queue.Queue is one."""
-
-    def get(self, block: bool) -> Prompt | None:
-        """The next prompt, or None if there will be no more. Raises queue.Empty if there is none now, unless block."""
 
 
 class Llama:
@@ -121,54 +115,56 @@ class Llama:
         gives the number of the prompt. With n, each prompt gets a list of n completions, with the seeds seed, seed + 1
         and so on.
         """
-        if isinstance(prompt, str):
-            if n is None:
-                options.pop("batch_size", None)  # a limit, which one answer never exceeds
-                return _last(self.stream(prompt, parse_special=parse_special, **options))
-            return self._complete([self.tokenizer.encode_prompt(prompt, parse_special)], n, options)[0]
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        prompts: Sequence[str] = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         encoded = []
-        for number, one in enumerate(prompt):
-            with _named(number, len(prompt)):
-                if not isinstance(one, str):
-                    raise UsageError(f"a prompt must be a string, got {type(one).__name__}")
-                encoded.append(self.tokenizer.encode_prompt(one, parse_special))
-        if n is None and any(options.get(name) is not None for name in ALONE):
-            options.pop("batch_size", None)
-            one_by_one = []
-            for number, ids in enumerate(encoded):
-                with _named(number, len(prompt)):
-                    one_by_one.append(_last(self.stream_ids(ids, **options)))
-            return one_by_one
-        found = self._complete(encoded, 1 if n is None else n, options)
-        return found if n is not None else [one for (one,) in found]
+        for number, text in enumerate(prompts):
+            with _named(number, len(prompts)):
+                encoded.append(self._encode(text, parse_special))
+        found = self._complete(encoded, n, options)
+        results = found if n is not None else [completion for (completion,) in found]
+        return results[0] if isinstance(prompt, str) else results
 
-    def _complete(self, prompts: Sequence[Sequence[int]], n: int, options: Mapping[str, Any]) -> list[list[Completion]]:
-        """n completions of each prompt, as one batch."""
+    def _encode(self, prompt: str, parse_special: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            raise UsageError(f"a prompt must be a string, got {type(prompt).__name__}")
+        return self.tokenizer.encode_prompt(prompt, parse_special)
+
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], n: int | None, options: Mapping[str, Any]
+    ) -> list[list[Completion]]:
+        """n completions of each prompt as one batch; one of each, if n is None."""
         options = dict(options)
-        batch_size = options.pop("batch_size", BATCH_SIZE)
-        for name in ALONE:
-            if options.pop(name, None) is not None:
-                raise UsageError(f"{name} supports only one answer at a time: leave n out")
-        prepared = [one for prompt in prompts for one in self.prepare(prompt, options, n)]
+        batch_size = checks.integer("the batch size", options.pop("batch_size", BATCH_SIZE))
+        alone = [name for name in ALONE if options.get(name) is not None]
+        if n is None and (alone or len(prompts) == 1):
+            one_by_one = []
+            for number, ids in enumerate(prompts):
+                with _named(number, len(prompts)):
+                    pieces = self.stream_ids(ids, **options)
+                    one_by_one.append([piece.completion for piece in pieces if piece.completion is not None])
+            return one_by_one
+        if alone:
+            raise UsageError(f"{alone[0]} supports only one answer at a time: leave n out")
+        options = {name: value for name, value in options.items() if name not in ALONE}
+        prepared = [self.prepare(ids, options, 1 if n is None else n) for ids in prompts]
+        number_of = {prompt: number for number, several in enumerate(prepared) for prompt in several}
         done: dict[Prompt, Completion] = {}
-        for one, piece in self.answers(prepared, batch_size=batch_size):
+        for prompt, piece in self.answers([*number_of], batch_size=batch_size):
             if isinstance(piece, LlamaError):
-                with _named(prepared.index(one) // n, len(prompts)):
+                with _named(number_of[prompt], len(prompts)):
                     raise piece
             if piece.completion is not None:
-                done[one] = piece.completion
-        return [[done[one] for one in prepared[i : i + n]] for i in range(0, len(prepared), n)]
+                done[prompt] = piece.completion
+        return [[done[prompt] for prompt in several] for several in prepared]
 
     def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text.
 
         str(piece) is its text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
         """
-        if not isinstance(prompt, str):
-            raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
-        return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special), **options)
+        return self.stream_ids(self._encode(prompt, parse_special), **options)
 
     @overload
     def chat(self, messages: Dicts, *, n: None = None, **options: Any) -> Completion: ...
@@ -182,10 +178,8 @@ class Llama:
         The model's template formats them, or the built-in format named by `chat_format`. tools are JSON schemas of
         functions that the assistant may call; its calls are part of the text (chat/tool_calls.py parses them).
         """
-        if n is None:
-            options.pop("batch_size", None)
-            return _last(self.stream_chat(messages, tools=tools, **options))
-        return self._complete([self.encode_chat(messages, tools)], n, {"continues": False, **options})[0]
+        (found,) = self._complete([self.encode_chat(messages, tools)], n, {"continues": False, **options})
+        return found[0] if n is None else found
 
     def stream_chat(self, messages: Dicts, *, tools: Dicts | None = None, **options: Any) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
@@ -317,30 +311,29 @@ class Llama:
         """Answers to many prompts at once, each as from `stream_ids`: (number of the prompt, its next piece).
 
         prompts are pairs of ids and options (those of the class, without draft). At most batch_size answers are in
-        progress. When an answer ends, the next prompt is read and uses its row
-        (generation/batch.py). There is a piece for each token, so its text may be empty. A prompt that can't be run, or
-        whose logits are not finite, yields its error instead of its last piece; invalid options raise UsageError.
+        progress; when one ends, the next prompt is read and uses its row (generation/batch.py). There is a piece for
+        each token, so its text may be empty. A prompt that can't be run, or whose logits are not finite, yields its
+        error instead of its last piece; invalid options raise UsageError.
         """
         numbers: dict[Prompt, int] = {}
 
-        def prepare(number: int, pair: tuple[Sequence[int], Mapping[str, Any]]) -> Prompt:
-            (prompt,) = self.prepare(*pair)
-            numbers[prompt] = number
-            return prompt
+        def prepared() -> Iterator[Prompt]:
+            for number, (ids, options) in enumerate(prompts):
+                (prompt,) = self.prepare(ids, options)
+                numbers[prompt] = number
+                yield prompt
 
-        prepared: Iterable[Prompt] = (prepare(number, pair) for number, pair in enumerate(prompts))
-        if isinstance(prompts, Sequence):
-            prepared = list(prepared)
-        for prompt, piece in self.answers(prepared, batch_size=batch_size):
+        source = list(prepared()) if isinstance(prompts, Sequence) else prepared()
+        for prompt, piece in self.answers(source, batch_size=batch_size):
             ended = isinstance(piece, LlamaError) or piece.completion is not None
             yield numbers.pop(prompt) if ended else numbers[prompt], piece
 
     def answers(
-        self, prompts: Iterable[Prompt] | PromptQueue, *, batch_size: int = BATCH_SIZE
+        self, prompts: Iterable[Prompt] | Queue[Prompt | None], *, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Prompt, Piece | LlamaError]]:
         """`stream_batch` for prompts from `prepare`, in an iterable or in a queue: (the prompt, its next piece).
 
-        Other threads may put prompts into a queue.Queue while the answers are read, and None at the end. Setting
+        Other threads may put prompts into the queue while the answers are read, and None at the end. Setting
         prompt.request.cancelled ends an answer before its next token.
         """
         running: dict[int, Prompt] = {}  # by the number of the request
@@ -396,7 +389,7 @@ class Llama:
 class _Requests:
     """A queue of prompts as the source of a batch."""
 
-    def __init__(self, prompts: PromptQueue, request: Callable[[Prompt], Request]):
+    def __init__(self, prompts: Queue[Prompt | None], request: Callable[[Prompt], Request]):
         self.prompts, self.request = prompts, request
 
     def get(self, block: bool) -> Request | None:
@@ -415,13 +408,6 @@ def _named(number: int, count: int) -> Iterator[None]:
         raise type(error)(f"prompt {number + 1} of {count}: {error}") from error
 
 
-def _last(pieces: Iterator[Piece]) -> Completion:
-    for piece in pieces:
-        if piece.completion is not None:
-            return piece.completion
-    raise RuntimeError("a stream ended without its completion")
-
-
 def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
     if not isinstance(stop, str | Sequence | None):
         raise UsageError(f"stop must be a string or a list of strings, got {checks.shown(stop)}")
@@ -431,7 +417,7 @@ def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
             raise UsageError(f"a stop string must be a non-empty string, got {checks.shown(text)}")
     if len(stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stops):
         raise UsageError(
-            f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, since each new token is"
-            f" compared with all of them; got {len(stops)}, the longest with {max(map(len, stops))} characters"
+            f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, got {len(stops)}, the"
+            f" longest with {max(map(len, stops))} characters"
         )
     return stops

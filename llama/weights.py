@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +12,15 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .checkpoint.base import FLOATS
+from .checkpoint.write import ROTATED, to_layout
 from .config import ModelConfig
 from .engine.linears import kept_format
 from .engine.quantized_weight import QuantizedWeight
 from .errors import CheckpointError, DamagedError
-from .model import Transformer
-from .quant.blocks import BlockFormat, Blocks
+from .quant.blocks import BlockFormat
 from .quant.schemes import Scheme, scheme_for
 from .quant.tiles import TILE, tile_bytes
-from .rope import Layout, to_half_layout, to_interleaved_layout
-
-# The tensors whose rows RoPE rotates in pairs.
-ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
+from .rope import Layout
 
 
 # --------------------------------------------------------------------------------------------------------- the plan
@@ -73,37 +71,30 @@ def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dt
     return -(-shape[0] // TILE) * tile_bytes(shape[1], weight.format)
 
 
-def dequantization_warning(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
-    """A warning if linear layers that a file stores quantized are dequantized on a GPU; otherwise an empty list."""
-    kinds, size = set(), 0
+def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
+    """What a user should know about weights that the file stores quantized, and the model in another way."""
+    requantized, dequantized, size = set(), set(), 0
     for name, weight in weights.items():
-        matrix = len(checkpoint.shapes[weight.source]) == 2 and name != "tok_embeddings.weight"
         kind = checkpoint.stored(weight.source)
-        if matrix and weight.device.type != "cpu" and weight.format is None and kind not in FLOATS.values():
-            kinds.add(kind)
+        if kind in FLOATS.values() or len(checkpoint.shapes[weight.source]) != 2:
+            continue
+        if weight.format is not None:
+            if not is_stored_as(checkpoint, weight.source, weight.format):
+                requantized.add(kind)
+        elif weight.device.type != "cpu" and name != "tok_embeddings.weight":
+            dequantized.add(kind)
             size += memory_footprint(checkpoint, weight, dtype)
-    if not kinds:
-        return []
-    return [
-        f"on the GPU, weights stored as {', '.join(sorted(kinds))} are dequantized to"
-        f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB;"
-        " --quantize int8 or int4 quantizes them again"
-    ]
-
-
-def requantization_warning(checkpoint: Checkpoint, formats: Mapping[str, BlockFormat | None]) -> list[str]:
-    """A warning if some weights are stored quantized, but in other formats; otherwise an empty list."""
-    kinds = {
-        kind
-        for name, format in formats.items()
-        if format is not None
-        and (kind := checkpoint.stored(name)) not in FLOATS.values()
-        and not is_stored_as(checkpoint, name, format)
-    }
-    if not kinds:
-        return []
-    names = ", ".join(sorted(kinds))
-    return [f"the source is already quantized ({names}); quantizing the original would lose less accuracy"]
+    warnings = []
+    if requantized:
+        kinds = ", ".join(sorted(requantized))
+        warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
+    if dequantized:
+        warnings.append(
+            f"on the GPU, weights stored as {', '.join(sorted(dequantized))} are dequantized to"
+            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB;"
+            " --quantize int8 or int4 quantizes them again"
+        )
+    return warnings
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -118,24 +109,18 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
 
     Reading its rows or tiles raises CheckpointError if a weight is not finite.
     """
-    shape: tuple[int, int] = checkpoint.shapes[name]  # type: ignore[assignment]
-    reordered = layout != checkpoint.layout and name.endswith(ROTATED)
+    shape: Any = checkpoint.shapes[name]
     order = checkpoint.config.head_dim, checkpoint.layout, layout
-
-    def blocks(rows: slice) -> Blocks:
-        found = checkpoint.blocks(name, rows)
-        if found is None:
-            raise RuntimeError(f"the storage of {name} changed while it was read")
-        return found.as_format(format) or found
-
+    reordered = layout != checkpoint.layout and name.endswith(ROTATED)
+    read: Callable[..., Any] = partial(checkpoint.blocks, name)
+    if read(slice(0, 1)) is None:
+        return QuantizedWeight.from_float(to_layout(name, checkpoint.tensor(name), *order), shape, format)
+    if reordered:
+        read = read(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order)).rows
     if is_stored_as(checkpoint, name, format):
-        if reordered:
-            everything = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
-            return QuantizedWeight.from_file(everything.rows, shape)
-        return QuantizedWeight.from_file(blocks, shape, checkpoint.tiles(name))
-    if not reordered and checkpoint.blocks(name, slice(0, 1)) is not None:
-        return QuantizedWeight.from_float(lambda rows: blocks(rows).weight, shape, format)
-    return QuantizedWeight.from_tensor(to_layout(name, checkpoint.tensor(name), *order), format)
+        tiles = None if reordered else checkpoint.tiles(name)
+        return QuantizedWeight.from_file(lambda rows: read(rows).as_format(format), shape, tiles)
+    return QuantizedWeight.from_float(lambda rows: read(rows).weight, shape, format)
 
 
 def read_float(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype, layout: Layout) -> Tensor:
@@ -146,13 +131,6 @@ def read_float(checkpoint: Checkpoint, name: str, device: torch.device, dtype: t
     if value.data_ptr() != stored.data_ptr():
         checkpoint.release(name)
     return value
-
-
-def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
-    """Reorder the rows of wq and wk from one RoPE layout to the other; return other tensors unchanged."""
-    if source == target or not name.endswith(ROTATED):
-        return tensor
-    return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
 
 
 def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -188,10 +166,8 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
         ("unexpected", shapes.keys() - expected.keys()),
     ):
         if differing:
-            names = ", ".join(map(file_name, sorted(differing)[:3]))
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             count = "1 tensor is" if len(differing) == 1 else f"{len(differing)} tensors are"
-            found.append(f"{count} {problem}: {names}{more}")
+            found.append(f"{count} {problem}: {', '.join(map(file_name, sorted(differing)[:3]))}")
     return found + [
         f"{file_name(name)} has shape {shapes[name]}, but the configuration requires {shape}"
         for name, shape in expected.items()
@@ -223,14 +199,3 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.n_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
     return shapes | {"norm.weight": (C,)} | ({} if config.tie_embeddings else {"output.weight": vocabulary})
-
-
-def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
-    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
-    model = Transformer(config, rope, **options).requires_grad_(False).eval()
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
-        weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
-    return model

@@ -17,8 +17,8 @@ from llama.checkpoint.architectures import GGUF_LAYOUTS, MODEL_TYPES
 from llama.checkpoint.huggingface import read_config
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
+from llama.study.explain import random_model
 from llama.tools.convert import convert
-from llama.weights import random_model
 
 from . import test_huggingface, tiny
 from .test_huggingface import edit, load, tokens
@@ -137,7 +137,7 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
     with pytest.raises(LlamaError, match="position 16 lies outside the 16 positions"):
         ours(tokens(17))
     assert float((tiny_without_window(ours)(tokens(17)) - model(tokens(17)).logits).abs().max()) > 0.01
-    with pytest.raises(UsageError, match=r"context of 17 tokens exceeds the model's sliding window of 16.*vLLM"):
+    with pytest.raises(UsageError, match=r"context of 17 tokens exceeds the model's sliding window.*at most 16.*vLLM"):
         load(tmp_path, max_seq_len=17)
     with pytest.raises(UsageError, match="exceeds the model's sliding window"):
         load(tmp_path, max_seq_len=32, rope_scaling={"rope_type": "linear", "factor": 4.0})

@@ -287,7 +287,7 @@ def test_processors_see_the_text_and_change_the_choice(tiny_llm: Llama) -> None:
     assert tiny_llm.generate(["abc"], max_new_tokens=12, processors=[never_twice])[0].tokens == found.tokens
     for bad, message in [
         (lambda ids, logits: logits[:3], "floating-point logits"),
-        (lambda ids, logits: None, "NoneType"),
+        (lambda ids, logits: None, "got None"),
         (lambda ids, logits: logits - torch.inf, "finite"),
     ]:
         with pytest.raises(UsageError, match=message):

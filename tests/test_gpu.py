@@ -33,7 +33,7 @@ from llama.model import Transformer
 from llama.quant.blocks import READERS
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.sampling import SamplingParams
-from llama.weights import dequantization_warning, plan_weights
+from llama.weights import plan_weights, storage_warnings
 
 from . import tiny
 
@@ -182,9 +182,9 @@ def test_only_plain_types_of_a_file_stay_packed(type: str) -> None:
 def test_one_line_says_what_is_dequantized(type: str, expected: list[str], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", CONFIG, quantization=type))
     on_gpu, on_cpu = (plan_weights(checkpoint, lambda name, d=d: d, None, True) for d in (CUDA, torch.device("cpu")))
-    lines = dequantization_warning(checkpoint, on_gpu, torch.bfloat16)
+    lines = storage_warnings(checkpoint, on_gpu, torch.bfloat16)
     assert [words in line for words, line in zip(expected, lines, strict=True)] == [True] * len(expected)
-    assert dequantization_warning(checkpoint, on_cpu, torch.bfloat16) == []
+    assert storage_warnings(checkpoint, on_cpu, torch.bfloat16) == []
 
 
 def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_logits_equal_those_of_the_cpu(dtype: torch.dtype, kind: str, bound: flo
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_quantized_products_equal_those_of_the_dequantized_weight(scheme: str, compile: bool) -> None:
     weight, bias = noise(64, 256), noise(64)
-    quantized = QuantizedWeight.from_tensor(weight, SCHEMES[scheme].format)
+    quantized = QuantizedWeight.from_float(weight, tuple(weight.shape), SCHEMES[scheme].format)
     layer = make_linear(quantized, CUDA, bias.to(CUDA, torch.bfloat16))
     run = torch.compile(layer) if compile else layer
     for shape in ((1, 256), (1, 9, 256), (300, 256)):

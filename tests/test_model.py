@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama.attention import reference, reference_weights, sdpa
 from llama.cache import KVCache
+from llama.checkpoint.write import to_layout
 from llama.config import ModelConfig
 from llama.errors import ConfigError, ContextLengthError, UsageError
 from llama.generate import prefill
 from llama.model import RMSNorm, Transformer
-from llama.weights import to_layout
 
 from . import tiny
 

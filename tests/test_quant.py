@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import llama
 from llama.config import ModelConfig
-from llama.engine import kernels
+from llama.engine import kernels, quantized_weight
 from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear, quantize_
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.errors import CheckpointError, UsageError
@@ -117,9 +117,10 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
 def test_a_weight_in_memory_is_quantized_by_one_call_and_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     w, results, call = normal(75, 96), [], kernels.quantize_to_tiles
     monkeypatch.setattr(kernels, "quantize_to_tiles", lambda *given: results.append(call(*given)) or results[-1])
-    whole = QuantizedWeight.from_tensor(w, FORMATS["int4"]).tiles()
+    whole = QuantizedWeight.from_float(w, (75, 96), FORMATS["int4"]).tiles()
     assert [result.data_ptr() for result in results] == [whole.data_ptr()]  # not copied
-    pieces = QuantizedWeight.from_float(w.__getitem__, (75, 96), FORMATS["int4"], piece=17 * 96).tiles()
+    monkeypatch.setattr(quantized_weight, "PIECE", 17 * 96)
+    pieces = QuantizedWeight.from_float(w.__getitem__, (75, 96), FORMATS["int4"]).tiles()
     assert len(results) == 1 + 3  # 32, 32 and 11 rows
     assert torch.equal(pieces, whole)
 

@@ -21,7 +21,7 @@ from transformers import (
 from llama import sampling
 from llama.cli import arguments
 from llama.errors import LlamaError, NumericalError, UsageError
-from llama.generate import check_finite, generate
+from llama.generate import check_extreme, generate
 from llama.generation.speculative import NGramDraft, speculate
 from llama.sampling import History, SamplingParams, probs, sample
 
@@ -225,7 +225,7 @@ def test_ids_without_a_token_are_never_chosen() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nonfinite_logits_are_errors_that_name_the_step(bad: float) -> None:
     with pytest.raises(NumericalError, match="new token 3"):
-        check_finite(torch.full((5,), bad), "new token 3")
+        check_extreme(float(sampling.extreme(torch.full((5,), bad))), "new token 3")
 
 
 def test_nan_in_a_weight_is_reported_at_the_first_step() -> None:

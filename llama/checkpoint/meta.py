@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checks import integer, positive
+from ..checks import integer, number
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..system.documents import Fields, read_json, size_of
@@ -307,7 +307,8 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
         return None
     multiple = integer(f"{PARAMS}: multiple_of", params.get("multiple_of", int), error=ConfigError)
     factor = params.get("ffn_dim_multiplier", float, 1)
-    hidden = int(positive(f"{PARAMS}: ffn_dim_multiplier", factor, LARGEST_SIZE, ConfigError) * int(8 * dim / 3))
+    number(f"{PARAMS}: ffn_dim_multiplier", factor, 0, LARGEST_SIZE, ConfigError, above=True)
+    hidden = int(factor * int(8 * dim / 3))
     return multiple * -(-hidden // multiple)
 
 

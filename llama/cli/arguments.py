@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..checks import number, positive
+from ..checks import number
 from ..errors import UsageError
 from ..hub import default_model
 
@@ -284,7 +284,7 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     kind: str | None = args.rope_scaling
     factor: float | None = args.rope_factor
     if args.rope_theta is not None:
-        positive("--rope-theta", args.rope_theta, 1e300)
+        number("--rope-theta", args.rope_theta, 0, 1e300, above=True)
     if factor is not None:
         number("--rope-factor", factor, 1, LARGEST_FACTOR)
         if kind in (None, "none"):

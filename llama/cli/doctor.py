@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import __version__
-from ..checks import positive
+from ..checks import number
 from . import arguments, tables
 
 MOST_SECONDS = 3600
@@ -32,6 +32,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
-    positive("--seconds", args.seconds, MOST_SECONDS)
+    number("--seconds", args.seconds, 0, MOST_SECONDS, above=True)
     findings = examine(not args.no_self_test, args.seconds)
     return tables.report(findings, args.json, KEYS, lambda: {"clearllama": __version__})

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..checks import integer, positive
+from ..checks import integer, number
 from ..errors import LlamaError, UsageError
 from . import arguments, loading, streams
 
@@ -59,7 +59,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     integer("--batch-size", args.batch_size, 1, 4096)
-    if args.limit is not None and positive("--limit", args.limit, 1e9) > 1 and not args.limit.is_integer():
+    if args.limit is not None and number("--limit", args.limit, 0, 1e9, above=True) > 1 and not args.limit.is_integer():
         raise UsageError(f"--limit must be a whole number, or a fraction below 1, got {args.limit:g}")
     if not args.fewshot_as_multiturn and not args.apply_chat_template:
         raise UsageError("--no-fewshot-as-multiturn needs --apply-chat-template")

@@ -79,8 +79,6 @@ def load_model(args: argparse.Namespace) -> Transformer:
     checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
     model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
     _show_loaded(args, model, checkpoint.adapters, time.perf_counter() - started)
-    for warning in checkpoint.warnings:
-        streams.info(args, f"warning: {warning}")
     return model
 
 

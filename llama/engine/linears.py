@@ -360,7 +360,9 @@ def quantize_(model: Transformer, scheme: str) -> Transformer:
         weight = linear.weight.detach()
         check_quantized(scheme, weight.device)
         tied = name == "output" and weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
-        quantized = QuantizedWeight.from_tensor(weight, scheme_for(name, chosen).format)
+        quantized = QuantizedWeight.from_float(
+            weight, (linear.out_features, linear.in_features), scheme_for(name, chosen).format
+        )
         layer = make_linear(quantized, weight.device, linear.bias)
         model.set_submodule(name, layer)
         if tied:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,31 +34,31 @@ class QuantizedWeight:
     tiles: Callable[[], Tensor]
 
     @classmethod
-    def from_tensor(cls, weight: Tensor, format: BlockFormat) -> QuantizedWeight:
-        """A float weight in memory or in a mapped file, quantized when it is read.
+    def from_float(
+        cls, weight: Tensor | Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat
+    ) -> QuantizedWeight:
+        """A float weight, quantized when it is read: a tensor in memory or in a mapped file, or a function of rows.
 
         If the kernel can read it in place, it is quantized at once: between pieces, threads wait for each other.
         """
-        in_place = weight.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous()
-        rows, columns = weight.shape
-        return cls.from_float(weight.__getitem__, (rows, columns), format, weight.numel() if in_place else PIECE)
-
-    @classmethod
-    def from_float(
-        cls, read: Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat, piece: int = PIECE
-    ) -> QuantizedWeight:
-        """A float weight, quantized when it is read. `read` returns the rows in a slice, about `piece` entries."""
+        read = weight.__getitem__ if isinstance(weight, Tensor) else weight
+        in_place = (
+            isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous()
+        )
 
         def rows(part: slice, device: torch.device) -> Blocks:
             return quantize(read(part).to(device), format)
 
+        def packed(part: slice) -> Tensor:
+            return kernels.quantize_to_tiles(read(part), CLIPS[format.bits], *format[:3])
+
         def tiles() -> Tensor:
             if not kernels.ready():
                 return pack_rows(partial(rows, device=CPU), shape, format)
-            parts = (read(part) for part in _pieces(shape, piece))
-            out = _joined(
-                (kernels.quantize_to_tiles(part, CLIPS[format.bits], *format[:3]) for part in parts), shape[0]
-            )
+            if in_place:
+                out = packed(slice(None))
+            else:
+                out = in_pieces(shape, format, PIECE, lambda part, out: out.copy_(packed(part)))
             check_scales(*scales_of(out, shape[1], format).aminmax())
             return out
 
@@ -81,22 +80,17 @@ class QuantizedWeight:
 
 
 def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int], format: BlockFormat) -> Tensor:
-    """Pack a weight piece by piece, so that only one piece is in memory unpacked."""
+    """The tiles of a weight whose blocks are read by rows."""
+    return in_pieces(shape, format, PACKED_PIECE, lambda part, out: pack(rows(part), out))
+
+
+def in_pieces(
+    shape: tuple[int, int], format: BlockFormat, entries: int, pack: Callable[[slice, Tensor], object]
+) -> Tensor:
+    """Pack a weight piece by piece, so that only one piece is in memory unpacked: `pack(rows, out)` writes to `out`."""
     out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], format), dtype=torch.uint8)
-    for part in _pieces(shape, PACKED_PIECE):
-        pack(rows(part), out[part.start // TILE : -(-part.stop // TILE)])
-    return out
-
-
-def _joined(pieces: Iterator[Tensor], rows: int) -> Tensor:
-    """The tiles of a weight from those of its pieces. A single piece is not copied."""
-    piece = next(pieces)
-    if len(piece) * TILE >= rows:
-        return piece
-    out, first = piece.new_empty(-(-rows // TILE), piece.shape[1]), 0
-    for part in itertools.chain((piece,), pieces):
-        out[first : first + len(part)] = part
-        first += len(part)
+    for part in _pieces(shape, entries):
+        pack(part, out[part.start // TILE : -(-part.stop // TILE)])
     return out
 
 

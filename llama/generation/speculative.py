@@ -32,7 +32,7 @@ from ..errors import NumericalError, UsageError
 from ..generate import (
     Progress,
     Token,
-    check_finite,
+    check_extreme,
     history_of,
     most_probable,
     prefill,
@@ -41,7 +41,7 @@ from ..generate import (
     top_of,
 )
 from ..model import Transformer
-from ..sampling import SamplingParams, probs, sample
+from ..sampling import SamplingParams, extreme, probs, sample
 from .prefix import shared_prefix
 
 DRAFT_TOKENS = 10  # default maximum of drafted tokens in one pass
@@ -112,7 +112,7 @@ def speculate(  # the parameters of generate.generate
     generator = random_generator(params, cache.device)
 
     def distribution(logits: Tensor, text: Sequence[int], name: str, of: Transformer) -> Tensor:
-        check_finite(logits, f"{name} {len(text) - len(prompt) + 1}", text, partial(locate, of))
+        check_extreme(float(extreme(logits)), f"{name} {len(text) - len(prompt) + 1}", text, partial(locate, of))
         return probs(logits, params, history_of(text, len(prompt), params, n_vocab, logits.device))
 
     def pick(logits: Tensor, text: Sequence[int]) -> DraftToken:

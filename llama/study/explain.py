@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import attention, model, rope
+from ..checkpoint.write import to_layout
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
-from ..weights import random_model
 from .inside import activations
 from .report import Check, Report, below
 
@@ -40,6 +40,17 @@ TINY = ModelConfig(
 )
 LONGEST = 256  # tokens; all steps are stored, including the scores of all heads
 TOLERANCE = 1e-5  # relative to the largest number of a step: float32 has an error of about 1e-6 after a block
+
+
+def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
+    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
+    model = Transformer(config, rope, **options).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
+        weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
+    return model
 
 
 def tiny_model(config: ModelConfig = TINY, form: str = "complex", max_seq_len: int | None = None) -> Transformer:

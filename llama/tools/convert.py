@@ -24,7 +24,7 @@ from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpo
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS
 from ..checkpoint.gguf import GGUFCheckpoint
-from ..checkpoint.write import Model, raw_bytes
+from ..checkpoint.write import Model, raw_bytes, to_layout
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
@@ -34,7 +34,7 @@ from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..tokenizer.write import check_equal
 from ..weights import cast as to_dtype
-from ..weights import check_tensors, to_layout
+from ..weights import check_tensors
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
 CHAT_NAME = re.compile("instruct|chat", re.IGNORECASE)  # in the name of a folder with a model trained to chat

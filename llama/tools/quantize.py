@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..hub import resolve
 from ..quant.blocks import BlockFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
-from ..weights import check_tensors, read_quantized, requantization_warning
+from ..weights import WeightPlan, check_tensors, read_quantized, storage_warnings
 from .convert import DTYPES, Progress, Proof, check_target, model_of, save
 
 
@@ -77,7 +77,8 @@ def quantize(
         write(path, recorded, {name: format for name, format in formats.items() if format}, scheme, shards)
 
     proof = save(target, True, dataclasses.replace(model, read=read), write_folder, read_back, progress)
-    return dataclasses.replace(proof, warnings=warnings + requantization_warning(checkpoint, formats))
+    plan = {name: WeightPlan(name, torch.device("cpu"), format) for name, format in formats.items()}
+    return dataclasses.replace(proof, warnings=warnings + storage_warnings(checkpoint, plan, torch.float32))
 
 
 def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:

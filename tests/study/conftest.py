@@ -11,9 +11,9 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llama.checkpoint.write import to_layout
 from llama.engine import kernels
 from llama.model import Transformer
-from llama.weights import to_layout
 
 from .. import tiny
 

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama import attention, model, rope
+from llama.checkpoint.write import to_layout
 from llama.cli import main
 from llama.errors import UsageError
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
 from llama.study import explain
 from llama.text import Llama
-from llama.weights import to_layout
 
 from .. import tiny
 from ..conftest import Run

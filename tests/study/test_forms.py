@@ -17,11 +17,11 @@ from torch import Tensor
 
 import llama
 from llama import rope
+from llama.checkpoint.write import to_layout
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
 from llama.rope_scaling import inverse_frequencies
 from llama.study import forms
-from llama.weights import to_layout
 
 from .. import tiny
 from . import by_hand

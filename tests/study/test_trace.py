@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from py_mini_racer import MiniRacer
 from torch import Tensor
 
+from llama.checkpoint.write import to_layout
 from llama.cli import main
 from llama.errors import NumericalError, UsageError
 from llama.model import Transformer
@@ -29,7 +30,6 @@ from llama.study import trace as tracing
 from llama.study import trace_page
 from llama.study.intervene import Intervention
 from llama.text import Llama
-from llama.weights import to_layout
 
 from .. import tiny
 
