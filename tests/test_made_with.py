@@ -23,7 +23,6 @@ from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
 from llama.model import Transformer
 from llama.tools.convert import convert
-from llama.weights import sample_hash
 
 from . import tiny
 

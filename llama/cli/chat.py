@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
-from . import answers, arguments, loading, ranks, sessions, streams, turns
+from . import answers, arguments, loading, ranks, streams, turns
 
 if TYPE_CHECKING:
     from ..generation.session import Session
@@ -35,22 +34,18 @@ Ctrl-C stops an answer; the part shown so far stays in the conversation.'''
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "chat",
-        help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
         ' a pipe, each line, or each block between """ and """, is one message; the answers are written with'
         " an empty line between them.",
         usage="%(prog)s [options]",
-        allow_abbrev=False,
     )
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    arguments.add(parser, ("--system", "TEXT", "the system message"))
     arguments.add_chat_format(parser)
-    parser.add_argument(
-        "--drop-oldest",
-        action="store_true",
-        help="also in a pipe, drop the oldest turns if the context is full; the system message is kept",
-    )
-    parser.add_argument(
-        "--no-history", action="store_true", help="do not read or write the file that keeps the input of earlier chats"
+    dropping = "also in a pipe, drop the oldest turns if the context is full; the system message is kept"
+    arguments.add(
+        parser,
+        ("--drop-oldest", None, dropping),
+        ("--no-history", None, "do not read or write the file that keeps the input of earlier chats"),
     )
     arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
     arguments.add_model_options(parser)
@@ -67,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("chat reads from standard input, but standard input is closed")
     options = arguments.sampling_options(args)
-    sessions.check_session(args)
+    answers.check_session(args)
     llm = loading.load(args)
     options["draft"] = loading.load_draft(args, llm.model)
     if args.chat_format != "auto":
@@ -78,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
         streams.info(args, f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
-    session = sessions.load_session(args, llm)
+    session = answers.load_session(args, llm)
     if session is not None and session.messages:
         if args.system is not None:
             raise UsageError(f"--system can't change the conversation in {args.load_session}; leave --system out")
         streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
     streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
-    with sessions.saving(args, lambda: chat.session, llm.model):
+    with answers.saving(args, lambda: chat.session, llm.model):
         return converse(args, chat)
 
 
@@ -163,7 +158,7 @@ class Chat:
 
         self.args, self.llm, self.options = args, llm, options
         self.piped = ranks.first(args, lambda: not sys.stdin.isatty())  # turns are read from a pipe or a file
-        self.answers = 0  # so far
+        self.separator = ""  # before the text of the next answer
         self.label = ""  # of the current turn, before its messages
         self.left = False  # whether the user has left
         self.session = Session() if session is None else session
@@ -177,28 +172,12 @@ class Chat:
         An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown.
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
-        text, completion = "", None
-        separator = "\n" if self.answers and self.piped else ""
         with answers.prompt_bar(self.args) as show:
             options = {**options, "session": self.session, "progress": partial(show, "prompt")}
-            stream = self.llm.stream_ids(prompt, continues=False, **options)
-            with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):
-                for piece in stream:
-                    if not self.args.json:
-                        streams.write(separator + piece.text)
-                        separator = ""
-                    text += piece.text
-                    completion = piece.completion
-        self.answers += 1
+            pieces = self.llm.stream_ids(prompt, continues=False, **options)
+            text = answers.write(self.args, messages[-1]["content"], pieces, self.separator, self.label)
+        self.separator = "\n" if self.piped else ""
         self.session.messages = [*messages, {"role": "assistant", "content": text}]
-        if self.args.json:
-            streams.write_json({"prompt": messages[-1]["content"], **answers.as_dict(completion, text)})
-        else:
-            streams.write(separator + "\n")
-        if completion is None:
-            streams.info(self.args, f"{self.label}stopped")
-        else:
-            answers.show_stats(self.args, completion.stats, completion.finish_reason, self.label)
 
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their prompt ids, at a terminal or with --drop-oldest without the turns that do not fit.
@@ -289,8 +268,7 @@ class Chat:
         """Save the session in a new file."""
         if os.path.lexists(path):
             raise UsageError(f"{path}: File exists; name another file")
-        size = self.session.save(path, self.llm.model)
-        return f"{path}: saved {sessions.contents(self.session)}, {size / 1e6:,.1f} MB"
+        return answers.save_session(self.session, path, self.llm.model)
 
     def load(self, path: Path) -> str:
         """Continue the conversation of a file."""
@@ -299,4 +277,4 @@ class Chat:
         session = Session.load(path, self.llm.model, self.llm.tokenizer)
         session.messages = session.messages or system_of(self.session.messages)  # generate saves no messages
         self.session = session
-        return f"{path}: loaded {sessions.contents(session)}"
+        return f"{path}: loaded {answers.contents(session)}"

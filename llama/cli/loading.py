@@ -28,13 +28,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     """
     from .. import loader
 
-    vector = None
-    if hasattr(args, "steer"):
-        arguments.check_steer(args)
-        if args.steer is not None:
-            from ..study import steering
-
-            vector = steering.ControlVector.read(args.steer)
+    vector = read_vector(args) if hasattr(args, "steer") else None
     started = time.perf_counter()
     llm = loader.load(
         args.model,
@@ -48,15 +42,28 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
         world.check_same("tokenizer", llm.tokenizer.digest())
     _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
     if args.tokenizer is not None:
-        streams.info(
-            args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {llm.tokenizer.n_vocab:,} tokens"
-        )
+        size = f"{llm.tokenizer.n_vocab:,} tokens"
+        streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {size}")
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
     if vector is not None:
         _steer(args, llm.model, vector)
     return llm
+
+
+def read_vector(args: argparse.Namespace) -> ControlVector | None:
+    """The control vector of --steer; None without it."""
+    if args.steer is None:
+        for name in ("steer_scale", "steer_layers"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"{arguments.option(name)} needs --steer FILE")
+        return None
+    if args.compile:
+        raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
+    from ..study.steering import ControlVector
+
+    return ControlVector.read(args.steer)
 
 
 def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> None:

@@ -7,6 +7,8 @@ import contextlib
 import errno
 import json
 import logging
+import os
+import stat
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -66,17 +68,11 @@ def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
             bar.close()
 
 
-class LogHandler(logging.Handler):
-    """Write the library's log records to stderr, each as one line."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        write_stderr(one_line(record.getMessage()))
-
-
 def show_log(quiet: bool) -> None:
-    """Show the library's log on stderr; with --quiet only errors."""
-    log = logging.getLogger("llama")
-    log.handlers = [LogHandler()]
+    """Show the library's log on stderr, each record as one line; with --quiet only errors."""
+    handler, log = logging.Handler(), logging.getLogger("llama")
+    handler.emit = lambda record: write_stderr(one_line(record.getMessage()))  # type: ignore[method-assign]
+    log.handlers = [handler]
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
@@ -185,3 +181,45 @@ def decode(data: bytes, source: str) -> str:
     except UnicodeDecodeError as error:
         found = f"byte {error.start} is 0x{data[error.start]:02x}"
         raise UsageError(f"{source} is not UTF-8: {found}; convert it to UTF-8") from None
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The parts of a prompt, separated by blank lines: an argument or --prompt, then files; '-' is standard input.
+
+    Raises UsageError if there is none, rather than wait at a terminal.
+    """
+    if args.text is not None and args.prompt is not None:
+        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
+    given: str | None = args.text if args.text is not None else args.prompt
+    files: list[str] = args.file or []
+    if given is None and not files:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
+        given = "-"
+    named = [given, *files].count("-")
+    if named > 1:
+        raise UsageError("standard input was named twice; give '-' once")
+    if named == 0 and _has_input():
+        info(args, "standard input is not part of the prompt; to read it, add -f -")
+    parts = [read_stdin() if name == "-" else read_text(Path(name)).removesuffix("\n") for name in files]
+    if given is not None:
+        parts.insert(0, read_stdin() if given == "-" else _decoded(given))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _has_input() -> bool:
+    """Whether standard input is a pipe, or a file that is not empty."""
+    try:
+        status = os.fstat(0)
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size > 0)
+
+
+def _decoded(text: str) -> str:
+    """An argument as text. Raises UsageError if its bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
+        return decode(os.fsencode(text), "the prompt")  # the bytes may be valid UTF-8 in another locale
+    return text
