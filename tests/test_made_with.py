@@ -19,6 +19,7 @@ import torch
 from llama import cli, loader
 from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
+from llama.engine.parallel import sample_hash
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
 from llama.model import Transformer

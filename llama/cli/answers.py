@@ -90,11 +90,11 @@ def check_session(args: argparse.Namespace) -> None:
     from ..generation.session import check_target, open_session
 
     loaded, saved = args.load_session, args.save_session
-    if None not in (loaded, saved) and os.path.realpath(loaded) == os.path.realpath(saved):
-        if not os.path.lexists(loaded):
-            streams.info(args, f"{loaded} does not exist: starting a new session")
-            args.load_session = None
-    if args.load_session is not None:
+    same = None not in (loaded, saved) and os.path.realpath(loaded) == os.path.realpath(saved)
+    if same and not os.path.lexists(loaded):
+        streams.info(args, f"{loaded} does not exist: starting a new session")
+        args.load_session = None
+    elif loaded is not None:
         open_session(Path(loaded))
     if saved is not None:
         check_target(Path(saved))

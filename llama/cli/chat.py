@@ -191,7 +191,8 @@ class Chat:
             return len(prompt) + min(self.options["max_new_tokens"], context // share) <= context
 
         starts = [at for at, message in enumerate(messages) if message["role"] == "user"][1:]
-        if is_roomy(prompt, 8) or not starts:
+        keep = self.piped and not self.args.drop_oldest
+        if is_roomy(prompt, 8) or not starts or (keep and len(prompt) < context):
             return messages, prompt
         for start in starts:
             shorter = [*system_of(messages), *messages[start:]]
@@ -200,9 +201,7 @@ class Chat:
                 break
         if len(fewer) >= context:  # the last question alone is too long
             return messages, prompt
-        if self.piped and not self.args.drop_oldest:
-            if len(prompt) < context:
-                return messages, prompt
+        if keep:
             raise ContextLengthError(
                 f"the conversation has {len(prompt):,} tokens, but the context of {context:,} must hold prompt and"
                 " answer; --drop-oldest drops the oldest turns, /clear starts a new conversation"
@@ -214,6 +213,8 @@ class Chat:
     # -------------------------------------------------------------------------------------------------- commands
     def command(self, line: str) -> None:
         """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
+        from ..generation.session import Session
+
         name, _, rest = line.partition(" ")
         match ALIASES.get(name, name), rest.strip():
             case "/help", "":
@@ -230,9 +231,14 @@ class Chat:
                 # Answers to the old system message do not belong to a conversation with the new one.
                 reply = self.restart([{"role": "system", "content": text}] if text else [])
             case "/save", file if file:
-                reply = self.save(Path(os.path.expanduser(file)))
+                path = Path(os.path.expanduser(file))
+                if os.path.lexists(path):
+                    raise UsageError(f"{path}: File exists; name another file")
+                reply = answers.save_session(self.session, path, self.llm.model)
             case "/load", file if file:
-                reply = self.load(Path(os.path.expanduser(file)))
+                loaded = Session.load(os.path.expanduser(file), self.llm.model, self.llm.tokenizer)
+                loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
+                self.session, reply = loaded, f"{file}: loaded {answers.contents(loaded)}"
             case "/exit", "":
                 self.left, reply = True, ""
             case _:
@@ -263,18 +269,3 @@ class Chat:
         if "user" not in roles:
             raise UsageError("there is no question yet; type a message first")
         return len(roles) - 1 - roles[::-1].index("user")
-
-    def save(self, path: Path) -> str:
-        """Save the session in a new file."""
-        if os.path.lexists(path):
-            raise UsageError(f"{path}: File exists; name another file")
-        return answers.save_session(self.session, path, self.llm.model)
-
-    def load(self, path: Path) -> str:
-        """Continue the conversation of a file."""
-        from ..generation.session import Session
-
-        session = Session.load(path, self.llm.model, self.llm.tokenizer)
-        session.messages = session.messages or system_of(self.session.messages)  # generate saves no messages
-        self.session = session
-        return f"{path}: loaded {answers.contents(session)}"

@@ -55,9 +55,8 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 def read_vector(args: argparse.Namespace) -> ControlVector | None:
     """The control vector of --steer; None without it."""
     if args.steer is None:
-        for name in ("steer_scale", "steer_layers"):
-            if getattr(args, name) is not None:
-                raise UsageError(f"{arguments.option(name)} needs --steer FILE")
+        if (args.steer_scale, args.steer_layers) != (None, None):
+            raise UsageError("--steer-scale and --steer-layers need --steer FILE")
         return None
     if args.compile:
         raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
@@ -99,7 +98,7 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
     config, world = model.config, getattr(args, "world", None)
     dtype, quantized = dtype_name(model), describe_quantization(model)  # "4/8-bit", or "" for float weights
     facts = [
-        f"{args.model}: {_millions(config.n_params)} parameters",
+        f"{args.model}: {config.n_params / 1e6:,.{0 if config.n_params >= 10**7 else 2}f}M parameters",
         f"{quantized} weights, {dtype} compute" if quantized else dtype,
         describe_devices(model).replace("cpu", "CPU"),
         *([f"{world.size} processes"] if world else []),
@@ -138,10 +137,6 @@ def why_raw(args: argparse.Namespace, llm: Llama) -> str:
 def dtype_name(model: Transformer) -> str:
     """The dtype that a model computes in: 'bfloat16'."""
     return str(model.norm.weight.dtype).removeprefix("torch.")
-
-
-def _millions(n: int) -> str:
-    return f"{n / 1e6:,.0f}M" if n >= 10**7 else f"{n / 1e6:.2f}M"
 
 
 def model_name(path_or_name: str) -> str:

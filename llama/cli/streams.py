@@ -96,7 +96,7 @@ def describe(error: BaseException) -> str:
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def is_control(character: str) -> bool:
+def _is_control(character: str) -> bool:
     """Whether a terminal would act on a character: C0 with ESC, DEL, C1, and Unicode's bidirectional controls."""
     return unicodedata.category(character) == "Cc" or character in BIDI
 
@@ -104,7 +104,7 @@ def is_control(character: str) -> bool:
 def write(text: str) -> None:
     """Write a text to stdout and flush. On a terminal, control characters are escaped; a pipe gets the text itself."""
     if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or not is_control(c) else repr(c)[1:-1] for c in text)
+        text = "".join(c if c in "\n\t" or not _is_control(c) else repr(c)[1:-1] for c in text)
     write_raw(text)
 
 
@@ -119,17 +119,15 @@ def write_raw(text: str) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Write a value as one line of JSON. With --json, a command writes one value to stdout and nothing else."""
-    write_raw(json_text(value) + "\n")
+    """Write a value as one line of JSON, escaped to ASCII where stdout is not UTF-8.
 
-
-def json_text(value: Any) -> str:
-    """A value as JSON for stdout: escaped to ASCII where stdout is not UTF-8."""
+    With --json, a command writes one value to stdout and nothing else.
+    """
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
     if sys.stdout.isatty():  # JSON escapes the control characters below U+0020, but not the others
-        text = "".join(f"\\u{ord(c):04x}" if is_control(c) else c for c in text)
-    return text
+        text = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in text)
+    write_raw(text + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- files, stdin
