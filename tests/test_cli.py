@@ -10,12 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import pexpect
 import pytest
 
 from llama import cli
 from llama.text import Llama
-from llama.tokenizer.common import BYTE_OF
 
 from . import tiny
 from .conftest import Run
@@ -125,17 +123,6 @@ def test_usage_errors_are_one_line_and_exit_2(
     result = clearllama(*args, *model, stdin=b"")
     assert result.returncode == 2
     assert message in error_line(result)
-
-
-@pytest.mark.parametrize("command", ["generate", "inspect"])
-def test_a_file_that_is_not_a_model_is_one_line_and_exit_1(clearllama: Run, tmp_path: Path, command: str) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(b"GGUF" + bytes(20))
-    args = ("generate", "-m", str(path), "hi") if command == "generate" else ("inspect", str(path))
-    result = clearllama(*args)
-    assert result.returncode == 1
-    assert str(path) in error_line(result)
-    assert path.read_bytes() == b"GGUF" + bytes(20)
 
 
 def test_the_error_for_a_long_prompt_names_its_length_and_the_context(clearllama: Run, tiny_gguf: Path) -> None:
@@ -255,27 +242,6 @@ def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixt
         assert json.loads(line) == character
     streams.write(harmless)
     assert capsys.readouterr().out == harmless
-
-
-def test_an_answer_with_escape_codes_is_escaped_on_a_terminal_only(clearllama: Run, tmp_path: Path) -> None:
-    """A model that always generates ESC: a terminal shows it escaped, a pipe gets the byte."""
-    (escape,) = (letter for letter, byte in BYTE_OF.items() if byte == 0x1B)
-    state = tiny.weights()
-    for name, tensor in state.items():  # only the embedding, all ones, reaches the output
-        if name.endswith((".wo.weight", ".w2.weight")) or name == "output.weight":
-            tensor.zero_()
-    state["tok_embeddings.weight"].fill_(1)
-    row = tiny.byte_vocabulary()["tokenizer.ggml.tokens"].index(escape)
-    state["output.weight"][row] = state["norm.weight"].sign()
-    path = tiny.write_gguf(tmp_path / "t.gguf", state=state)
-    args = ["generate", "-q", "--raw", "a", "-n", "4", "--device", "cpu", "--dtype", "float32", "-m", str(path)]
-    piped = clearllama(*args)
-    assert set(piped.stdout) - {10} == {0x1B}, piped
-    child = pexpect.spawn(sys.executable, ["-m", "llama", *args], encoding="utf-8", timeout=60)
-    shown = child.read()
-    child.close()
-    assert "\x1b" not in shown
-    assert shown.strip() == "\\x1b" * 4
 
 
 def test_every_command_has_help_and_accepts_no_abbreviated_option(capsys: pytest.CaptureFixture[str]) -> None:

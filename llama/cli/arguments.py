@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..hub import default_model
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
-REPEATED = {"action": "append", "default": []}
+MANY = {"action": "append"}  # an option that may be repeated
 UNSET = {"default": None}  # for a switch: None instead of False if it is not given
 
 Subparsers = Any  # argparse's own class is private
@@ -112,7 +112,7 @@ def add_rope_options(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter_option(parser: argparse._ActionsContainer) -> None:
     about = "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)"
-    add(parser, ("--adapter", "PATH[:SCALE]", about, REPEATED))
+    add(parser, ("--adapter", "PATH[:SCALE]", about, {**MANY, "default": []}))
 
 
 def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
@@ -131,19 +131,44 @@ def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") ->
         parser,
         ("text", "PROMPT", text, {"nargs": "?"}),
         ("--prompt -p", "PROMPT", "the prompt, as an option instead of an argument"),
-        ("--file -f", "FILE", file, {"action": "append"}),
+        ("--file -f", "FILE", file, MANY),
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
-    """Add the sampling options. An option that is not set is None: the checkpoint's default or the fallback applies."""
+def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
+    """Add all options of a model that generates: also of sampling, sessions, drafts, steering and several processes.
+
+    A sampling option that is not set is None: the checkpoint's default or the fallback applies.
+    """
+    group = parser.add_argument_group
     order = (
         "applied in this order: penalties, logit bias, grammar, temperature, top-k, top-p, min-p. The defaults come"
         f" from the checkpoint's generation_config.json; without that file: {fallback}"
     )
+    grammars = (
+        "constrain the answer to a JSON schema, a regular expression or a grammar (docs/guides/structured.md; needs pip"
+        " install 'clearllama[structured]')"
+    )
+    sessions = (
+        "save the KV cache in a file; a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If"
+        " both options name the same file, the first run creates it"
+    )
+    drafts = (
+        "a draft proposes several tokens, and the model verifies them in one pass; this is faster if many are accepted."
+        " The output is unchanged: identical when greedy, the same distribution when sampling"
+    )
+    draft = (
+        "ngram: propose the tokens that followed the last few tokens earlier in the text, which helps if answers repeat"
+        " the prompt. MODEL: a smaller model with the same vocabulary, as in --model"
+    )
+    processes = (
+        "started by torchrun --nproc-per-node N -m llama ..., N processes divide the model. Each uses one GPU or, on"
+        " the CPU, a share of the cores. See docs/guides/several-devices.md"
+    )
     most = "maximum number of new tokens (default: %(default)s)"
+    add_model_options(parser)
     add(
-        parser.add_argument_group("sampling", order),
+        group("sampling", order),
         ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
         ("--temperature --temp", "T", "sampling temperature; 0 is greedy"),
         ("--top-k", "K", "keep the K most likely tokens; 0 is off"),
@@ -156,42 +181,34 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
             "P",
             "subtract P from the logit of a token each time it occurs in the answer; 0 is off",
         ),
-        (
-            "--logit-bias",
-            "ID=B",
-            "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated",
-            {"action": "append"},
-        ),
+        ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--seed", "N", "the same seed gives the same tokens (default: random)"),
-        ("--stop", "TEXT", "end the answer before this text; may be repeated", REPEATED),
-    )
-    grammars = (
-        "constrain the answer to a JSON schema, a regular expression or a grammar (docs/guides/structured.md; needs pip"
-        " install 'clearllama[structured]')"
+        ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
     )
     add(
-        parser.add_argument_group("structured output", grammars).add_mutually_exclusive_group(),
+        group("structured output", grammars).add_mutually_exclusive_group(),
         ("--json-schema", "FILE", "a file with a JSON schema"),
         ("--regex", "EXPRESSION", "a regular expression that the whole answer matches"),
         ("--grammar", "FILE", "a file with a context-free grammar in llguidance's Lark syntax"),
     )
-
-
-def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of speculative decoding."""
-    about = (
-        "a draft proposes several tokens, and the model verifies them in one pass; this is faster if many are accepted."
-        " The output is unchanged: identical when greedy, the same distribution when sampling"
-    )
-    draft = (
-        "ngram: propose the tokens that followed the last few tokens earlier in the text, which helps if answers repeat"
-        " the prompt. MODEL: a smaller model with the same vocabulary, as in --model"
+    add(
+        group("session", sessions),
+        ("--load-session", "FILE", "load a saved session"),
+        ("--save-session", "FILE", "save it at the end or at Ctrl-C, replacing FILE"),
     )
     add(
-        parser.add_argument_group("speculative decoding", about),
+        group("speculative decoding", drafts),
         ("--draft", "ngram|MODEL", draft),
         ("--draft-tokens", "N", "maximum number of tokens per draft (default: 10)"),
     )
+    add_steer_options(parser)
+    add_rope_options(parser)
+    add(
+        group("several processes", processes),
+        ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"),
+        ("--pipeline-parallel", "N", argparse.SUPPRESS),
+    )
+    parser.set_defaults(world=None)
 
 
 def add_steer_options(parser: argparse.ArgumentParser) -> None:
@@ -202,19 +219,6 @@ def add_steer_options(parser: argparse.ArgumentParser) -> None:
         ("--steer", "FILE", "a control vector in GGUF, also from llama.cpp or repeng"),
         ("--steer-scale", "S", "multiply the vector by S (default: 1)"),
         ("--steer-layers", "FIRST:END", "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
-    )
-
-
-def add_session_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that save the KV cache and load it again."""
-    about = (
-        "save the KV cache in a file; a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If"
-        " both options name the same file, the first run creates it"
-    )
-    add(
-        parser.add_argument_group("session", about),
-        ("--load-session", "FILE", "load a saved session"),
-        ("--save-session", "FILE", "save it at the end or at Ctrl-C, replacing FILE"),
     )
 
 
@@ -268,11 +272,12 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.logit_bias is not None:
         options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
-    if "" in args.stop:
+    stop = args.stop or []
+    if "" in stop:
         raise UsageError("--stop must not be empty")
     files = {"schema": args.json_schema, "grammar": args.grammar}
     grammars = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
-    return {**options, "stop": args.stop, **grammars, **({} if args.regex is None else {"regex": args.regex})}
+    return {**options, "stop": stop, **grammars, **({} if args.regex is None else {"regex": args.regex})}
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

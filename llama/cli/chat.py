@@ -48,13 +48,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         ("--no-history", None, "do not read or write the file that keeps the input of earlier chats"),
     )
     arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
-    arguments.add_model_options(parser)
-    arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
-    arguments.add_session_options(parser)
-    arguments.add_draft_options(parser)
-    arguments.add_steer_options(parser)
-    arguments.add_rope_options(parser)
-    ranks.add_options(parser)
+    arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     parser.set_defaults(run=run)
 
 

@@ -48,8 +48,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     keys = "prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
     arguments.add_output_options(parser, json=f"one JSON object: {keys}")
-    arguments.add_model_options(parser)
-    arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
+    arguments.add_generation_options(parser, max_new_tokens=256, fallback="greedy")
     arguments.add(
         parser.add_argument_group("many prompts", BATCH),
         ("--prompts", "FILE", "the file of prompts; '-' is standard input"),
@@ -57,11 +56,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
         ("--fresh", None, "delete the answers in the --output file and start over", arguments.UNSET),
         ("--batch-size", "N", "number of prompts to run at once (default: 16)"),
     )
-    arguments.add_session_options(parser)
-    arguments.add_draft_options(parser)
-    arguments.add_steer_options(parser)
-    arguments.add_rope_options(parser)
-    ranks.add_options(parser)
     parser.set_defaults(run=run)
 
 
