@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -92,23 +92,22 @@ def run(args: argparse.Namespace) -> int:
 def stream(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool, options: dict[str, Any]) -> Generator[Piece]:
     """The pieces of the answer. Reports how the prompt is encoded."""
     tokenizer, special = llm.tokenizer, bool(args.parse_special)
+    encode: Callable[[], list[int]]
     if args.suffix is not None:
-        form, encode = (
-            "filling in the text between prompt and suffix",
-            partial(tokenizer.encode_infill, prompt, args.suffix),
-        )
+        form = "filling in the text between prompt and suffix"
+        encode = partial(tokenizer.encode_infill, prompt, args.suffix)
     elif raw:
-        form = f"the prompt is continued as {'text with control tokens' if special else 'plain text'}"
-        form, encode = f"{form} ({loading.why_raw(args, llm)})", partial(tokenizer.encode_prompt, prompt, special)
+        kind = "text with control tokens" if special else "plain text"
+        form = f"the prompt is continued as {kind} ({loading.why_raw(args, llm)})"
+        found = dict.fromkeys(part for part, is_control in tokenizer.split_control(prompt) if is_control)
+        if found and not special:
+            strings = ", ".join(list(found)[:3])
+            form += f"; the prompt contains {strings} as plain text; --parse-special enables control tokens"
+        encode = partial(tokenizer.encode_prompt, prompt, special)
     else:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
         form = f"the prompt is one user message in {form} (--raw continues it as plain text)"
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         encode = partial(llm.encode_chat, [*system, {"role": "user", "content": prompt}])
     streams.info(args, form)
-    found = dict.fromkeys(part for part, is_control in tokenizer.split_control(prompt) if is_control)
-    if found and raw and not special and args.suffix is None:
-        strings = ", ".join(list(found)[:3])
-        streams.info(args, f"the prompt contains {strings} as plain text; --parse-special enables control tokens")
-    continues = raw or args.suffix is not None
-    return llm.stream_ids(ranks.first(args, encode), continues=continues, **options)
+    return llm.stream_ids(ranks.first(args, encode), continues=raw or args.suffix is not None, **options)

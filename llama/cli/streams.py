@@ -68,11 +68,17 @@ def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
             bar.close()
 
 
+class LogHandler(logging.Handler):
+    """Write the library's log records to stderr, each as one line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_stderr(one_line(record.getMessage()))
+
+
 def show_log(quiet: bool) -> None:
-    """Show the library's log on stderr, each record as one line; with --quiet only errors."""
-    handler, log = logging.Handler(), logging.getLogger("llama")
-    handler.emit = lambda record: write_stderr(one_line(record.getMessage()))  # type: ignore[method-assign]
-    log.handlers = [handler]
+    """Show the library's log on stderr; with --quiet only errors."""
+    log = logging.getLogger("llama")
+    log.handlers = [LogHandler()]
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
