@@ -324,7 +324,8 @@ def signature(value: Callable[..., Any], name: str) -> str:
             word += f": {annotation(parameter.annotation, names)}"
         if parameter.default is not parameter.empty:
             factory = factories.get(parameter.name, dataclasses.MISSING)
-            word += f" = {parameter.default!r}" if factory is dataclasses.MISSING else f" = {factory.__name__}()"
+            shown = "..." if isinstance(parameter.default, types.FunctionType) else repr(parameter.default)
+            word += f" = {shown}" if factory is dataclasses.MISSING else f" = {factory.__name__}()"
         words.append(word)
     returns = "" if isinstance(value, type) or found.return_annotation is found.empty else found.return_annotation
     after = f" -> {annotation(returns, names)}" if returns and returns != "None" else ""

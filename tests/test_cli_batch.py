@@ -282,7 +282,7 @@ def test_a_rerun_answers_the_ids_without_an_answer(
     write(source, [*new[:3], {"id": "d", "prompt": "other"}])
     assert main(*args) == 2
     error = capsys.readouterr().err
-    assert "made with the prompt 'd'; this run has 'other'" in error
+    assert 'made with the prompt "d"; this run has "other"' in error
     assert target.read_bytes() == content
     assert main(*args, "--fresh") == 0
     assert [answer["prompt"] for answer in read(target)] == ["c", "a", "b", "other"]

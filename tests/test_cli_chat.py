@@ -341,7 +341,7 @@ def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
         roomy = [number for number in range(1, count) if sizes[number] + min(new_tokens, 64) <= 256]
         expected = ([*roomy, count - 1][0] if agrees else 0) if full else 0
 
-        args = argparse.Namespace(system=None, drop_oldest=False, quiet=True)
+        args = argparse.Namespace(system=None, drop_oldest=False, quiet=True, world=None)
         chat = Chat(args, tiny_llm, {"max_new_tokens": new_tokens}, None)
         chat.piped = not agrees
         if full and not agrees and sizes[0] >= 256:

@@ -37,22 +37,22 @@ def test_every_official_architecture_is_recognized(name: str) -> None:
 
 
 def test_families_are_distinguished_where_they_differ() -> None:
-    assert families.names_of(make_tiny.real_config("llama-2-7b")) == ["llama-2-7b"]
-    assert families.names_of(make_tiny.real_config("llama-1-7b")) == ["llama-1-7b"]
-    assert families.names_of(make_tiny.real_config("llama-3.1-70b")) == ["llama-3.1-70b", "llama-3.3-70b"]
-    assert families.names_of(make_tiny.real_config("llama-3-8b")) == ["llama-3-8b"]
+    for name, more in {
+        "llama-2-7b": [],
+        "llama-1-7b": [],
+        "llama-3-8b": [],
+        "llama-3.1-70b": ["llama-3.3-70b"],
+    }.items():
+        assert families.names_of(make_tiny.real_config(name)) == [name, *more]
 
 
 # ---------------------------------------------------------------------------------------------------------- inspect
 def test_inspect_refuses_sizes_out_of_range(clearllama: Run, meta: Path) -> None:
     for option, most in (("--context", 2**31), ("--batch", 4096)):
-        for value in (0, -1, most + 1, 10**30, -(10**30)):
+        for value in (0, most + 1, 10**30):
             refused = clearllama("inspect", str(meta), option, str(value))
-            assert refused.returncode == 2
-            assert refused.stdout == b""
-            message = f"clearllama: error: {option} must be an integer from 1 to {most}, got {value}"
-            assert refused.stderr.decode().startswith(message)
-            assert refused.stderr.count(b"\n") == 1
+            message = f"clearllama: error: {option} must be an integer from 1 to {most}, got {value}\n"
+            assert (refused.returncode, refused.stdout, refused.stderr.decode()) == (2, b"", message)
         assert clearllama("inspect", str(meta), option, str(most)).returncode == 0
 
 
@@ -133,12 +133,9 @@ def test_generate_runs_a_folder_of_meta(clearllama: Run, meta: Path) -> None:
     wrong = clearllama("generate", "-m", str(meta), "x", "--chat-format", "llama2", *FAST)
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[-1].startswith(b"clearllama: error:")
-
-
-def test_chat_runs_a_folder_of_meta(clearllama: Run, meta: Path) -> None:
-    result = clearllama("chat", "-m", str(meta), *FAST, stdin=b"hello\n")
-    assert result.returncode == 0, result.stderr
-    assert b"chat format: llama3" in result.stderr
+    typed = clearllama("chat", "-m", str(meta), *FAST, stdin=b"hello\n")
+    assert typed.returncode == 0, typed.stderr
+    assert b"chat format: llama3" in typed.stderr
 
 
 def test_a_suffix_fills_in_the_middle(clearllama: Run, tmp_path: Path) -> None:
@@ -188,11 +185,6 @@ def test_converted_checkpoints_run_and_have_equal_weights(clearllama: Run, meta:
 
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
-        (
-            (str(meta), str(tmp_path / "x"), "--to", "meta"),
-            2,
-            b"invalid choice: 'meta'",
-        ),
         ((str(meta), str(tmp_path / "x"), "--to", "gguf", "--modelfile"), 2, b"--modelfile was removed; for Ollama"),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
         ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llama.cli.prompt import add_prompt_options, read_prompt
+from llama.cli.arguments import add_prompt_options
+from llama.cli.streams import read_prompt
 from llama.errors import UsageError
 
 from .conftest import Run

@@ -143,7 +143,7 @@ def test_the_help_states_the_order_of_the_filters() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    arguments.add_sampling_options(parser, 1, "greedy")
+    arguments.add_generation_options(parser, 1, "greedy")
     order = "penalties, logit bias, grammar, temperature, top-k, top-p, min-p"  # processors: only in Python
     assert order in " ".join(parser.format_help().split())
 

@@ -9,44 +9,36 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import (
-    arguments,
-    bench,
-    chat,
-    completion,
-    convert,
-    doctor,
-    evaluate,
-    explain,
-    generate,
-    inspect,
-    perplexity,
-    plan,
-    pull,
-    quantize,
-    ranks,
-    serve,
-    signals,
-    steer,
-    streams,
-    study,
-    trace,
-    verify,
-)
+from . import arguments, completion, ranks, streams
 
-COMMANDS = (
-    generate, chat, serve, inspect, plan, convert, quantize, pull, verify, doctor, evaluate, bench, perplexity, study,
-    trace, steer, explain,
-)  # fmt: skip
+COMMANDS = {  # name, also of the module, which is imported when the command is used -> its line in the help
+    "generate": "answer or continue a prompt",
+    "chat": "have a conversation with a model",
+    "serve": "serve a model over an OpenAI-compatible HTTP API",
+    "inspect": "describe a checkpoint without reading its weights",
+    "plan": "compute whether a model fits on some GPUs, and how fast it can be at best",
+    "convert": "write a checkpoint in another format",
+    "quantize": "quantize a checkpoint to 4 or 8 bits and save it",
+    "pull": "download a model",
+    "verify": "check that a checkpoint is complete and undamaged",
+    "doctor": "check this machine and run a self-test",
+    "evaluate": "score a model on the tasks of lm-evaluation-harness",
+    "bench": "measure speed and memory, or the quality loss of quantization",
+    "perplexity": "measure how well a model predicts a text",
+    "study": "explain RoPE: claims, numbers and figures",
+    "trace": "show what a model computes on a text",
+    "steer": "make a control vector from two prompts",
+    "explain": "follow one token through one block, step by step",
+}
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-PROMPTED = ("generate", "trace")  # commands with a prompt as argument
 # Options that were removed -> what to do instead
 REMOVED = dict.fromkeys(
     ("--gpu-flops", "--gpu-link", "--gpu-network", "--gpus-per-host", "--tensor-parallel", "--pipeline-parallel"),
@@ -55,54 +47,63 @@ REMOVED = dict.fromkeys(
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with usage errors on one line."""
+    """argparse with usage errors on one line, and without abbreviations of options."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{**settings, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands. Does not import torch."""
+class Subparsers(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """argparse's table of the commands, each with its line of COMMANDS."""
+
+    def add_parser(self, name: str, **settings: Any) -> Any:
+        return super().add_parser(name, **{**settings, "help": COMMANDS[name]})
+
+
+def build_parser(names: Collection[str] = COMMANDS) -> Parser:
+    """The parser, with the options of these commands; the others only have a name. Does not import torch."""
     parser = Parser(
         prog="clearllama",
         description="Run, inspect and study LLaMA models.",
         epilog="'clearllama COMMAND --help' shows the options of a command.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
-    parser.add_argument(
-        "--print-completion",
-        action=completion.PrintCompletion,
-        choices=completion.SHELLS,
-        help="print a script that completes commands, options and paths in a shell",
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    about = "print a script that completes commands, options and paths in a shell"
+    action = completion.PrintCompletion
+    parser.add_argument("--print-completion", action=action, choices=completion.SHELLS, help=about)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, action=Subparsers)
+    for name in COMMANDS:
+        if name in names:
+            import_module(f".{name}", __name__).add_parser(commands)
+        else:
+            commands.add_parser(name)
     return parser
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """The parsers of the commands, by name."""
-    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    (action,) = (one for one in parser._actions if isinstance(one, Subparsers))
     commands: dict[str, argparse.ArgumentParser] = action.choices
     return commands
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
-    parser = build_parser()
-    commands, first = commands_of(parser), next(iter(words), "")
-    if first and first not in commands and first.partition("=")[0] not in parser._option_string_actions:
-        near = _similar(first, commands)
+    first = next(iter(words), "")
+    parser = build_parser([first])
+    if first and first not in COMMANDS and first.partition("=")[0] not in parser._option_string_actions:
+        near = _similar(first, COMMANDS)
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:
-        command, wrong = commands[args.command], next((word for word in rest if word.startswith("-")), None)
-        if wrong is None:
-            hint = "; a prompt of several words needs quotes" * (args.command in PROMPTED)
+        command = commands_of(parser)[args.command]
+        option = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
+        if option is None:
+            hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") else ""
         else:
-            option = wrong.partition("=")[0]
             hint = REMOVED.get(option) or _similar(option, command._option_string_actions)
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
@@ -137,16 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             streams.write_raw("")  # the text of --help may still be in the buffer
         streams.show_log(args.quiet)
-        for number in signals.ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, _exit_on_signal)
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
-        if args.run not in (pull.run, doctor.run):  # these need no torch, or import it in a process of their own
+        if args.command not in ("pull", "doctor"):  # these need no torch, or import it in a process of their own
             _import_torch(args)
             from ..engine import runtime
 
             runtime.set_threads(getattr(args, "threads", None))
+        _handle_signals(_exit_on_signal, signal.default_int_handler)
         code = ranks.run(args, words)
         if code == 0:  # a failure was already reported, here or by a rank
             streams.write_raw("")
@@ -181,12 +180,6 @@ def _import_torch(args: argparse.Namespace) -> None:
 
     A Python handler could run inside the import, where its exception may be lost or leave a module half imported.
     """
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        if number == signal.SIGINT:
-            os.write(2, b"\nclearllama: interrupted\n")
-        os._exit(128 + number)
-
     # By default PyTorch's OpenMP threads wait in a busy loop for milliseconds. A second program on the same cores then
     # makes each loop wait for a thread that is not running: a prompt takes ten times as long.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -194,17 +187,35 @@ def _import_torch(args: argparse.Namespace) -> None:
     alone = "torch" not in sys.modules
     if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
         gc.disable()
-    with signals.handled_by(leave):
-        if args.run in (generate.run, chat.run) and not getattr(args, "raw", False):
-            from ..chat import template
-            from ..system.child import ChildError
+    _handle_signals(_leave, _leave)
+    if args.command in ("generate", "chat") and not getattr(args, "raw", False):
+        from ..chat import template
+        from ..system.child import ChildError
 
-            with contextlib.suppress(ChildError):  # the first rendering reports it
-                template.CHILD.start()  # on another core meanwhile
-        from .. import loader, text  # noqa: F401
+        with contextlib.suppress(ChildError):  # the first rendering reports it
+            template.CHILD.start()  # on another core meanwhile
+    from .. import loader, text  # noqa: F401
+
     if alone:
         gc.freeze()
         gc.enable()
+
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def _handle_signals(end: Handler, interrupt: Handler) -> None:
+    """Set what SIGTERM and SIGHUP, and what SIGINT calls. Ignored signals stay ignored (nohup)."""
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    for number, handler in ((signal.SIGTERM, end), (hangup, end), (signal.SIGINT, interrupt)):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGINT:
+        os.write(2, b"\nclearllama: interrupted\n")
+    os._exit(128 + number)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,8 +1,12 @@
-"""Options shared by several subcommands, and the checks that need no model. Does not import torch."""
+"""The options that several commands share, as rows of tables, and the checks that need no model.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,37 @@ from ..errors import UsageError
 from ..hub import default_model
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
+MANY = {"action": "append"}  # an option that may be repeated
+UNSET = {"default": None}  # for a switch: None instead of False if it is not given
 
 Subparsers = Any  # argparse's own class is private
+
+
+def bias(text: str) -> tuple[int, float]:
+    """Parse ID=B of --logit-bias."""
+    id, _, value = text.partition("=")
+    try:
+        return int(id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=B, such as 42=-100, got {text!r:.80}") from None
+
+
+TYPES = {"N": int, "K": int, "P": float, "R": float, "S": float, "T": float, "ID=B": bias}
+
+
+def add(parser: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
+    """Add options. A row is (names, value, help) and, if needed, more settings for argparse.
+
+    value  None for a switch; a list of choices, of which the first is the default; or what stands for the value in the
+           help, where one letter also gives its type (TYPES)
+    """
+    for names, value, about, *more in rows:
+        settings: dict[str, Any] = {"metavar": value, "type": TYPES.get(str(value))}
+        if value is None:
+            settings = {"action": "store_true"}
+        elif isinstance(value, list):
+            settings = {"choices": value, "default": value[0]}
+        parser.add_argument(*names.split(), help=about, **{**settings, **dict(*more)})
 
 
 def option(name: str) -> str:
@@ -27,204 +60,199 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     dtype     the default of --dtype; None for the fastest dtype of the device
     """
     group = parser.add_argument_group("model")
-    default = None if optional else default_model()
-    group.add_argument(
-        "--model",
-        "-m",
-        default=default,
-        metavar="PATH_OR_NAME",
-        help="a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the Hugging Face hub,"
-        " which is downloaded on first use"
-        + (" (default: %(default)s; the environment variable CLEARLLAMA_MODEL sets it)" if default else ""),
+    default = " (default: %(default)s; the environment variable CLEARLLAMA_MODEL sets it)"
+    model = (
+        "a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the Hugging Face hub, which"
+        f" is downloaded on first use{'' if optional else default}"
     )
+    add(group, ("--model -m", "PATH_OR_NAME", model, {"default": None if optional else default_model()}))
     add_adapter_option(group)
     add_tokenizer_option(group)
-    device = "cpu, cuda, cuda:1, mps; cuda:0,cuda:1 puts layers on both (default: auto)"
-    group.add_argument("--device", default="auto", help=device)
-    fastest = dtype or "auto, the fastest on the device"
-    group.add_argument("--dtype", default=dtype or "auto", help=f"float32, bfloat16 or float16 (default: {fastest})")
+    devices = "cpu, cuda, cuda:1, mps; cuda:0,cuda:1 puts layers on both (default: auto)"
+    dtypes = f"float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest on the device'})"
     schemes = "quantize while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)"
-    group.add_argument("--quantize", metavar="SCHEME", help=schemes)
-    group.add_argument("--compile", action="store_true", help="compile the decoding step: about 20 s the first time")
-    group.add_argument("--max-seq-len", type=int, metavar="N", help="context length in tokens (default: the model's)")
+    add(
+        group,
+        ("--device", "DEVICE", devices, {"default": "auto"}),
+        ("--dtype", "DTYPE", dtypes, {"default": dtype or "auto"}),
+        ("--quantize", "SCHEME", schemes),
+        ("--compile", None, "compile the decoding step: about 20 s the first time"),
+        ("--max-seq-len", "N", "context length in tokens (default: the model's)"),
+    )
     add_kv_cache_option(group, "the model's dtype")
-    group.add_argument("--gpu-layers", type=int, metavar="K", help="put only the last K layers on the GPU")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per usable core)")
-    group.add_argument("--no-memory-check", action="store_true", help="load the model even if memory seems too small")
+    add(
+        group,
+        ("--gpu-layers", "K", "put only the last K layers on the GPU"),
+        ("--threads", "N", "CPU threads (default: one per usable core)"),
+        ("--no-memory-check", None, "load the model even if memory seems too small"),
+    )
 
 
 def add_kv_cache_option(parser: argparse._ActionsContainer, model: str) -> None:
     """Add --kv-cache. model: what the choice `model` means."""
     about = f"store keys and values in {model}, or in int8, half the memory (default: model)"
-    parser.add_argument("--kv-cache", default="model", choices=["model", "int8"], help=about)
+    add(parser, ("--kv-cache", ["model", "int8"], about))
 
 
 def add_rope_options(parser: argparse.ArgumentParser) -> None:
     """Add the overrides of the RoPE settings, and --rope."""
-    group = parser.add_argument_group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study")
-    group.add_argument(
-        "--rope-scaling",
-        metavar="KIND",
-        help="linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling;"
-        ' or all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}',
+    kinds = (
+        "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
+        ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
     )
-    group.add_argument("--rope-factor", type=float, metavar="S", help="extend the context S times")
-    group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
-    forms = ["complex", "real", "half"]
-    about = "implementation of the rotation; all give the same logits (default: %(default)s)"
-    group.add_argument("--rope", default="complex", choices=forms, help=about)
+    forms = "implementation of the rotation; all give the same logits (default: %(default)s)"
+    add(
+        parser.add_argument_group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study"),
+        ("--rope-scaling", "KIND", kinds),
+        ("--rope-factor", "S", "extend the context S times"),
+        ("--rope-theta", "T", "base of the rotary frequencies"),
+        ("--rope", ["complex", "real", "half"], forms),
+    )
 
 
 def add_adapter_option(parser: argparse._ActionsContainer) -> None:
-    """Add --adapter."""
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="PATH[:SCALE]",
-        help="merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
-    )
+    about = "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)"
+    add(parser, ("--adapter", "PATH[:SCALE]", about, {**MANY, "default": []}))
 
 
 def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
-    """Add --tokenizer."""
     about = "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)"
-    parser.add_argument("--tokenizer", metavar="PATH", help=about)
+    add(parser, ("--tokenizer", "PATH", about))
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
-    """Add the sampling options. An option that is not set is None: the checkpoint's default or the fallback applies."""
-    group = parser.add_argument_group(
-        "sampling",
+def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
+    """Add PROMPT, --prompt and --file. `what` is the word for it in the help."""
+    file = (
+        f"read the {what} from FILE; '-' is standard input; may be repeated. PROMPT and files are joined in this order,"
+        " separated by blank lines (docs/guides/prompts.md)"
+    )
+    text = f"the {what}; without PROMPT, or if it is '-', standard input is read"
+    add(
+        parser,
+        ("text", "PROMPT", text, {"nargs": "?"}),
+        ("--prompt -p", "PROMPT", "the prompt, as an option instead of an argument"),
+        ("--file -f", "FILE", file, MANY),
+    )
+
+
+def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
+    """Add all options of a model that generates: also of sampling, sessions, drafts, steering and several processes.
+
+    A sampling option that is not set is None: the checkpoint's default or the fallback applies.
+    """
+    group = parser.add_argument_group
+    order = (
         "applied in this order: penalties, logit bias, grammar, temperature, top-k, top-p, min-p. The defaults come"
-        f" from the checkpoint's generation_config.json; without that file: {fallback}",
+        f" from the checkpoint's generation_config.json; without that file: {fallback}"
+    )
+    grammars = (
+        "constrain the answer to a JSON schema, a regular expression or a grammar (docs/guides/structured.md; needs pip"
+        " install 'clearllama[structured]')"
+    )
+    sessions = (
+        "save the KV cache in a file; a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If"
+        " both options name the same file, the first run creates it"
+    )
+    drafts = (
+        "a draft proposes several tokens, and the model verifies them in one pass; this is faster if many are accepted."
+        " The output is unchanged: identical when greedy, the same distribution when sampling"
+    )
+    draft = (
+        "ngram: propose the tokens that followed the last few tokens earlier in the text, which helps if answers repeat"
+        " the prompt. MODEL: a smaller model with the same vocabulary, as in --model"
+    )
+    processes = (
+        "started by torchrun --nproc-per-node N -m llama ..., N processes divide the model. Each uses one GPU or, on"
+        " the CPU, a share of the cores. See docs/guides/several-devices.md"
     )
     most = "maximum number of new tokens (default: %(default)s)"
-    group.add_argument("--max-new-tokens", "-n", type=int, default=max_new_tokens, metavar="N", help=most)
-    group.add_argument("--temperature", "--temp", type=float, metavar="T", help="sampling temperature; 0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 is off")
-    for name, metavar, about in (
-        ("top-p", "P", "keep the smallest set of tokens whose probability reaches P; 1 is off"),
-        ("min-p", "P", "keep tokens with at least P times the probability of the most likely one; 0 is off"),
-        ("repetition-penalty", "R", "above 1, make tokens that are already in the text less likely; 1 is off"),
-        ("presence-penalty", "P", "subtract P from the logit of each token that occurs in the answer; 0 is off"),
-        ("frequency-penalty", "P", "subtract P from the logit of a token each time it occurs in the answer; 0 is off"),
-    ):
-        group.add_argument(f"--{name}", type=float, metavar=metavar, help=about)
-    excluding = "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated"
-    group.add_argument("--logit-bias", action="append", default=[], type=bias, metavar="ID=B", help=excluding)
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: random)")
-    before = "end the answer before this text; may be repeated"
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help=before)
-    add_grammar_options(parser)
-
-
-def add_grammar_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that constrain the answer to a grammar."""
-    group = parser.add_argument_group(
-        "structured output",
-        "constrain the answer to a JSON schema, a regular expression or a grammar (docs/guides/structured.md; needs"
-        " pip install 'clearllama[structured]')",
+    add_model_options(parser)
+    add(
+        group("sampling", order),
+        ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
+        ("--temperature --temp", "T", "sampling temperature; 0 is greedy"),
+        ("--top-k", "K", "keep the K most likely tokens; 0 is off"),
+        ("--top-p", "P", "keep the smallest set of tokens whose probability reaches P; 1 is off"),
+        ("--min-p", "P", "keep tokens with at least P times the probability of the most likely one; 0 is off"),
+        ("--repetition-penalty", "R", "above 1, make tokens that are already in the text less likely; 1 is off"),
+        ("--presence-penalty", "P", "subtract P from the logit of each token that occurs in the answer; 0 is off"),
+        (
+            "--frequency-penalty",
+            "P",
+            "subtract P from the logit of a token each time it occurs in the answer; 0 is off",
+        ),
+        ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
+        ("--seed", "N", "the same seed gives the same tokens (default: random)"),
+        ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
     )
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--json-schema", metavar="FILE", help="a file with a JSON schema")
-    one.add_argument("--regex", metavar="EXPRESSION", help="a regular expression that the whole answer matches")
-    one.add_argument("--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's Lark syntax")
-
-
-def grammar_options(args: argparse.Namespace) -> dict[str, str]:
-    """The grammar options as keyword arguments of Llama.generate."""
-    from .streams import read_text
-
-    if args.json_schema is not None:
-        return {"schema": read_text(Path(args.json_schema))}
-    if args.grammar is not None:
-        return {"grammar": read_text(Path(args.grammar))}
-    return {} if args.regex is None else {"regex": args.regex}
-
-
-def bias(text: str) -> tuple[int, float]:
-    """Parse ID=B of --logit-bias."""
-    id, _, value = text.partition("=")
-    try:
-        return int(id), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ID=B, such as 42=-100, got {text!r:.80}") from None
-
-
-def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of speculative decoding."""
-    group = parser.add_argument_group(
-        "speculative decoding",
-        "a draft proposes several tokens, and the model verifies them in one pass; this is faster if many are accepted."
-        " The output is unchanged: identical when greedy, the same distribution when sampling",
+    add(
+        group("structured output", grammars).add_mutually_exclusive_group(),
+        ("--json-schema", "FILE", "a file with a JSON schema"),
+        ("--regex", "EXPRESSION", "a regular expression that the whole answer matches"),
+        ("--grammar", "FILE", "a file with a context-free grammar in llguidance's Lark syntax"),
     )
-    group.add_argument(
-        "--draft",
-        metavar="ngram|MODEL",
-        help="ngram: propose the tokens that followed the last few tokens earlier in the text, which helps if answers"
-        " repeat the prompt. MODEL: a smaller model with the same vocabulary, as in --model",
+    add(
+        group("session", sessions),
+        ("--load-session", "FILE", "load a saved session"),
+        ("--save-session", "FILE", "save it at the end or at Ctrl-C, replacing FILE"),
     )
-    group.add_argument("--draft-tokens", type=int, metavar="N", help="maximum number of tokens per draft (default: 10)")
+    add(
+        group("speculative decoding", drafts),
+        ("--draft", "ngram|MODEL", draft),
+        ("--draft-tokens", "N", "maximum number of tokens per draft (default: 10)"),
+    )
+    add_steer_options(parser)
+    add_rope_options(parser)
+    add(
+        group("several processes", processes),
+        ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"),
+        ("--pipeline-parallel", "N", argparse.SUPPRESS),
+    )
+    parser.set_defaults(world=None)
 
 
 def add_steer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that steer the model by a control vector."""
-    group = parser.add_argument_group(
-        "steering",
-        "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
+    about = "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)"
+    add(
+        parser.add_argument_group("steering", about),
+        ("--steer", "FILE", "a control vector in GGUF, also from llama.cpp or repeng"),
+        ("--steer-scale", "S", "multiply the vector by S (default: 1)"),
+        ("--steer-layers", "FIRST:END", "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
     )
-    group.add_argument("--steer", metavar="FILE", help="a control vector in GGUF, also from llama.cpp or repeng")
-    group.add_argument("--steer-scale", type=float, metavar="S", help="multiply the vector by S (default: 1)")
-    layers = "steer only these layers; 8:16 is layers 8 to 15 (default: all)"
-    group.add_argument("--steer-layers", metavar="FIRST:END", help=layers)
-
-
-def check_steer(args: argparse.Namespace) -> None:
-    """Raise UsageError if an option needs --steer, or if --steer is given with --compile."""
-    for name in ("steer_scale", "steer_layers"):
-        if args.steer is None and getattr(args, name) is not None:
-            raise UsageError(f"{option(name)} needs --steer FILE")
-    if args.steer_scale is not None:
-        number("--steer-scale", args.steer_scale, -1e6, 1e6)
-    if args.steer is not None and args.compile:
-        raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
-
-
-def add_session_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that save the KV cache and load it again."""
-    group = parser.add_argument_group(
-        "session",
-        "save the KV cache in a file; a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If"
-        " both options name the same file, the first run creates it",
-    )
-    group.add_argument("--load-session", metavar="FILE", help="load a saved session")
-    group.add_argument("--save-session", metavar="FILE", help="save it at the end or at Ctrl-C, replacing FILE")
 
 
 def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits the vocabulary") -> None:
     """Add --chat-format. otherwise: what is used for a model without a template."""
-    parser.add_argument(
-        "--chat-format",
-        default="auto",
-        choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
-        help="how messages are encoded: by the checkpoint's template (jinja), or a built-in format for checkpoints"
-        f" without one, such as Meta's (default: auto, the template; without a template, {otherwise})",
+    about = (
+        "how messages are encoded: by the checkpoint's template (jinja), or a built-in format for checkpoints without"
+        f" one, such as Meta's (default: auto, the template; without a template, {otherwise})"
     )
+    add(parser, ("--chat-format", ["auto", "jinja", "llama2", "llama3", "codellama-70b"], about))
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
     """Add --chat-template."""
-    parser.add_argument(
-        "--chat-template",
-        default="auto",
-        metavar="NAME|FILE",
-        help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template; for Meta's format, which has none, the one that fits the vocabulary if the name of the"
-        " source folder contains instruct or chat)",
+    about = (
+        "the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the source's"
+        " template; for Meta's format, which has none, the one that fits the vocabulary if the name of the source"
+        " folder contains instruct or chat)"
+    )
+    add(parser, ("--chat-template", "NAME|FILE", about, {"default": "auto"}))
+
+
+def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
+    """Add --quiet, --debug and, for a command that writes JSON, --json; `json` says what it writes."""
+    if json is not None:
+        add(parser, ("--json", None, f"write {json}"))
+    add(
+        parser,
+        ("--quiet -q", None, "write only errors to stderr"),
+        ("--debug", None, "show the traceback of an error"),
     )
 
 
+# --------------------------------------------------------------------------------------- the values of parsed options
 def chat_template(args: argparse.Namespace) -> str:
     """The name of a template, or the content of the file."""
     from ..chat import TEMPLATES
@@ -234,53 +262,37 @@ def chat_template(args: argparse.Namespace) -> str:
     return name if name in ("auto", "none", *TEMPLATES) else read_text(Path(name))
 
 
-def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
-    """Add --quiet, --debug and, for a command that writes JSON, --json; `json` says what it writes."""
-    if json is not None:
-        parser.add_argument("--json", action="store_true", help=f"write {json}")
-    parser.add_argument("--quiet", "-q", action="store_true", help="write only errors to stderr")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options as keyword arguments of Llama.generate, with their ranges checked."""
+    """The options of sampling and grammars that are given, as keyword arguments of Llama.generate, in range."""
     from ..sampling import SamplingParams
+    from .streams import read_text
 
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *penalties, "seed")
+    names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.logit_bias:
+    if args.logit_bias is not None:
         options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
-    if "" in args.stop:
+    stop = args.stop or []
+    if "" in stop:
         raise UsageError("--stop must not be empty")
-    return {**options, "stop": args.stop, **grammar_options(args)}
+    files = {"schema": args.json_schema, "grammar": args.grammar}
+    grammars = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
+    return {**options, "stop": stop, **grammars, **({} if args.regex is None else {"regex": args.regex})}
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """The model options as keyword arguments of loader.load and loader.build."""
-    names = ("device", "dtype", "rope", "max_seq_len", "rope_theta", "quantize", "compile", "kv_cache", "gpu_layers")
-    return {
-        **{name: getattr(args, name) for name in names},
-        "rope_scaling": rope_scaling(args),
-        "world": getattr(args, "world", None),
-        "check_memory": not args.no_memory_check,
-    }
+    from ..loader import LoadOptions
 
-
-def parse_json(data: bytes, source: str) -> dict[str, Any]:
-    """Parse a JSON object that a user wrote. Raises UsageError; `source` names the object in the message."""
-    from ..errors import CheckpointError
-    from ..system.documents import parse_json as parse
-
-    try:
-        return parse(data, source)
-    except CheckpointError as error:
-        raise UsageError(str(error)) from None
+    names = [field.name for field in dataclasses.fields(LoadOptions) if hasattr(args, field.name)]
+    options = {name: getattr(args, name) for name in names}
+    return {**options, "rope_scaling": rope_scaling(args), "check_memory": not args.no_memory_check}
 
 
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     """The scaling requested by --rope-scaling and --rope-factor; None keeps the checkpoint's."""
+    from ..system.documents import parse_json
+
     kind: str | None = args.rope_scaling
     factor: float | None = args.rope_factor
     if args.rope_theta is not None:
@@ -293,7 +305,7 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
         return None if kind is None else {"rope_type": "default"}
     scaling: dict[str, Any] = {"rope_type": kind}
     if kind.lstrip().startswith("{"):
-        scaling = parse_json(kind.encode(errors="surrogateescape"), "--rope-scaling")
+        scaling = parse_json(kind.encode(errors="surrogateescape"), "--rope-scaling", UsageError)
     if factor is not None and scaling.setdefault("factor", factor) != factor:
         raise UsageError(f"the RoPE factor is {factor:g} and, in the JSON, {scaling['factor']!r:.40}; give it once")
     return scaling

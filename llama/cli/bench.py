@@ -17,12 +17,10 @@ SPEED = {"compile": False, "batch": 1, "prompt_tokens": 512, "new_tokens": 64, "
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure speed and memory, or the quality loss of quantization",
         description="Prefill random prompts and decode greedily. Report the speed of every run, the best and the"
         " median, the bytes read per token, and how much of this machine's memory bandwidth the run used. Speed depends"
         " on the load of the machine: to compare two engines or settings, run one right after the other.",
         usage="%(prog)s [options]",
-        allow_abbrev=False,
     )
     arguments.add_model_options(parser)
     group = parser.add_argument_group("what is measured")

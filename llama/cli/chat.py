@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
-from . import answers, arguments, loading, ranks, sessions, streams, turns
+from . import answers, arguments, loading, ranks, streams, turns
 
 if TYPE_CHECKING:
     from ..generation.session import Session
@@ -35,31 +34,21 @@ Ctrl-C stops an answer; the part shown so far stays in the conversation.'''
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "chat",
-        help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
         ' a pipe, each line, or each block between """ and """, is one message; the answers are written with'
         " an empty line between them.",
         usage="%(prog)s [options]",
-        allow_abbrev=False,
     )
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    arguments.add(parser, ("--system", "TEXT", "the system message"))
     arguments.add_chat_format(parser)
-    parser.add_argument(
-        "--drop-oldest",
-        action="store_true",
-        help="also in a pipe, drop the oldest turns if the context is full; the system message is kept",
-    )
-    parser.add_argument(
-        "--no-history", action="store_true", help="do not read or write the file that keeps the input of earlier chats"
+    dropping = "also in a pipe, drop the oldest turns if the context is full; the system message is kept"
+    arguments.add(
+        parser,
+        ("--drop-oldest", None, dropping),
+        ("--no-history", None, "do not read or write the file that keeps the input of earlier chats"),
     )
     arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
-    arguments.add_model_options(parser)
-    arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
-    arguments.add_session_options(parser)
-    arguments.add_draft_options(parser)
-    arguments.add_steer_options(parser)
-    arguments.add_rope_options(parser)
-    ranks.add_options(parser)
+    arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     parser.set_defaults(run=run)
 
 
@@ -67,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("chat reads from standard input, but standard input is closed")
     options = arguments.sampling_options(args)
-    sessions.check_session(args)
+    answers.check_session(args)
     llm = loading.load(args)
     options["draft"] = loading.load_draft(args, llm.model)
     if args.chat_format != "auto":
@@ -78,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
         streams.info(args, f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
-    session = sessions.load_session(args, llm)
+    session = answers.load_session(args, llm)
     if session is not None and session.messages:
         if args.system is not None:
             raise UsageError(f"--system can't change the conversation in {args.load_session}; leave --system out")
         streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
     streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
-    with sessions.saving(args, lambda: chat.session, llm.model):
+    with answers.saving(args, lambda: chat.session, llm.model):
         return converse(args, chat)
 
 
@@ -163,7 +152,7 @@ class Chat:
 
         self.args, self.llm, self.options = args, llm, options
         self.piped = ranks.first(args, lambda: not sys.stdin.isatty())  # turns are read from a pipe or a file
-        self.answers = 0  # so far
+        self.separator = ""  # before the text of the next answer
         self.label = ""  # of the current turn, before its messages
         self.left = False  # whether the user has left
         self.session = Session() if session is None else session
@@ -177,28 +166,12 @@ class Chat:
         An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown.
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
-        text, completion = "", None
-        separator = "\n" if self.answers and self.piped else ""
         with answers.prompt_bar(self.args) as show:
             options = {**options, "session": self.session, "progress": partial(show, "prompt")}
-            stream = self.llm.stream_ids(prompt, continues=False, **options)
-            with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):
-                for piece in stream:
-                    if not self.args.json:
-                        streams.write(separator + piece.text)
-                        separator = ""
-                    text += piece.text
-                    completion = piece.completion
-        self.answers += 1
+            pieces = self.llm.stream_ids(prompt, continues=False, **options)
+            text = answers.write(self.args, messages[-1]["content"], pieces, self.separator, self.label)
+        self.separator = "\n" if self.piped else ""
         self.session.messages = [*messages, {"role": "assistant", "content": text}]
-        if self.args.json:
-            streams.write_json({"prompt": messages[-1]["content"], **answers.as_dict(completion, text)})
-        else:
-            streams.write(separator + "\n")
-        if completion is None:
-            streams.info(self.args, f"{self.label}stopped")
-        else:
-            answers.show_stats(self.args, completion.stats, completion.finish_reason, self.label)
 
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their prompt ids, at a terminal or with --drop-oldest without the turns that do not fit.
@@ -212,7 +185,8 @@ class Chat:
             return len(prompt) + min(self.options["max_new_tokens"], context // share) <= context
 
         starts = [at for at, message in enumerate(messages) if message["role"] == "user"][1:]
-        if is_roomy(prompt, 8) or not starts:
+        keep = self.piped and not self.args.drop_oldest
+        if is_roomy(prompt, 8) or not starts or (keep and len(prompt) < context):
             return messages, prompt
         for start in starts:
             shorter = [*system_of(messages), *messages[start:]]
@@ -221,9 +195,7 @@ class Chat:
                 break
         if len(fewer) >= context:  # the last question alone is too long
             return messages, prompt
-        if self.piped and not self.args.drop_oldest:
-            if len(prompt) < context:
-                return messages, prompt
+        if keep:
             raise ContextLengthError(
                 f"the conversation has {len(prompt):,} tokens, but the context of {context:,} must hold prompt and"
                 " answer; --drop-oldest drops the oldest turns, /clear starts a new conversation"
@@ -235,6 +207,8 @@ class Chat:
     # -------------------------------------------------------------------------------------------------- commands
     def command(self, line: str) -> None:
         """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
+        from ..generation.session import Session
+
         name, _, rest = line.partition(" ")
         match ALIASES.get(name, name), rest.strip():
             case "/help", "":
@@ -251,9 +225,14 @@ class Chat:
                 # Answers to the old system message do not belong to a conversation with the new one.
                 reply = self.restart([{"role": "system", "content": text}] if text else [])
             case "/save", file if file:
-                reply = self.save(Path(os.path.expanduser(file)))
+                path = Path(os.path.expanduser(file))
+                if os.path.lexists(path):
+                    raise UsageError(f"{path}: File exists; name another file")
+                reply = answers.save_session(self.session, path, self.llm.model)
             case "/load", file if file:
-                reply = self.load(Path(os.path.expanduser(file)))
+                loaded = Session.load(os.path.expanduser(file), self.llm.model, self.llm.tokenizer)
+                loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
+                self.session, reply = loaded, f"{file}: loaded {answers.contents(loaded)}"
             case "/exit", "":
                 self.left, reply = True, ""
             case _:
@@ -284,19 +263,3 @@ class Chat:
         if "user" not in roles:
             raise UsageError("there is no question yet; type a message first")
         return len(roles) - 1 - roles[::-1].index("user")
-
-    def save(self, path: Path) -> str:
-        """Save the session in a new file."""
-        if os.path.lexists(path):
-            raise UsageError(f"{path}: File exists; name another file")
-        size = self.session.save(path, self.llm.model)
-        return f"{path}: saved {sessions.contents(self.session)}, {size / 1e6:,.1f} MB"
-
-    def load(self, path: Path) -> str:
-        """Continue the conversation of a file."""
-        from ..generation.session import Session
-
-        session = Session.load(path, self.llm.model, self.llm.tokenizer)
-        session.messages = session.messages or system_of(self.session.messages)  # generate saves no messages
-        self.session = session
-        return f"{path}: loaded {sessions.contents(session)}"

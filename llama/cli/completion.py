@@ -15,15 +15,16 @@ class PrintCompletion(argparse.Action):
     """Print the script of a shell and exit, as --version does."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        from . import commands_of
+        from . import build_parser, commands_of
 
         try:
             import shtab
         except ImportError:
             parser.exit(1, "clearllama: error: --print-completion needs shtab: pip install 'clearllama[completion]'\n")
-        for command in commands_of(parser).values():
+        every = build_parser()
+        for command in commands_of(every).values():
             for action in command._actions:
                 if action.type is Path or action.metavar in PATHS:
                     action.complete = shtab.FILE  # type: ignore[attr-defined]
-        sys.stdout.write(shtab.complete(parser, values) + "\n")
+        sys.stdout.write(shtab.complete(every, values) + "\n")
         parser.exit()

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "convert",
-        help="write a checkpoint in another format",
         description="Read a checkpoint of any format and write it as a folder in Hugging Face's format or as a GGUF"
         " file. One weight is in memory at a time. Every weight is read back and compared with the source before the"
         " target appears, so the target is either complete or absent.",
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", help="the checkpoint, as for --model of the other commands")
     parser.add_argument("target", metavar="DST", type=Path, help="the new folder (hf) or file (gguf)")

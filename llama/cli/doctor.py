@@ -15,11 +15,9 @@ KEYS = {"status": "status", "group": "group", "item": "item", "message": "told",
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check this machine and run a self-test",
         description="Show versions, processor, memory, devices, C++ kernels and cache folders, then run a self-test: a"
         " small random model in each way that this machine runs models. Each line is ok, note (it works, but slower or"
         " without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.",
-        allow_abbrev=False,
     )
     parser.add_argument("--no-self-test", action="store_true", help="show the machine only")
     parser.add_argument(

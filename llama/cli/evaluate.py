@@ -20,12 +20,10 @@ from . import arguments, loading, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "evaluate",
-        help="score a model on the tasks of lm-evaluation-harness",
         description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores match"
         " those of lm-eval's own Hugging Face backend with the same weights. Data sets are downloaded from the"
         " Hugging Face hub; tasks with local files need no network (docs/guides/evaluate.md).",
         usage="%(prog)s --tasks NAME|FILE[,...] [options]",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--tasks",

@@ -11,12 +11,10 @@ from . import arguments, loading, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "explain",
-        help="follow one token through one block, step by step",
         description="Follow one token through one block. Each step shows its equation, shapes, some values, its line of"
         " code, and whether the result equals the same step written in numpy. Without --model, a tiny random model with"
         " byte tokens is used. Exit code 1 if a step differs.",
         usage="%(prog)s [options]",
-        allow_abbrev=False,
     )
     parser.add_argument("--text", default="The cat sat on the mat", help="the text (default: %(default)s)")
     parser.add_argument("--token", type=int, metavar="N", help="index of the token, from 0 (default: the last)")

@@ -17,11 +17,9 @@ LONGEST = 100  # characters of a list on one line
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="describe a checkpoint without reading its weights",
         description="Show the family, architecture, RoPE settings, files, tokenizer, stop ids and memory of a"
         " checkpoint, and every mismatch between its configuration and its tensors. Weights are not read. Exit code 1"
         " on a mismatch.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model", nargs="?", default=default_model(), metavar="PATH_OR_NAME", help="a checkpoint (default: %(default)s)"

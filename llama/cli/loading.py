@@ -28,13 +28,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     """
     from .. import loader
 
-    vector = None
-    if hasattr(args, "steer"):
-        arguments.check_steer(args)
-        if args.steer is not None:
-            from ..study import steering
-
-            vector = steering.ControlVector.read(args.steer)
+    vector = read_vector(args) if hasattr(args, "steer") else None
     started = time.perf_counter()
     llm = loader.load(
         args.model,
@@ -48,15 +42,27 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
         world.check_same("tokenizer", llm.tokenizer.digest())
     _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
     if args.tokenizer is not None:
-        streams.info(
-            args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {llm.tokenizer.n_vocab:,} tokens"
-        )
+        size = f"{llm.tokenizer.n_vocab:,} tokens"
+        streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {size}")
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
     if vector is not None:
         _steer(args, llm.model, vector)
     return llm
+
+
+def read_vector(args: argparse.Namespace) -> ControlVector | None:
+    """The control vector of --steer; None without it."""
+    if args.steer is None:
+        if (args.steer_scale, args.steer_layers) != (None, None):
+            raise UsageError("--steer-scale and --steer-layers need --steer FILE")
+        return None
+    if args.compile:
+        raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
+    from ..study.steering import ControlVector
+
+    return ControlVector.read(args.steer)
 
 
 def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> None:
@@ -90,7 +96,7 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
     config, world = model.config, getattr(args, "world", None)
     dtype, quantized = dtype_name(model), describe_quantization(model)  # "4/8-bit", or "" for float weights
     facts = [
-        f"{args.model}: {_millions(config.n_params)} parameters",
+        f"{args.model}: {config.n_params / 1e6:,.{0 if config.n_params >= 10**7 else 2}f}M parameters",
         f"{quantized} weights, {dtype} compute" if quantized else dtype,
         describe_devices(model).replace("cpu", "CPU"),
         *([f"{world.size} processes"] if world else []),
@@ -129,10 +135,6 @@ def why_raw(args: argparse.Namespace, llm: Llama) -> str:
 def dtype_name(model: Transformer) -> str:
     """The dtype that a model computes in: 'bfloat16'."""
     return str(model.norm.weight.dtype).removeprefix("torch.")
-
-
-def _millions(n: int) -> str:
-    return f"{n / 1e6:,.0f}M" if n >= 10**7 else f"{n / 1e6:.2f}M"
 
 
 def model_name(path_or_name: str) -> str:

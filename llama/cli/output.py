@@ -14,13 +14,14 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UsageError
-from . import arguments, streams
-
-if TYPE_CHECKING:
-    from ..text import Llama
+from ..generation import session
+from ..sampling import SamplingParams
+from ..system.documents import parse_json
+from ..text import Llama
+from . import streams
 
 Id = str | int
 Record = dict[str, Any]
@@ -35,46 +36,37 @@ def record_of(llm: Llama, options: Mapping[str, Any], own: Mapping[Id, Any], **c
     own      {id: the own options of its line}
     chat     other settings that change each prompt
     """
-    from ..generation import session
-    from ..sampling import SamplingParams
-    from ..text import GRAMMARS
-
-    others = ("stop", "logprobs", *GRAMMARS)
-    sampling = SamplingParams(**{**llm.sampling, **{key: options[key] for key in options if key not in others}})
+    tokenizer, template = llm.tokenizer, llm.chat_template
     settings = {
         **session.settings_of(llm.model),
         "context": llm.model.max_seq_len,
-        "tokenizer": llm.tokenizer.digest(),
-        "stop_ids": sorted(llm.tokenizer.stop_ids),
-        "bos_id": llm.tokenizer.bos_id,
-        "eos_id": llm.tokenizer.eos_id,
-        "add_bos": llm.tokenizer.add_bos,
-        "chat_template": llm.chat_template and hashlib.sha256(str(llm.chat_template).encode()).hexdigest(),
+        "tokenizer": tokenizer.digest(),
+        "stop_ids": sorted(tokenizer.stop_ids),
+        **{name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "add_bos")},
+        "chat_template": template and hashlib.sha256(str(template).encode()).hexdigest(),
         "chat_format": llm.chat_format,
         **chat,
-        **dataclasses.asdict(sampling),
-        **{key: options[key] for key in options if key in others},
+        **dataclasses.asdict(SamplingParams()),
+        **llm.sampling,
+        **options,
     }
-    lines = {json.dumps(id): own[id] for id in own if own[id]}
+    lines = {json.dumps(id): options for id, options in own.items() if options}
     record: Record = json.loads(json.dumps({MARK: FORMAT, "settings": settings, "lines": lines}))
     return record
 
 
 class Output:
-    """Answers in a file, which is locked while it is open, or on stdout (name None).
+    """A file of answers, which is locked while it is open.
 
     A file with other content is never changed, nor one without its record: both raise UsageError.
     """
 
-    def __init__(self, name: str | None):
+    def __init__(self, name: str):
         self.name, self.record = name, Path(f"{name}.run.json")
-        self.kept: Record = {}
-        if name is None:
-            return
         if os.path.exists(name) and not os.path.isfile(name):
             raise UsageError(f"--output {name} is not a regular file; leave --output out to write to standard output")
         try:
-            self.file = open(name, "a+b", buffering=0)  # noqa: SIM115  (`close` closes it)
+            self.file = open(name, "a+b", buffering=0)  # noqa: SIM115  (open as long as this object)
         except OSError as error:
             raise UsageError(f"--output {name!r}: {error.strerror}; choose a writable file") from None
         try:
@@ -85,8 +77,9 @@ class Output:
             pass
         except OSError:
             raise UsageError(f"{name} is being written by another clearllama; choose another --output") from None
+        self.kept: Record = {}
         if self.record.exists():
-            self.kept = arguments.parse_json(streams.read_text(self.record).encode(), str(self.record))
+            self.kept = parse_json(streams.read_text(self.record).encode(), str(self.record), UsageError)
             if self.kept.get(MARK) != FORMAT:
                 raise UsageError(f"{self.record} is not the record of a run, so it is not replaced: move it away")
         elif os.path.getsize(name) > 0:
@@ -99,54 +92,40 @@ class Output:
         with another model, other options or other prompts ({id: prompt}).
         """
         done: dict[Id, bool] = {}
+        made: list[tuple[str, Any, Any]] = []  # (what, then, now)
         size = 0
-        with open(str(self.name), "rb") as file:
+        with open(self.name, "rb") as file:
             for line in file if not fresh else ():
                 if line.endswith(b"\n"):
-                    answer = arguments.parse_json(line, str(self.name))
+                    answer = parse_json(line, self.name, UsageError)
                     id = answer.get("id", "")
                     done[id] = "error" in answer
                     size += len(line)
-                    for key, value in prompts.get(id, {}).items():
-                        if answer.get(key) != value:
-                            raise self._other(f"the {key} {answer.get(key)!r:.80}", f"{value!r:.80}")
+                    made += [(f"the {key}", answer.get(key), value) for key, value in prompts.get(id, {}).items()]
         if done:
-            self._compare(record, done)
-            record["lines"] = {**self.kept["lines"], **record["lines"]}
+            then, now = self.kept["settings"], record["settings"]
+            made += [(key, then.get(key), now.get(key)) for key in sorted(then.keys() | now.keys())]
+            then, now = self.kept["lines"], record["lines"]
+            made += [(f"own options of {id}", then.get(id), now.get(id)) for id in map(json.dumps, done)]
+            record["lines"] = {**then, **now}
+        if other := [one for one in made if one[1] != one[2]][:3]:
+            then = ", ".join(f"{what} {_shown(then)}" for what, then, _ in other)
+            now = ", ".join(_shown(now) for *_, now in other)
+            help = "repeat the run as it was, choose another --output, or start anew with --fresh"
+            raise UsageError(f"{self.name} was made with {then}; this run has {now}: {help}")
         self.file.truncate(size)
         streams.write_file(self.record, json.dumps(record, ensure_ascii=False) + "\n")
         return done
 
-    def _compare(self, record: Record, done: Mapping[Id, bool]) -> None:
-        """Raise UsageError if the settings of a run, or the own options of answered lines, are other than before."""
-        theirs, ours = self.kept["settings"], record["settings"]
-        pairs = [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys())]
-        ids = map(json.dumps, done)
-        pairs += [(f"own options of {id}", self.kept["lines"].get(id), record["lines"].get(id)) for id in ids]
-        if other := [pair for pair in pairs if pair[1] != pair[2]][:3]:
-            made = ", ".join(f"{key} {_shown(theirs)}" for key, theirs, _ in other)
-            raise self._other(made, ", ".join(_shown(ours) for *_, ours in other))
-
-    def _other(self, made: str, found: str) -> UsageError:
-        help = "repeat the run as it was, choose another --output, or start anew with --fresh"
-        return UsageError(f"{self.name} was made with {made}; this run has {found}: {help}")
-
     def write(self, answer: Mapping[str, Any]) -> None:
         """Append a line."""
-        if self.name is None:
-            streams.write_json(answer)
-            return
-        rest = memoryview((json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        rest = (json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
             while rest:
                 rest = rest[self.file.write(rest) :]
         except OSError as error:
             error.filename = self.name
             raise
-
-    def close(self) -> None:
-        if self.name is not None:
-            self.file.close()
 
 
 def _shown(value: Any) -> str:

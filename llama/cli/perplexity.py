@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "perplexity",
-        help="measure how well a model predicts a text",
         description="Measure the perplexity of a text, in consecutive windows without overlap. Each token of a window,"
         " except the first, is predicted from the tokens before it in the window. 'clearllama study ppl' shows the"
         " perplexity by position.",
         usage="%(prog)s [options] FILE",
-        allow_abbrev=False,
     )
     parser.add_argument("text", type=Path, metavar="FILE", help="a text file, UTF-8; '-' reads standard input")
     parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default: the model's context)")

@@ -22,12 +22,10 @@ AS_STORED = "as stored"
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "plan",
-        help="compute whether a model fits on some GPUs, and how fast it can be at best",
         description="Compute the memory needed on each GPU, what fits, and an upper bound on the speed of decoding: the"
         " bandwidth divided by the bytes that a step reads. The sources are the model's shapes and the data sheets of"
         " the GPUs; no weights are needed. Exit code 1 if the GPUs have too little memory.",
         usage="%(prog)s -m PATH_OR_NAME --gpus NxGPU [options]",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--model",

@@ -13,11 +13,9 @@ from . import arguments, convert, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "quantize",
-        help="quantize a checkpoint to 4 or 8 bits and save it",
         description="Read a checkpoint of any format, quantize its linear layers and write a folder that every command"
         " accepts as --model and loads without quantizing again. One weight is in memory at a time. Every tensor is"
         " read back and compared before the target appears, so the target is either complete or absent.",
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", nargs="?", help="the checkpoint, as for --model of the other commands")
     parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the new folder")

@@ -24,18 +24,6 @@ T = TypeVar("T")
 ONE_PROCESS_ONLY = ("compile", "gpu_layers", "draft", "steer", "save_session", "load_session")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --tensor-parallel."""
-    group = parser.add_argument_group(
-        "several processes",
-        "started by torchrun --nproc-per-node N -m llama ..., N processes divide the model. Each uses one GPU or, on"
-        " the CPU, a share of the cores. See docs/guides/several-devices.md",
-    )
-    group.add_argument("--tensor-parallel", type=int, metavar="N", help="the number of processes (default: torchrun's)")
-    group.add_argument("--pipeline-parallel", help=argparse.SUPPRESS)
-    parser.set_defaults(world=None)
-
-
 def first(args: argparse.Namespace, function: Callable[[], T]) -> T:
     """What a function returns or raises; of several ranks, only rank 0 calls it, for all of them."""
     result: T = function() if args.world is None else args.world.first(function)

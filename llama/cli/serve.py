@@ -25,12 +25,10 @@ NUMBERS = {
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
         " /v1/models, and also /health and /metrics (docs/guides/serving.md). Requests are answered together, in one"
         " batch.",
         usage="%(prog)s [options]",
-        allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")

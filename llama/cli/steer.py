@@ -12,12 +12,10 @@ from . import arguments, loading, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "steer",
-        help="make a control vector from two prompts",
         description="Run the model on two prompts and write the difference of their residual streams, after each layer"
         " at the last token, as a GGUF control vector. The option --steer of generate, chat and serve adds the vector"
         " to the layers' outputs; llama.cpp's --control-vector does the same.",
         usage="%(prog)s --positive TEXT --negative TEXT --output FILE [options]",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--positive",

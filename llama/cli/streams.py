@@ -7,6 +7,8 @@ import contextlib
 import errno
 import json
 import logging
+import os
+import stat
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -100,7 +102,7 @@ def describe(error: BaseException) -> str:
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def is_control(character: str) -> bool:
+def _is_control(character: str) -> bool:
     """Whether a terminal would act on a character: C0 with ESC, DEL, C1, and Unicode's bidirectional controls."""
     return unicodedata.category(character) == "Cc" or character in BIDI
 
@@ -108,7 +110,7 @@ def is_control(character: str) -> bool:
 def write(text: str) -> None:
     """Write a text to stdout and flush. On a terminal, control characters are escaped; a pipe gets the text itself."""
     if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or not is_control(c) else repr(c)[1:-1] for c in text)
+        text = "".join(c if c in "\n\t" or not _is_control(c) else repr(c)[1:-1] for c in text)
     write_raw(text)
 
 
@@ -123,17 +125,15 @@ def write_raw(text: str) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Write a value as one line of JSON. With --json, a command writes one value to stdout and nothing else."""
-    write_raw(json_text(value) + "\n")
+    """Write a value as one line of JSON, escaped to ASCII where stdout is not UTF-8.
 
-
-def json_text(value: Any) -> str:
-    """A value as JSON for stdout: escaped to ASCII where stdout is not UTF-8."""
+    With --json, a command writes one value to stdout and nothing else.
+    """
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
     if sys.stdout.isatty():  # JSON escapes the control characters below U+0020, but not the others
-        text = "".join(f"\\u{ord(c):04x}" if is_control(c) else c for c in text)
-    return text
+        text = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in text)
+    write_raw(text + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- files, stdin
@@ -185,3 +185,45 @@ def decode(data: bytes, source: str) -> str:
     except UnicodeDecodeError as error:
         found = f"byte {error.start} is 0x{data[error.start]:02x}"
         raise UsageError(f"{source} is not UTF-8: {found}; convert it to UTF-8") from None
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The parts of a prompt, separated by blank lines: an argument or --prompt, then files; '-' is standard input.
+
+    Raises UsageError if there is none, rather than wait at a terminal.
+    """
+    if args.text is not None and args.prompt is not None:
+        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
+    given: str | None = args.text if args.text is not None else args.prompt
+    files: list[str] = args.file or []
+    if given is None and not files:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
+        given = "-"
+    named = [given, *files].count("-")
+    if named > 1:
+        raise UsageError("standard input was named twice; give '-' once")
+    if named == 0 and _has_input():
+        info(args, "standard input is not part of the prompt; to read it, add -f -")
+    parts = [read_stdin() if name == "-" else read_text(Path(name)).removesuffix("\n") for name in files]
+    if given is not None:
+        parts.insert(0, read_stdin() if given == "-" else _decoded(given))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _has_input() -> bool:
+    """Whether standard input is a pipe, or a file that is not empty."""
+    try:
+        status = os.fstat(0)
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size > 0)
+
+
+def _decoded(text: str) -> str:
+    """An argument as text. Raises UsageError if its bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
+        return decode(os.fsencode(text), "the prompt")  # the bytes may be valid UTF-8 in another locale
+    return text

@@ -18,11 +18,9 @@ OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
-        help="explain RoPE: claims, numbers and figures",
         description="Explain a topic of position encoding with a claim, its numbers and a figure. Each claim is"
         " checked; --checks lists the checks. Without TOPIC, list the topics. Exit code 1 if a check fails.",
         usage="%(prog)s [options] [TOPIC] [EXERCISE]",
-        allow_abbrev=False,
     )
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; clearllama study lists them")
     parser.add_argument(

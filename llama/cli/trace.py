@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ..checks import integer
 from ..errors import UsageError
 from . import arguments, loading, streams
-from .prompt import add_prompt_options, read_prompt
 
 STDOUT = Path("-")
 
@@ -24,14 +23,12 @@ if TYPE_CHECKING:
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "trace",
-        help="show what a model computes on a text",
         description="Run the model on plain text and show what it computes: the surprisal of every token, the"
         " prediction after each layer, every attention map, and the angles of RoPE. With an intervention, it also shows"
         " the difference from the unchanged model. Layers and heads are numbered from 0.",
         usage="%(prog)s [options] [PROMPT]",
-        allow_abbrev=False,
     )
-    add_prompt_options(parser, "text")
+    arguments.add_prompt_options(parser, "text")
     parser.add_argument("--sample", action="store_true", help="use a text of about 40 tokens that is included")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
     parser.add_argument(
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from ..study import intervene, trace, trace_page
     from ..study.perplexity import scaling_of
 
-    prompt, scaling = trace.SAMPLE if args.sample else read_prompt(args), arguments.rope_scaling(args)
+    prompt, scaling = trace.SAMPLE if args.sample else streams.read_prompt(args), arguments.rope_scaling(args)
     against = None
     if args.against is not None:
         if scaling is None:

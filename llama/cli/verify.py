@@ -14,11 +14,9 @@ KEYS = {"group": "check", "status": "status", "item": "item", "message": "messag
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
-        help="check that a checkpoint is complete and undamaged",
         description="List the files and find missing ones, compare checksums, and open the checkpoint: its tensors must"
         " match the configuration. The checksums are those of the Hugging Face hub, of checklist.chk, of --checksums,"
         " and the CRC-32 of every record in .pth and .bin files. Exit code 1 if a check failed.",
-        allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")
     parser.add_argument("--checksums", metavar="FILE", type=Path, help="a list of checksums, as sha256sum writes it")

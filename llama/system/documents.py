@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError, ConfigError, DamagedError
+from ..errors import CheckpointError, ConfigError, DamagedError, LlamaError
 
 # Largest file in bytes: 150 MB of JSON take gigabytes as Python objects. The index of a 405B model has 0.1 million
 # bytes, a tokenizer.json 10 to 20 million.
@@ -39,7 +39,7 @@ def read_file(path: Path, largest: int) -> bytes:
     return raw
 
 
-def parse_json(raw: bytes, where: str, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
+def parse_json(raw: bytes, where: str, error: type[LlamaError] = CheckpointError) -> dict[str, Any]:
     """`read_json` for bytes in memory. Error messages begin with `where`."""
     try:
         value = json.loads(raw, object_pairs_hook=_no_repeats)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,10 +297,3 @@ def test_quiet_also_silences_the_log_of_the_library(attempt: Try, model: Path) -
     )
     assert "clearllama: compiling the decoding step\n" in attempt(*GENERATE, "-m", model, before=log).error
     assert attempt(*GENERATE, "-q", "-m", model, before=log).error == ""
-
-
-@pytest.mark.slow
-def test_only_the_command_adds_a_log_handler() -> None:
-    """Importing the library adds no handler, so a program that uses it can choose its own."""
-    code = "import logging, llama, llama.loader, llama.engine.compiled; print(logging.getLogger('llama').handlers)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

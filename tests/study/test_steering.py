@@ -266,9 +266,9 @@ def test_the_command_makes_a_vector_and_generate_applies_it(
     ("args", "message"),
     [
         (("generate", "x", "--steer", "FILE", "--compile"), "leave --compile out"),
-        (("generate", "x", "--steer-scale", "2"), "--steer-scale needs --steer FILE"),
-        (("chat", "--steer-layers", "0:1"), "--steer-layers needs --steer FILE"),
-        (("generate", "x", "--steer", "FILE", "--steer-scale", "inf"), "--steer-scale must be a number"),
+        (("generate", "x", "--steer-scale", "2"), "need --steer FILE"),
+        (("chat", "--steer-layers", "0:1"), "need --steer FILE"),
+        (("generate", "x", "--steer", "FILE", "--steer-scale", "inf"), "control vector must be a number"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:1"), "no direction for these layers"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:9"), "after the last layer"),
         (("steer", "--positive", "a", "--positive", "b", "--negative", "c", "-o", "NEW"), "got 2 --positive, but 1"),
