@@ -193,7 +193,6 @@ def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path
             2,
             b"invalid choice: 'meta'",
         ),
-        ((str(meta), str(tmp_path / "x"), "--to", "gguf", "--modelfile"), 2, b"--modelfile was removed; for Ollama"),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
         ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
         ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),

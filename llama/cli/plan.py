@@ -79,16 +79,11 @@ def run(args: argparse.Namespace) -> int:
     kind = AS_STORED if stored and not (args.quantize or args.dtype) else args.quantize
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     request = plan.Run(config, weights[kind], args.batch, context, count, size, args.kv_cache)
-    found = plan.plan(request, gpu, weights)
-    facts = {
-        "model": name,
-        "dtype": dtype,
-        "quantize": kind,
-        "stored": list(stored.types) if stored else None,
-        "stored_bits": 8 * found["alternatives"][0]["weights"] / config.n_params if stored else None,
-        "dequantized": list(stored.dequantized) if stored else [],
-        **found,
-    }
+    facts = {"model": name, "dtype": dtype, "quantize": kind, "stored": None, "stored_bits": None, "dequantized": []}
+    facts |= plan.plan(request, gpu, weights)
+    if stored:
+        bits = 8 * facts["alternatives"][0]["weights"] / config.n_params
+        facts |= {"stored": list(stored.types), "stored_bits": bits, "dequantized": list(stored.dequantized)}
     if args.json:
         streams.write_json(facts)
     else:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import arguments, bugs, streams
+from . import arguments, bugs, streams, tables
+
+if TYPE_CHECKING:
+    from ..study.figure import Figure
+    from ..study.topics.base import Topic
 
 # option -> keyword argument of a topic's report
 OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
@@ -77,39 +82,40 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..study import figure as figures
+    from ..study import report as reports
     from ..study import topics
 
-    bugs.refuse_elsewhere(args)
-    if args.topic in bugs.NAMES:
-        return bugs.run(args)
     if args.html is not None:
         return _write_page(args)
     if args.which is not None and args.figure is None:
         raise UsageError("--which needs --figure FILE")
+    if args.topic not in bugs.NAMES and (args.quiz or (args.exercise, args.seed) != (None, None)):
+        raise UsageError("EXERCISE, --quiz and --seed belong to the topic bugs: clearllama study bugs")
+    given = {keyword: getattr(args, name) for name, keyword in OPTIONS.items() if getattr(args, name) is not None}
     if args.topic is None:
-        for option in ("figure", "json", *OPTIONS):
-            if getattr(args, option):
-                raise UsageError(f"{arguments.option(option)} needs a TOPIC: one of {', '.join(topics.TOPICS)}")
+        if given or args.json or args.figure is not None:
+            raise UsageError(f"--figure, --json and parameters need a TOPIC: one of {', '.join(topics.TOPICS)}")
         if args.figures is not None:
-            return _draw_all(args, list(topics.TOPICS), {})
-        for name, question in topics.TOPICS.items():
-            streams.write(f"{name:<12} {question}\n")
+            _draw_all(args, topics.TOPICS, {})
+        else:
+            streams.write(tables.table(topics.TOPICS.items()))
         return 0
     topic = topics.find(args.topic)
-    from ..study import report as reports
-    from ..study.topics.base import options_of
-
-    given = {OPTIONS[name]: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     _check_options(args.topic, given, topic.report)
-    if "progress" in options_of(topic.report) and not args.quiet:
-        given["progress"] = _progress()
-    if args.figures is not None:
-        _draw_all(args, [args.topic], given)
+    if args.figure is not None or args.figures is not None:
+        figure = topic.figure(args.which)
     if args.figure is not None:
-        figure = _figure(args, topic)
-    report = topic.report(**given)
-    if args.figure is not None:
-        _draw(args, figure, args.figure, given)
+        figures.check(args.figure)
+    if args.topic in bugs.NAMES:
+        return bugs.run(args, topic)
+    with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
+        given |= _accepted(topic.report, {"progress": show})
+        if args.figures is not None:
+            _draw_all(args, [args.topic], given)
+        report = topic.report(**given)
+        if args.figure is not None:
+            _draw(args, figure, args.figure, given)
     if args.json:
         streams.write_json(reports.as_dict(report))
     else:
@@ -119,15 +125,27 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed or not report.checks else 1  # a report without checks has not failed
 
 
-def _picture(topic: Any, given: dict[str, Any]) -> list[str]:
-    """The first figure of the topic that can be drawn with characters; [] if there is none."""
+def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function has."""
     from ..study.topics.base import options_of
 
+    return {keyword: given[keyword] for keyword in options_of(function) if keyword in given}
+
+
+def _check_options(topic: str, given: Mapping[str, Any], report: Callable[..., Any]) -> None:
+    """Raise UsageError for an option that the topic does not accept; the message lists those it accepts."""
+    accepted = _accepted(report, {keyword: arguments.option(name) for name, keyword in OPTIONS.items()})
+    for name, keyword in OPTIONS.items():
+        if keyword in given and keyword not in accepted:
+            listed = ", ".join(accepted.values()) or "none"
+            raise UsageError(f"study {topic} does not accept {arguments.option(name)}; it accepts: {listed}")
+
+
+def _picture(topic: Topic, given: Mapping[str, Any]) -> list[str]:
+    """The first figure of the topic that can be drawn with characters; [] if there is none."""
     for figure in topic.figures:
         if figure.sketch is not None:
-            accepted = {key: value for key, value in given.items() if key in options_of(figure.data)}
-            lines: list[str] = figure.sketch(figure.data(**accepted))
-            return lines
+            return figure.sketch(figure.data(**_accepted(figure.data, given)))
     return []
 
 
@@ -141,67 +159,23 @@ def _write_page(args: argparse.Namespace) -> int:
     return 0
 
 
-def _figure(args: argparse.Namespace, topic: Any) -> Any:
-    """The figure of --which, or the first of the topic. Raises UsageError before anything is computed."""
+def _draw(args: argparse.Namespace, figure: Figure, file: Path, given: Mapping[str, Any]) -> None:
     from ..study import figure as figures
 
-    names = [figure.name for figure in topic.figures]
-    name = args.which or (names[0] if names else None)
-    if name not in names:
-        raise UsageError(f"study {args.topic} has no figure {name!r}; known: {', '.join(names) or 'none'}")
-    figures.check(args.figure)
-    return topic.figures[names.index(name)]
-
-
-def _draw(args: argparse.Namespace, figure: Any, file: Path, given: dict[str, Any]) -> None:
-    from ..study import figure as figures
-    from ..study.topics.base import options_of
-
-    accepted = {key: value for key, value in given.items() if key in options_of(figure.data)}
+    accepted = _accepted(figure.data, given)
     figures.save(figure, file, **accepted)
     ignored = ", ".join(key for key in given if key not in accepted and key != "progress")
     streams.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
 
 
-def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any]) -> int:
-    from ..study import figure as figures
+def _draw_all(args: argparse.Namespace, names: Iterable[str], given: Mapping[str, Any]) -> None:
     from ..study import topics
 
-    figures.check(Path("any.png"))
     try:
         args.figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--figures {args.figures}: {error.strerror}") from None
     for name in names:
-        for figure in topics.find(name).figures if name != "bugs" else ():
+        for figure in topics.find(name).figures:
             for ending in ("png", "csv"):
                 _draw(args, figure, args.figures / f"{figure.name}.{ending}", given)
-    return 0
-
-
-def _progress() -> Any:
-    """A function that updates a progress bar on stderr."""
-    from tqdm import tqdm
-
-    bar = tqdm(unit="tok", unit_scale=True, leave=False, disable=None)
-
-    def show(method: str, done: int, total: int) -> None:
-        bar.total = total
-        bar.set_description(method, refresh=False)
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return show
-
-
-def _check_options(topic: str, given: dict[str, Any], report: Any) -> None:
-    """Raise UsageError for an option that the topic does not accept; the message lists those it accepts."""
-    from ..study.topics.base import options_of
-
-    known = options_of(report)
-    options = {keyword: arguments.option(name) for name, keyword in OPTIONS.items()}
-    for keyword in given:
-        if keyword not in known:
-            accepted = ", ".join(options[name] for name in known if name in options) or "none"
-            raise UsageError(f"study {topic} does not accept {options[keyword]}; it accepts: {accepted}")
