@@ -121,5 +121,5 @@ def answer(bug: Bug) -> str:
 
 def labelled(**texts: str) -> str:
     """Texts with their labels, wrapped to 100 columns."""
-    indents = {"initial_indent": "  ", "subsequent_indent": " " * 11}
-    return "".join(textwrap.fill(f"{label:<9}{text}", 100, **indents) + "\n" for label, text in texts.items())
+    lines = (f"  {label:<9}{text}" for label, text in texts.items())
+    return "".join(textwrap.fill(line, 100, subsequent_indent=" " * 11) + "\n" for line in lines)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     streams.info(args, f"{path.name}: {facts['tokens']:,} tokens in {len(parts)} windows of {facts['window']}")
     exact = perplexity.nats(args, llm, parts, "float32")
     facts |= {"float32": math.exp(sum(exact) / predicted), "schemes": []}
-    rows = [("weights", *COLUMNS), ("float32", f"{facts['float32']:.4f}", "", "", "", "")]
+    rows: list[tuple[str, ...]] = [("weights", *COLUMNS), ("float32", f"{facts['float32']:.4f}", "", "", "", "")]
     for name, scheme in schemes.items():
         del llm  # so that memory holds one model
         llm = loading.load(argparse.Namespace(**{**vars(args), "quantize": scheme and name}))
