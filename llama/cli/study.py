@@ -14,9 +14,32 @@ if TYPE_CHECKING:
     from ..study.figure import Figure
     from ..study.topics.base import Topic
 
-# option -> keyword argument of a topic's report
-OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
-    name: name for name in ("model", "text", "length", "windows", "methods", "output", "dtype")
+# Parameters of some topics. option: (keyword argument of the topic's report, type, metavar, help)
+PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
+    "head_dim": ("head_dim", int, "D", "dimension of a head"),
+    "rope_theta": ("theta", float, "T", "base of the rotary frequencies"),
+    "context": ("context", int, "N", "trained context length in tokens"),
+    "rope_factor": ("factor", float, "S", "extend the context S times"),
+    "model": (
+        "model",
+        str,
+        "PATH_OR_NAME",
+        "the checkpoint to take the settings from (scale, wavelengths, clock), or the model to run (heads and ppl;"
+        " default: tiny-kjv, which comes with the package)",
+    ),
+    "text": ("text", Path, "FILE", "a long text (heads and ppl; default: the test text of tiny-kjv)"),
+    "length": ("length", int, "N", "tokens per window (default: 8 times the trained length)"),
+    "windows": ("windows", int, "N", "number of windows (default: 6)"),
+    "methods": (
+        "methods",
+        lambda text: tuple(text.split(",")),
+        "LIST",
+        "comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
+        " when the text grows, dynamic uses the frequencies of the new length for the new tokens only, and"
+        " dynamic-whole computes all tokens again with them",
+    ),
+    "output": ("output", Path, "FILE.csv", "save the results of each window; the next run resumes after the last one"),
+    "dtype": ("dtype", str, "TYPE", "auto, float32, bfloat16, float16"),
 }
 
 
@@ -44,38 +67,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--checks", action="store_true", help="list the checks: each computed value, the expected value, PASS or FAIL"
     )
     group = parser.add_argument_group("parameters of some topics")
-    group.add_argument("--head-dim", type=int, metavar="D", help="dimension of a head")
-    group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
-    group.add_argument("--context", type=int, metavar="N", help="trained context length in tokens")
-    group.add_argument("--rope-factor", type=float, metavar="S", help="extend the context S times")
-    group.add_argument(
-        "--model",
-        "-m",
-        metavar="PATH_OR_NAME",
-        help="with the topics scale, wavelengths and clock: the checkpoint to take the settings from; with the topics"
-        " heads and ppl: the model to run (default: tiny-kjv, which comes with the package)",
-    )
-    group = parser.add_argument_group("perplexity against context length (TOPIC ppl) and attention (TOPIC heads)")
-    group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: the test text of tiny-kjv)")
-    group.add_argument(
-        "--length", type=int, metavar="N", help="tokens per window (default: 8 times the trained length)"
-    )
-    group.add_argument("--windows", type=int, metavar="N", help="number of windows (default: 6)")
-    group.add_argument(
-        "--methods",
-        type=lambda text: tuple(text.split(",")),
-        metavar="LIST",
-        help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " when the text grows, dynamic uses the frequencies of the new length for the new tokens only, and"
-        " dynamic-whole computes all tokens again with them",
-    )
-    group.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.csv",
-        help="save the results of each window; the next run resumes after the last one",
-    )
-    group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
+    for name, (_, kind, metavar, about) in PARAMETERS.items():
+        options = [arguments.option(name)] + ["-m"] * (name == "model")
+        group.add_argument(*options, type=kind, metavar=metavar, help=about)
     bugs.add_arguments(parser)
     arguments.add_output_options(parser, json="the report as one JSON object")
     parser.set_defaults(run=run)
@@ -92,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--which needs --figure FILE")
     if args.topic not in bugs.NAMES and (args.quiz or (args.exercise, args.seed) != (None, None)):
         raise UsageError("EXERCISE, --quiz and --seed belong to the topic bugs: clearllama study bugs")
-    given = {keyword: getattr(args, name) for name, keyword in OPTIONS.items() if getattr(args, name) is not None}
+    values = {keyword: getattr(args, name) for name, (keyword, *_) in PARAMETERS.items()}
+    given = {keyword: value for keyword, value in values.items() if value is not None}
     if args.topic is None:
         if given or args.json or args.figure is not None:
             raise UsageError(f"--figure, --json and parameters need a TOPIC: one of {', '.join(topics.TOPICS)}")
@@ -104,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     topic = topics.find(args.topic)
     _check_options(args.topic, given, topic.report)
     if args.figure is not None or args.figures is not None:
+        if not topic.figures:
+            raise UsageError(f"study {args.topic} has no figure")
         figure = topic.figure(args.which)
     if args.figure is not None:
         figures.check(args.figure)
@@ -134,11 +131,12 @@ def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[st
 
 def _check_options(topic: str, given: Mapping[str, Any], report: Callable[..., Any]) -> None:
     """Raise UsageError for an option that the topic does not accept; the message lists those it accepts."""
-    accepted = _accepted(report, {keyword: arguments.option(name) for name, keyword in OPTIONS.items()})
-    for name, keyword in OPTIONS.items():
-        if keyword in given and keyword not in accepted:
+    options = {keyword: arguments.option(name) for name, (keyword, *_) in PARAMETERS.items()}
+    accepted = _accepted(report, options)
+    for keyword in given:
+        if keyword not in accepted:
             listed = ", ".join(accepted.values()) or "none"
-            raise UsageError(f"study {topic} does not accept {arguments.option(name)}; it accepts: {listed}")
+            raise UsageError(f"study {topic} does not accept {options[keyword]}; it accepts: {listed}")
 
 
 def _picture(topic: Topic, given: Mapping[str, Any]) -> list[str]:
@@ -152,7 +150,7 @@ def _picture(topic: Topic, given: Mapping[str, Any]) -> list[str]:
 def _write_page(args: argparse.Namespace) -> int:
     from ..study import page
 
-    if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *OPTIONS)):
+    if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *PARAMETERS)):
         raise UsageError("--html writes a page with its own controls: leave TOPIC and all other options out")
     size = page.write(args.html)
     streams.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
