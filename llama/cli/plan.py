@@ -185,5 +185,6 @@ def text(facts: dict[str, Any]) -> str:
         sizes = (f"{other[key] / 1e9:.1f}" for key in ("weights", "per_gpu"))
         fewest = str(other["smallest"]["gpus"]) if other["smallest"] else "none"
         fits = "yes" if other["fits"] else "no"
-        compared.append((other["quantize"] or dtype, *sizes, fits, f"{other['largest_context']:,}", fewest))
+        context = f"{other['largest_context']:,}" if other["largest_context"] else "none"
+        compared.append((other["quantize"] or dtype, *sizes, fits, context, fewest))
     return f"{tables.table(rows)}\n{tables.table(compared, right=range(1, 6))}"
