@@ -628,7 +628,7 @@ def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
         others = [send(prompt=text + " or", prompt_cache_key=key) for key in ("theirs", None, None)]
     assert [one["choices"][0]["text"] for one in found] == expected
     counts = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in [*found, *others]]
-    assert counts == [0, counts[1], 0, 0, 0]  # nobody learns what others have asked
+    assert counts == [0, counts[1], 0, 0, 0]  # the count tells nobody what others have asked
     assert counts[1] >= 16
 
 
