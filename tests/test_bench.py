@@ -174,8 +174,8 @@ def test_json_has_the_measurements_and_lines_have_the_keys_of_the_json(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "0"], "--batch: invalid number value: '0'"),
-        (["--batch", "1,2"], "run bench once for each setting"),
+        (["--batch", "0"], "--batch must be an integer of at least 1"),
+        (["--batch", "1,2"], "--batch: invalid int value"),
         (["--window", "9"], "--window needs --quality"),
         (["--quality", "--reps", "4"], "--reps only affects speed"),
         (["--quality", "--quantize", "int9"], "unknown quantization scheme 'int9'"),

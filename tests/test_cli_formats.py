@@ -185,7 +185,11 @@ def test_converted_checkpoints_run_and_have_equal_weights(clearllama: Run, meta:
 
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
-        ((str(meta), str(tmp_path / "x"), "--to", "gguf", "--modelfile"), 2, b"--modelfile was removed; for Ollama"),
+        (
+            (str(meta), str(tmp_path / "x"), "--to", "gguf", "--modelfile"),
+            2,
+            b"--modelfile; for Ollama, write a Modelfile",
+        ),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
         ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
         ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),

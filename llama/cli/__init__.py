@@ -39,11 +39,17 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
 }
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-# Options that were removed -> what to do instead
-REMOVED = dict.fromkeys(
-    ("--gpu-flops", "--gpu-link", "--gpu-network", "--gpus-per-host", "--tensor-parallel", "--pipeline-parallel"),
-    "; plan divides the bytes evenly over the GPUs, and computes with their bandwidth only",
-)
+# (command, option that was removed) -> what to do instead
+REMOVED = {
+    **dict.fromkeys(
+        [("plan", f"--{name}") for name in ("gpu-flops", "gpu-link", "gpu-network", "gpus-per-host")]
+        + [("plan", f"--{name}-parallel") for name in ("tensor", "pipeline")],
+        "plan divides the bytes evenly over the GPUs, and computes with their bandwidth only",
+    ),
+    ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
+    ("bench", "--profile"): "run llama.generate under torch.profiler",
+    ("convert", "--modelfile"): "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -104,7 +110,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if option is None:
             hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") else ""
         else:
-            hint = REMOVED.get(option) or _similar(option, command._option_string_actions)
+            removed = REMOVED.get((args.command, option))
+            hint = f"; {removed}" if removed else _similar(option, command._option_string_actions)
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from ..checks import integer
 from ..errors import UsageError
-from . import arguments, loading, quality, streams
+from . import arguments, loading, quality, streams, tables
 
-# Options that only affect speed, with their defaults. --quality refuses them.
-SPEED = {"compile": False, "batch": 1, "prompt_tokens": 512, "new_tokens": 64, "reps": 3}
+# Counts, with their defaults and help. They only affect speed, so --quality refuses them.
+COUNTS = {
+    "batch": (1, "sequences at once"),
+    "prompt_tokens": (512, "tokens per prompt"),
+    "new_tokens": (64, "decoding steps"),
+    "reps": (3, "repetitions"),
+}
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -24,31 +29,22 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     arguments.add_model_options(parser)
     group = parser.add_argument_group("what is measured")
-    group.add_argument("--batch", type=number, metavar="N", help="sequences at once (default: %(default)s)")
-    group.add_argument("--prompt-tokens", type=number, metavar="N", help="tokens per prompt (default: %(default)s)")
-    group.add_argument("--new-tokens", "-n", type=number, metavar="N", help="decoding steps (default: %(default)s)")
-    group.add_argument("--reps", type=number, metavar="N", help="repetitions (default: %(default)s)")
-    group.add_argument("--profile", help=argparse.SUPPRESS)
+    for name, (default, about) in COUNTS.items():
+        options = [arguments.option(name)] + ["-n"] * (name == "new_tokens")
+        group.add_argument(*options, type=int, default=default, metavar="N", help=f"{about} (default: %(default)s)")
     quality.add_options(parser)
     arguments.add_rope_options(parser)
     arguments.add_output_options(parser, json="one JSON object")
-    parser.set_defaults(run=run, **SPEED)
-
-
-def number(text: str) -> int:
-    """An integer of at least 1. Lists of settings were removed."""
-    if "," in text:
-        raise argparse.ArgumentTypeError(f"expected one number, got {text!r:.80}; run bench once for each setting")
-    return integer("the number", int(text))
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.profile is not None:
-        raise UsageError("--profile was removed; run llama.generate under torch.profiler to profile a model")
+    for name, (default, _) in COUNTS.items():
+        count = integer(arguments.option(name), getattr(args, name))
+        if args.quality is not None and (count != default or args.compile):
+            option = "--compile" if args.compile else arguments.option(name)
+            raise UsageError(f"{option} only affects speed; leave it out with --quality")
     if args.quality is not None:
-        for name, default in SPEED.items():
-            if getattr(args, name) != default:
-                raise UsageError(f"{arguments.option(name)} only affects speed; leave it out with --quality")
         return quality.run(args)
     if args.window is not None:
         raise UsageError("--window needs --quality")
@@ -71,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         streams.write_json(result)
-        return 0
-    for key, value in result.items():
-        streams.write(f"{key:<18} {value}\n")
+    else:
+        streams.write(tables.table((key, str(value)) for key, value in result.items()))
     return 0

@@ -9,13 +9,13 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import arguments, streams
+from . import streams, tables
 
 if TYPE_CHECKING:
     from ..study.bugs.base import Bug
+    from ..study.topics.base import Topic
 
 NAMES = ("bugs", "errata")  # the topic, and its former name
-OWN = ("command", "topic", "exercise", "quiz", "seed", "checks", "json", "quiet", "debug", "run")  # accepted arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,19 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="with --quiz: shuffle the exercises (default: in order)")
 
 
-def refuse_elsewhere(args: argparse.Namespace) -> None:
-    """Raise UsageError if arguments of the topic bugs are passed to another topic, or without a topic."""
-    if args.topic not in NAMES and (args.quiz or args.seed is not None or args.exercise is not None):
-        raise UsageError("EXERCISE, --quiz and --seed belong to the topic bugs: clearllama study bugs")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, topic: Topic) -> int:
     from ..study import bugs, report
-    from ..study.topics import find
 
-    for name, value in vars(args).items():
-        if name not in OWN and value is not None and value is not False:
-            raise UsageError(f"study bugs does not accept {arguments.option(name)}")
     if args.seed is not None and not args.quiz:
         raise UsageError("--seed needs --quiz")
     chosen = list(bugs.BUGS.values()) if args.exercise is None else [bugs.find(args.exercise)]
@@ -47,16 +37,15 @@ def run(args: argparse.Namespace) -> int:
     if args.exercise is not None:
         return show(args, chosen[0])
     if args.checks or args.json:
-        checked = find("bugs").report()
+        checked = topic.report()
         if args.json:
             streams.write_json({"exercises": [facts(bug) for bug in chosen], **report.as_dict(checked)})
         else:
             streams.write(report.text(checked, checks=True))
         return 0 if checked.passed else 1
     for theme, entries in bugs.BUGS.themes.items():
-        streams.write(f"{theme}\n")
-        for bug in entries:
-            streams.write(f"  {bugs.number(bug):>2}  {bug.name:<16}  {bug.code}\n")
+        rows = [("", str(bugs.number(bug)), bug.name, bug.code) for bug in entries]
+        streams.write(f"{theme}\n{tables.table(rows, right=[1])}")
     streams.info(args, "clearllama study bugs 1 shows the first exercise; --quiz asks them one by one")
     return 0
 
@@ -119,19 +108,18 @@ def question(bug: Bug) -> str:
     from ..study import bugs
 
     title = f"bugs {bugs.number(bug)} of {len(bugs.BUGS)}, {bug.name}: {bugs.theme(bug)}\n"
-    return title + labelled(("line", bug.line), ("predict", bug.predict))
+    return title + labelled(line=bug.line, predict=bug.predict)
 
 
 def answer(bug: Bug) -> str:
     """What the line computes, and its repair."""
     from ..study.report import Table, table_lines
 
-    table = table_lines(Table("evidence", ("", "this line", "right"), bug.evidence()))
-    repair = labelled(("find", bug.ask), ("repair", bug.right), ("why", bug.why))
-    return "\n" + "".join(f"{line}\n" for line in table) + "\n" + repair
+    table = "\n".join(table_lines(Table("evidence", ("", "this line", "right"), bug.evidence())))
+    return f"\n{table}\n\n" + labelled(find=bug.ask, repair=bug.right, why=bug.why)
 
 
-def labelled(*parts: tuple[str, str]) -> str:
-    """Wrap labelled texts to 100 columns."""
-    lines = [textwrap.wrap(f"{label:<9}{text}", 98, subsequent_indent=" " * 9) for label, text in parts]
-    return "".join(f"  {line}\n" for part in lines for line in part)
+def labelled(**texts: str) -> str:
+    """Texts with their labels, wrapped to 100 columns."""
+    lines = (f"  {label:<9}{text}" for label, text in texts.items())
+    return "".join(textwrap.fill(line, 100, subsequent_indent=" " * 11) + "\n" for line in lines)

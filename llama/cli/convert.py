@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
 from . import arguments, streams
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("--quantize", metavar="KIND", help="with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp")
     add_writing_options(parser)
-    parser.add_argument("--modelfile", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -37,18 +37,11 @@ def run(args: argparse.Namespace) -> int:
     from ..hub import resolve
     from ..tools.convert import convert
 
-    if args.modelfile:
-        raise UsageError(
-            "--modelfile was removed; for Ollama, write a Modelfile with the line FROM ./FILE.gguf and the TEMPLATE of"
-            " a chat model"
-        )
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
     source = resolve(args.source, args.quiet)
-    with streams.progress(args.quiet, "weight") as show:
-        proof = convert(
-            source, args.target, args.to, dtype=dtype, quantize=args.quantize, progress=show, **writing_options(args)
-        )
-    write_proof(args, proof, {})
+    with writing(args) as options:
+        proof = convert(source, args.target, args.to, dtype=dtype, quantize=args.quantize, **options)
+    write_proof(args, proof)
     return 0
 
 
@@ -65,13 +58,16 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
     arguments.add_output_options(parser, json="the result as one JSON object")
 
 
-def writing_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Their values as keyword arguments of tools.convert and tools.quantize."""
+@contextlib.contextmanager
+def writing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Their values and a progress bar, as keyword arguments of tools.convert and tools.quantize."""
+    template = arguments.chat_template(args)
     options = {"shards": args.shards, "adapters": args.adapter, "tokenizer": args.tokenizer, "force": args.force}
-    return {**options, "chat_template": arguments.chat_template(args)}
+    with streams.progress(args.quiet, "weight") as show:
+        yield {**options, "chat_template": template, "progress": show}
 
 
-def write_proof(args: argparse.Namespace, proof: Proof, more: dict[str, object]) -> None:
+def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> None:
     """Write the result. more: further keys of the JSON object."""
     for warning in proof.warnings:
         streams.info(args, f"warning: {warning}")

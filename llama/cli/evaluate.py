@@ -78,16 +78,11 @@ def run(args: argparse.Namespace) -> int:
         tasks = harness.load_tasks(names, args.include_path)
     llm = loading.load(args)
     about = {"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize}
-    options = ("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction")
+    about["adapters"] = list(llm.adapters)
+    names = ["batch_size", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"]
+    options = {name: getattr(args, name) for name in names}
     with captured(args.quiet), streams.progress(args.quiet, "req") as show:
-        results = harness.evaluate(
-            llm,
-            tasks,
-            batch_size=args.batch_size,
-            model_args={**about, "adapters": list(llm.adapters)},
-            progress=show,
-            **{name: getattr(args, name) for name in options},
-        )
+        results = harness.evaluate(llm, tasks, model_args=about, progress=show, **options)
     samples = results.pop("samples")
     if args.output is not None:
         for task, rows in samples.items() if args.log_samples else ():
@@ -96,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         streams.write_file(args.output, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     if args.json:
         streams.write_json(results)
-        return 0
-    streams.write(make_table(results))
-    if results.get("groups"):
-        streams.write("\n" + make_table(results, "groups"))
+    else:
+        streams.write(make_table(results))
+        if results.get("groups"):
+            streams.write("\n" + make_table(results, "groups"))
     return 0
 
 

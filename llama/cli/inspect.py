@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from ..checks import integer
@@ -10,8 +11,8 @@ from ..config import LARGEST_SIZE
 from ..hub import default_model
 from . import arguments, streams, tables
 
-BOUNDS = {"context": LARGEST_SIZE, "batch": 4096}  # what a configuration and `generate --batch-size` accept
 LONGEST = 100  # characters of a list on one line
+UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -34,9 +35,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, most in BOUNDS.items():
-        if getattr(args, name) is not None:
-            integer(f"--{name}", getattr(args, name), 1, most)
+    integer("--batch", args.batch, 1, 4096)
+    if args.context is not None:
+        integer("--context", args.context, 1, LARGEST_SIZE)
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
     from ..tools.model_facts import model_facts
@@ -46,38 +47,30 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         streams.write_json(facts)
     else:
-        rows = []
-        for name, value in facts.items():
-            first, *more = lines(name, value)
-            rows += [(name.replace("_", " "), first), *(("", line) for line in more)]
-        streams.write(tables.table(rows))
+        streams.write(tables.table(row for name, value in facts.items() for row in rows(name, value)))
     return 1 if facts["mismatches"] else 0
 
 
-def lines(name: str, value: Any) -> list[str]:
-    """A fact as text: one line, or a line for each entry of a long one."""
+def rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """A fact as a row of the table, or as a row for each entry of a long one."""
+    lines = [text(name, value)]
     if isinstance(value, dict):
-        cells = [f"{key}{':' * (' ' in key)} {text(name, entry)}".strip() for key, entry in value.items()]
-        return cells if len(", ".join(cells)) > LONGEST else [", ".join(cells) or "none"]
-    if isinstance(value, list | tuple):
-        return [str(entry) for entry in value] or ["none"]
-    return [text(name, value)]
+        lines = [f"{key}{':' * (' ' in key)} {text(name, entry)}".strip() for key, entry in value.items()]
+        if len(joined := ", ".join(lines)) <= LONGEST:
+            lines = [joined]
+    elif isinstance(value, list | tuple):
+        lines = list(map(str, value))
+    for i, line in enumerate(lines or [""]):
+        yield "" if i else name.replace("_", " "), line or "none"
 
 
 def text(name: str, value: Any) -> str:
-    """A single value as text, with thousands separators and the unit."""
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
+    """A single value as text, with thousands separators and the unit. A MB has 1,000,000 bytes."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int) and name.endswith("_bytes"):
-        return bytes_text(value)
+        unit, size = next(((unit, size) for unit, size in UNITS.items() if value >= size), ("bytes", 1))
+        return f"{value / size:,.{int(size > 1)}f} {unit}"
     if isinstance(value, int | float):
         return f"{value:,.15g}" + " tokens" * (name in ("max_seq_len", "sliding_window"))
-    return str(value)
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes with a unit: 1500000 -> '1.5 MB'. A MB has 1,000,000 bytes, as in the sizes of downloads."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} bytes"
+    return "none" if value is None else str(value)

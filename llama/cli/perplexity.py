@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checks import integer
 from ..errors import UsageError
 from . import arguments, loading, streams
 
 if TYPE_CHECKING:
-    from ..model import Transformer
     from ..text import Llama
 
 
@@ -35,50 +34,41 @@ def add_parser(commands: arguments.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     text = streams.read_stdin() if str(args.text) == "-" else streams.read_text(args.text)
     llm = loading.load(args)
-    window, tokens, parts = split(args, llm, text, str(args.text), llm.model.max_seq_len)
-    total = sum(nats(args, llm.model, parts, "perplexity"))
-    predicted = sum(len(part) - 1 for part in parts)
-    facts = {
-        "model": args.model,
-        "text": str(args.text),
-        "tokens": tokens,
-        "predicted": predicted,
-        "window": window,
-        "nats_per_token": total / predicted,
-        "bits_per_byte": total / math.log(2) / len(text.encode()),
-        "perplexity": math.exp(total / predicted),
-    }
+    facts, parts = split(args, llm, text, args.text, llm.model.max_seq_len)
+    total, predicted = sum(nats(args, llm, parts, "perplexity")), facts["predicted"]
+    facts["nats_per_token"] = total / predicted
+    facts["bits_per_byte"] = total / math.log(2) / len(text.encode())
+    facts["perplexity"] = math.exp(total / predicted)
     if args.json:
         streams.write_json(facts)
     else:
         streams.write(
-            f"perplexity {facts['perplexity']:.4f} over {predicted:,} tokens, {len(parts)} windows of {window:,};"
-            f" {facts['bits_per_byte']:.4f} bits per byte\n"
+            f"perplexity {facts['perplexity']:.4f} over {predicted:,} tokens, {len(parts)} windows of"
+            f" {facts['window']:,}; {facts['bits_per_byte']:.4f} bits per byte\n"
         )
     return 0
 
 
 # ------------------------------------------------------------------------------------- shared with bench --quality
 def split(
-    args: argparse.Namespace, llm: Llama, text: str, source: str, default: int
-) -> tuple[int, int, list[list[int]]]:
-    """Split a text into windows of --window tokens: (tokens of a window, of the text, the windows).
-
-    Raises UsageError if --window exceeds the context, or if the text is too short.
-    """
+    args: argparse.Namespace, llm: Llama, text: str, path: Path, default: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Split a text into windows of --window tokens: (facts about the text, the windows)."""
     from ..tools.evaluate import windows
 
     longest = llm.model.max_seq_len
     window = min(default, longest) if args.window is None else integer("--window", args.window, 2, longest)
     tokens, parts = windows(llm.tokenizer, text, window)
     if not parts:
-        raise UsageError(f"{source} has {tokens} tokens; perplexity needs at least 2")
-    return window, tokens, parts
+        raise UsageError(f"{path} has {tokens} tokens; perplexity needs at least 2")
+    predicted = sum(len(part) - 1 for part in parts)
+    facts = {"model": args.model, "text": str(path), "tokens": tokens, "predicted": predicted, "window": window}
+    return facts, parts
 
 
-def nats(args: argparse.Namespace, model: Transformer, parts: list[list[int]], label: str) -> list[float]:
+def nats(args: argparse.Namespace, llm: Llama, parts: list[list[int]], label: str) -> list[float]:
     """-log p of each window in nats, with a progress bar."""
     from ..tools import evaluate
 
     with streams.progress(args.quiet, "tok") as show:
-        return evaluate.nats(model, parts, lambda done, total: show(label, done, total))
+        return evaluate.nats(llm.model, parts, lambda done, total: show(label, done, total))

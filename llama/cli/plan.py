@@ -67,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
     name, config, checkpoint = architecture(args.model)
     if checkpoint is None and not args.model.endswith(("/", ".json", name)):
         streams.info(args, f"no file or folder {args.model!r} here; the shapes are those of {name}")
-    on_cpu = gpu.name == "cpu"
-    dtype = args.dtype or (str(pick_dtype(None, torch.device("cpu"))).removeprefix("torch.") if on_cpu else "bfloat16")
+    on_cpu, dtype = gpu.name == "cpu", args.dtype or "bfloat16"
+    if on_cpu and not args.dtype:
+        dtype = str(pick_dtype(None, torch.device("cpu"))).removeprefix("torch.")
     size = plan.DTYPE_BYTES[dtype]
     stored = None if checkpoint is None else stored_bits(checkpoint, 8 * size, on_cpu)
     weights: dict[str | None, Bits] = {AS_STORED: stored} if stored else {}
@@ -77,16 +78,11 @@ def run(args: argparse.Namespace) -> int:
     kind = AS_STORED if stored and not (args.quantize or args.dtype) else args.quantize
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     request = plan.Run(config, weights[kind], args.batch, context, count, size, args.kv_cache)
-    found = plan.plan(request, gpu, weights)
-    facts = {
-        "model": name,
-        "dtype": dtype,
-        "quantize": kind,
-        "stored": list(stored.types) if stored else None,
-        "stored_bits": 8 * found["alternatives"][0]["weights"] / config.n_params if stored else None,
-        "dequantized": list(stored.dequantized) if stored else [],
-        **found,
-    }
+    facts: dict[str, Any] = {"model": name, "dtype": dtype, "quantize": kind}
+    facts |= {"stored": None, "stored_bits": None, "dequantized": [], **plan.plan(request, gpu, weights)}
+    if stored:
+        bits = 8 * facts["alternatives"][0]["weights"] / config.n_params
+        facts |= {"stored": list(stored.types), "stored_bits": bits, "dequantized": list(stored.dequantized)}
     if args.json:
         streams.write_json(facts)
     else:
@@ -152,28 +148,26 @@ def text(facts: dict[str, Any]) -> str:
     from ..tools.plan import REACHED
 
     gpu, dtype, decode = facts["gpu"], facts["dtype"], facts["decode"]
-    batch, tokens, longest, most = (facts[key] for key in ("batch", "context", "largest_context", "largest_batch"))
+    batch, tokens, longest = facts["batch"], facts["context"], facts["largest_context"]
     size = {name: f"{count / 1e9:.2f}" for name, count in facts["memory"].items()}
-    keys = "int8" if facts["kv_cache"] == "int8" else dtype
+    keys = dtype if facts["kv_cache"] == "model" else facts["kv_cache"]
     weights = facts["quantize"] or dtype
     if facts["stored"]:
         weights += f" (file: {', '.join(facts['stored'])}, {facts['stored_bits']:.1f} bits per weight)"
     if facts["quantize"] == AS_STORED and facts["dequantized"]:
         weights += f"; a GPU dequantizes {', '.join(facts['dequantized'])}"
+    fits = f"no, at most {batch:,} x {longest:,} tokens" if longest else "no"
     if facts["fits"]:
-        fits = f"yes, up to {most:,} x {tokens:,} or {batch:,} x {longest:,} tokens"
-    else:
-        fits = f"no, at most {batch:,} x {longest:,} tokens" if longest else "no"
+        fits = f"yes, up to {facts['largest_batch']:,} x {tokens:,} or {batch:,} x {longest:,} tokens"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, {facts['layers']} layers"),
         ("run", f"{batch:,} x {tokens:,} tokens; the model was trained for {facts['max_seq_len']:,}"),
         ("weights", weights),
         ("keys, values", f"{keys}, {facts['kv_heads']} heads for {facts['heads']} of queries"),
         ("GPUs", f"{facts['gpus']} x {gpu['name']}, {size['of']} GB ({gpu['source']})"),
-        ("memory", f"{size['total']} of {size['of']} GB on each GPU"),
-        ("", ", ".join(f"{name.replace('_', ' ')} {size[name]}" for name in list(size)[:4])),
+        ("memory", f"{size.pop('total')} of {size.pop('of')} GB on each GPU"),
+        ("", ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in size.items())),
         ("fits", fits),
-        ("fewest GPUs", str(facts["smallest"]["gpus"]) if facts["smallest"] else "none"),
     ]
     if decode:
         read, cache, rate = facts["weights_read"], facts["memory"]["kv_cache"], gpu["bandwidth"]
@@ -186,8 +180,9 @@ def text(facts: dict[str, Any]) -> str:
         rows.append(("speed", "not estimated: add --gpu-bandwidth"))
     compared = [("weights", "all, GB", "per GPU, GB", "fits", "longest context", "fewest GPUs")]
     for other in facts["alternatives"]:
-        few, context = other["smallest"], other["largest_context"]
         sizes = (f"{other[key] / 1e9:.1f}" for key in ("weights", "per_gpu"))
-        numbers = (f"{context:,}" if context else "none", str(few["gpus"]) if few else "none")
-        compared.append((other["quantize"] or dtype, *sizes, "yes" if other["fits"] else "no", *numbers))
+        fewest = str(other["smallest"]["gpus"]) if other["smallest"] else "none"
+        fits = "yes" if other["fits"] else "no"
+        context = f"{other['largest_context']:,}" if other["largest_context"] else "none"
+        compared.append((other["quantize"] or dtype, *sizes, fits, context, fewest))
     return f"{tables.table(rows)}\n{tables.table(compared, right=range(1, 6))}"

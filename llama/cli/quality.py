@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from . import loading, perplexity, streams
+from . import loading, perplexity, streams, tables
 
 SHIPPED = Path("held-out.txt")  # next to the model of the study
 GOALS = {8: 0.5, 4: 6.0}  # bits -> largest acceptable rise of perplexity in percent
@@ -33,43 +33,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure each scheme and write the results. Raises UsageError for a text that is too short."""
+    """Measure each scheme and write the results."""
     from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
 
-    names = [None if name == "none" else name for name in (args.quantize or "int8,int4").split(",")]
-    schemes = {name: None if name is None else pick_scheme(name) for name in names}
+    names = (args.quantize or "int8,int4").split(",")
+    schemes = {name: None if name == "none" else pick_scheme(name) for name in names}
     path = tiny_folder() / SHIPPED if args.quality == SHIPPED else args.quality
     text = streams.read_text(path)
     llm = loading.load(argparse.Namespace(**{**vars(args), "dtype": "float32", "quantize": None}))
-    window, tokens, parts = perplexity.split(args, llm, text, str(path), WINDOW)
-    predicted = sum(len(part) - 1 for part in parts)
-    streams.info(args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}")
-    base = perplexity.nats(args, llm.model, parts, "float32")
-    facts: dict[str, Any] = {
-        "model": args.model,
-        "text": str(path),
-        "tokens": tokens,
-        "predicted": predicted,
-        "window": window,
-        "float32": math.exp(sum(base) / predicted),
-        "schemes": [],
-    }
-    if not args.json:
-        streams.write(row("weights", dict(zip(COLUMNS, COLUMNS, strict=True))))
-        streams.write(row("float32", {"perplexity": facts["float32"]}))
+    facts, parts = perplexity.split(args, llm, text, path, WINDOW)
+    predicted = facts["predicted"]
+    streams.info(args, f"{path.name}: {facts['tokens']:,} tokens in {len(parts)} windows of {facts['window']}")
+    exact = perplexity.nats(args, llm, parts, "float32")
+    facts |= {"float32": math.exp(sum(exact) / predicted), "schemes": []}
+    rows: list[tuple[str, ...]] = [("weights", *COLUMNS), ("float32", f"{facts['float32']:.4f}", "", "", "", "")]
     for name, scheme in schemes.items():
         del llm  # so that memory holds one model
-        llm = loading.load(argparse.Namespace(**{**vars(args), "quantize": name}))
-        nats = perplexity.nats(args, llm.model, parts, name or "none")
-        found = {"quantize": name, "dtype": loading.dtype_name(llm.model), **compare(base, nats, predicted)}
-        goal = None if scheme is None else GOALS[scheme.format.bits]
+        llm = loading.load(argparse.Namespace(**{**vars(args), "quantize": scheme and name}))
+        found = compare(exact, perplexity.nats(args, llm, parts, name), predicted)
+        goal = scheme and GOALS[scheme.format.bits]
         found |= {"goal_percent": goal, "met": goal and found["change_percent"] <= goal}
-        facts["schemes"].append(found)
-        if not args.json:
-            streams.write(row(name or "none", found))
+        facts["schemes"].append({"quantize": scheme and name, "dtype": loading.dtype_name(llm.model), **found})
+        cells = [found[column] for column in COLUMNS]
+        texts = ("" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        rows.append((name, *texts))
     if args.json:
         streams.write_json(facts)
+    else:
+        streams.write(tables.table(rows, right=range(1, len(rows[0]))))
     return 0
 
 
@@ -89,11 +81,3 @@ def compare(exact: list[float], other: list[float], predicted: int) -> dict[str,
         "change_percent": 100 * (ratio - 1),
         "stderr_percent": None if error is None else 100 * ratio * error,
     }
-
-
-def row(weights: str, facts: dict[str, Any]) -> str:
-    """A line of the table, whose columns are keys of the facts."""
-    cells = [facts.get(name) for name in COLUMNS]
-    texts = ["" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells]
-    padded = [text.rjust(len(name)) for text, name in zip(texts, COLUMNS, strict=True)]
-    return "  ".join([f"{weights:<10}", *padded]).rstrip() + "\n"

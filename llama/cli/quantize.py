@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, convert, streams
+from . import arguments, convert, streams, tables
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -36,14 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
     source, started = resolve(args.source, args.quiet), time.perf_counter()
     before = sum(open_checkpoint(source).parts.values())
-    with streams.progress(args.quiet, "weight") as show:
-        proof = quantize(source, args.target, args.scheme, progress=show, **convert.writing_options(args))
+    with convert.writing(args) as options:
+        proof = quantize(source, args.target, args.scheme, **options)
     after = sum(open_checkpoint(proof.path).parts.values())
-    seconds = time.perf_counter() - started
-    streams.info(
-        args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme}) in {seconds:.1f} s"
-    )
-    convert.write_proof(args, proof, {"scheme": args.scheme, "bytes_before": before, "bytes_after": after})
+    sizes, seconds = f"{before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB", time.perf_counter() - started
+    streams.info(args, f"quantized {sizes} of weights ({args.scheme}) in {seconds:.1f} s")
+    convert.write_proof(args, proof, scheme=args.scheme, bytes_before=before, bytes_after=after)
     return 0
 
 
@@ -54,7 +52,7 @@ def show_schemes(as_json: bool) -> int:
     facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
     if as_json:
         streams.write_json(facts)
-        return 0
-    for name, fact in facts.items():
-        streams.write(f"{name:<14} {fact['bits_per_weight']:>5.2f} bits per weight   {fact['about']}\n")
+    else:
+        rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
+        streams.write(tables.table(rows, right=[1]))
     return 0

@@ -58,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
         integer(option, getattr(args, option[2:]), low, high)
     key, local = api_key(args.api_key), is_loopback(args.host)
     if not local and key is None and not args.no_auth:
-        raise UsageError(
-            f"--host {args.host} lets other machines connect, which needs an API key: set --api-key FILE or {KEY}, or"
-            " allow access without a key with --no-auth"
-        )
+        raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
     llm = loading.load(args)
     if args.chat_format != "auto":
@@ -73,10 +70,9 @@ def run(args: argparse.Namespace) -> int:
     )
     server = uvicorn.Server(configuration(app, args.parallel + args.queue))
     host, port = listener.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect
-    streams.info(
-        args, f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C stops the server"
-    )
+    streams.info(args, f"serving {name} at http://{address}/v1; Ctrl-C stops the server")
     try:
         server.run([listener])
     finally:
@@ -91,11 +87,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        return listener
     except (OSError, UnicodeError) as error:
-        raise UsageError(
-            f"can't listen on --host {host} --port {port}: {error}; --port 0 chooses a free port"
-        ) from None
-    return listener
+        raise UsageError(f"can't listen on --host {host} --port {port}: {error}; --port 0 finds a free port") from None
 
 
 def is_loopback(host: str) -> bool:
@@ -108,10 +102,8 @@ def is_loopback(host: str) -> bool:
 
 def api_key(path: str | None) -> str | None:
     """The key in a file or in the environment. Raises UsageError for an empty one."""
-    key = os.environ.get(KEY) if path is None else streams.read_text(Path(path))
-    if key is None:
-        return None
-    key = key.strip()
-    if not key or not key.isascii() or not key.isprintable():
+    text = os.environ.get(KEY) if path is None else streams.read_text(Path(path))
+    key = text and text.strip()
+    if key is not None and not (key and key.isascii() and key.isprintable()):
         raise UsageError(f"{path or KEY}: expected a key of printable ASCII characters")
     return key

@@ -57,9 +57,6 @@ def run(args: argparse.Namespace) -> int:
     vector = steering.control_vector(llm.model, pairs)
     vector.write(args.output)
     streams.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
-    mean = f", the mean of {len(pairs)} pairs" if len(pairs) > 1 else ""
-    count, last = len(vector.directions), max(vector.directions)
-    streams.write(
-        f"{args.output}: {count} directions of {llm.model.config.dim} numbers, for layers 1 to {last}{mean}\n"
-    )
+    count, dim, last = len(vector.directions), llm.model.config.dim, max(vector.directions)
+    streams.write(f"{args.output}: {count} directions of {dim} numbers, for layers 1 to {last}\n")
     return 0

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import arguments, bugs, streams
+from . import arguments, bugs, streams, tables
 
-# option -> keyword argument of a topic's report
-OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
-    name: name for name in ("model", "text", "length", "windows", "methods", "output", "dtype")
+if TYPE_CHECKING:
+    from ..study.figure import Figure
+    from ..study.topics.base import Topic
+
+# Parameters of some topics. option: (keyword argument of the topic's report, type, metavar, help)
+PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
+    "head_dim": ("head_dim", int, "D", "dimension of a head"),
+    "rope_theta": ("theta", float, "T", "base of the rotary frequencies"),
+    "context": ("context", int, "N", "trained context length in tokens"),
+    "rope_factor": ("factor", float, "S", "extend the context S times"),
+    "model": (
+        "model",
+        str,
+        "PATH_OR_NAME",
+        "the checkpoint to take the settings from (scale, wavelengths, clock), or the model to run (heads and ppl;"
+        " default: tiny-kjv, which comes with the package)",
+    ),
+    "text": ("text", Path, "FILE", "a long text (heads and ppl; default: the test text of tiny-kjv)"),
+    "length": ("length", int, "N", "tokens per window (default: 8 times the trained length)"),
+    "windows": ("windows", int, "N", "number of windows (default: 6)"),
+    "methods": (
+        "methods",
+        lambda text: tuple(text.split(",")),
+        "LIST",
+        "comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
+        " when the text grows, dynamic uses the frequencies of the new length for the new tokens only, and"
+        " dynamic-whole computes all tokens again with them",
+    ),
+    "output": ("output", Path, "FILE.csv", "save the results of each window; the next run resumes after the last one"),
+    "dtype": ("dtype", str, "TYPE", "auto, float32, bfloat16, float16"),
 }
 
 
@@ -37,77 +65,52 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--checks", action="store_true", help="list the checks: each computed value, the expected value, PASS or FAIL"
     )
     group = parser.add_argument_group("parameters of some topics")
-    group.add_argument("--head-dim", type=int, metavar="D", help="dimension of a head")
-    group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
-    group.add_argument("--context", type=int, metavar="N", help="trained context length in tokens")
-    group.add_argument("--rope-factor", type=float, metavar="S", help="extend the context S times")
-    group.add_argument(
-        "--model",
-        "-m",
-        metavar="PATH_OR_NAME",
-        help="with the topics scale, wavelengths and clock: the checkpoint to take the settings from; with the topics"
-        " heads and ppl: the model to run (default: tiny-kjv, which comes with the package)",
-    )
-    group = parser.add_argument_group("perplexity against context length (TOPIC ppl) and attention (TOPIC heads)")
-    group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: the test text of tiny-kjv)")
-    group.add_argument(
-        "--length", type=int, metavar="N", help="tokens per window (default: 8 times the trained length)"
-    )
-    group.add_argument("--windows", type=int, metavar="N", help="number of windows (default: 6)")
-    group.add_argument(
-        "--methods",
-        type=lambda text: tuple(text.split(",")),
-        metavar="LIST",
-        help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " when the text grows, dynamic uses the frequencies of the new length for the new tokens only, and"
-        " dynamic-whole computes all tokens again with them",
-    )
-    group.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.csv",
-        help="save the results of each window; the next run resumes after the last one",
-    )
-    group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
+    for name, (_, kind, metavar, about) in PARAMETERS.items():
+        options = [arguments.option(name)] + ["-m"] * (name == "model")
+        group.add_argument(*options, type=kind, metavar=metavar, help=about)
     bugs.add_arguments(parser)
     arguments.add_output_options(parser, json="the report as one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..study import figure as figures
+    from ..study import report as reports
     from ..study import topics
 
-    bugs.refuse_elsewhere(args)
-    if args.topic in bugs.NAMES:
-        return bugs.run(args)
     if args.html is not None:
         return _write_page(args)
     if args.which is not None and args.figure is None:
         raise UsageError("--which needs --figure FILE")
+    if args.topic not in bugs.NAMES and (args.quiz or (args.exercise, args.seed) != (None, None)):
+        raise UsageError("EXERCISE, --quiz and --seed belong to the topic bugs: clearllama study bugs")
+    values = {keyword: getattr(args, name) for name, (keyword, *_) in PARAMETERS.items()}
+    given = {keyword: value for keyword, value in values.items() if value is not None}
     if args.topic is None:
-        for option in ("figure", "json", *OPTIONS):
-            if getattr(args, option):
-                raise UsageError(f"{arguments.option(option)} needs a TOPIC: one of {', '.join(topics.TOPICS)}")
+        if given or args.json or args.figure is not None:
+            raise UsageError(f"--figure, --json and parameters need a TOPIC: one of {', '.join(topics.TOPICS)}")
         if args.figures is not None:
-            return _draw_all(args, list(topics.TOPICS), {})
-        for name, question in topics.TOPICS.items():
-            streams.write(f"{name:<12} {question}\n")
+            _draw_all(args, topics.TOPICS, {})
+        else:
+            streams.write(tables.table(topics.TOPICS.items()))
         return 0
     topic = topics.find(args.topic)
-    from ..study import report as reports
-    from ..study.topics.base import options_of
-
-    given = {OPTIONS[name]: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     _check_options(args.topic, given, topic.report)
-    if "progress" in options_of(topic.report) and not args.quiet:
-        given["progress"] = _progress()
-    if args.figures is not None:
-        _draw_all(args, [args.topic], given)
+    if args.figure is not None or args.figures is not None:
+        if not topic.figures:
+            raise UsageError(f"study {args.topic} has no figure")
+        figure = topic.figure(args.which)
     if args.figure is not None:
-        figure = _figure(args, topic)
-    report = topic.report(**given)
-    if args.figure is not None:
-        _draw(args, figure, args.figure, given)
+        figures.check(args.figure)
+    if args.topic in bugs.NAMES:
+        return bugs.run(args, topic)
+    with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
+        given |= _accepted(topic.report, {"progress": show})
+        if args.figures is not None:
+            _draw_all(args, [args.topic], given)
+        report = topic.report(**given)
+        if args.figure is not None:
+            _draw(args, figure, args.figure, given)
     if args.json:
         streams.write_json(reports.as_dict(report))
     else:
@@ -117,89 +120,58 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed or not report.checks else 1  # a report without checks has not failed
 
 
-def _picture(topic: Any, given: dict[str, Any]) -> list[str]:
-    """The first figure of the topic that can be drawn with characters; [] if there is none."""
+def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function has."""
     from ..study.topics.base import options_of
 
+    return {keyword: given[keyword] for keyword in options_of(function) if keyword in given}
+
+
+def _check_options(topic: str, given: Mapping[str, Any], report: Callable[..., Any]) -> None:
+    """Raise UsageError for an option that the topic does not accept; the message lists those it accepts."""
+    options = {keyword: arguments.option(name) for name, (keyword, *_) in PARAMETERS.items()}
+    accepted = _accepted(report, options)
+    for keyword in given:
+        if keyword not in accepted:
+            listed = ", ".join(accepted.values()) or "none"
+            raise UsageError(f"study {topic} does not accept {options[keyword]}; it accepts: {listed}")
+
+
+def _picture(topic: Topic, given: Mapping[str, Any]) -> list[str]:
+    """The first figure of the topic that can be drawn with characters; [] if there is none."""
     for figure in topic.figures:
         if figure.sketch is not None:
-            accepted = {key: value for key, value in given.items() if key in options_of(figure.data)}
-            lines: list[str] = figure.sketch(figure.data(**accepted))
-            return lines
+            return figure.sketch(figure.data(**_accepted(figure.data, given)))
     return []
 
 
 def _write_page(args: argparse.Namespace) -> int:
     from ..study import page
 
-    if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *OPTIONS)):
+    if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *PARAMETERS)):
         raise UsageError("--html writes a page with its own controls: leave TOPIC and all other options out")
     size = page.write(args.html)
     streams.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
     return 0
 
 
-def _figure(args: argparse.Namespace, topic: Any) -> Any:
-    """The figure of --which, or the first of the topic. Raises UsageError before anything is computed."""
+def _draw(args: argparse.Namespace, figure: Figure, file: Path, given: Mapping[str, Any]) -> None:
     from ..study import figure as figures
 
-    names = [figure.name for figure in topic.figures]
-    name = args.which or (names[0] if names else None)
-    if name not in names:
-        raise UsageError(f"study {args.topic} has no figure {name!r}; known: {', '.join(names) or 'none'}")
-    figures.check(args.figure)
-    return topic.figures[names.index(name)]
-
-
-def _draw(args: argparse.Namespace, figure: Any, file: Path, given: dict[str, Any]) -> None:
-    from ..study import figure as figures
-    from ..study.topics.base import options_of
-
-    accepted = {key: value for key, value in given.items() if key in options_of(figure.data)}
+    accepted = _accepted(figure.data, given)
     figures.save(figure, file, **accepted)
     ignored = ", ".join(key for key in given if key not in accepted and key != "progress")
     streams.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
 
 
-def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any]) -> int:
-    from ..study import figure as figures
+def _draw_all(args: argparse.Namespace, names: Iterable[str], given: Mapping[str, Any]) -> None:
     from ..study import topics
 
-    figures.check(Path("any.png"))
     try:
         args.figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--figures {args.figures}: {error.strerror}") from None
     for name in names:
-        for figure in topics.find(name).figures if name != "bugs" else ():
+        for figure in topics.find(name).figures:
             for ending in ("png", "csv"):
                 _draw(args, figure, args.figures / f"{figure.name}.{ending}", given)
-    return 0
-
-
-def _progress() -> Any:
-    """A function that updates a progress bar on stderr."""
-    from tqdm import tqdm
-
-    bar = tqdm(unit="tok", unit_scale=True, leave=False, disable=None)
-
-    def show(method: str, done: int, total: int) -> None:
-        bar.total = total
-        bar.set_description(method, refresh=False)
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return show
-
-
-def _check_options(topic: str, given: dict[str, Any], report: Any) -> None:
-    """Raise UsageError for an option that the topic does not accept; the message lists those it accepts."""
-    from ..study.topics.base import options_of
-
-    known = options_of(report)
-    options = {keyword: arguments.option(name) for name, keyword in OPTIONS.items()}
-    for keyword in given:
-        if keyword not in known:
-            accepted = ", ".join(options[name] for name in known if name in options) or "none"
-            raise UsageError(f"study {topic} does not accept {options[keyword]}; it accepts: {accepted}")

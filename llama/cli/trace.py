@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,31 +64,30 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     integer("--max-tokens", args.max_tokens)
-    files = [file for file in (args.html, args.json) if file not in (None, STDOUT)]
-    for file in files:
-        streams.check_file("--html" if file is args.html else "--json", file)
-    if len({file.resolve() for file in files}) < len(files):
-        raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
+    if args.html is not None and args.html == args.json:
+        raise UsageError(f"--html and --json both name {args.html}")
+    for option, file in (("--html", args.html), ("--json", args.json)):
+        if file not in (None, STDOUT):
+            streams.check_file(option, file)
     arguments.check_one_device(args, "trace")
     if args.sample and (args.text, args.prompt, args.file) != (None, None, None):
-        raise UsageError("--sample is the text, and a prompt was given too; leave one of them out")
+        raise UsageError("--sample is the text: leave the prompt out")
     from ..loader import with_rope
     from ..rope_scaling import reach
     from ..study import intervene, trace, trace_page
     from ..study.perplexity import scaling_of
 
     prompt, scaling = trace.SAMPLE if args.sample else streams.read_prompt(args), arguments.rope_scaling(args)
-    against = None
-    if args.against is not None:
-        if scaling is None:
-            raise UsageError("--against compares two scalings: add --rope-scaling, for example --rope-scaling yarn")
-        against = intervene.Intervention(scaling=scaling_of(args.against))
-    unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
-    unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None
-    llm = loading.load(unchanged)
+    if args.against is not None and scaling is None:
+        raise UsageError("--against compares two scalings: add --rope-scaling, for example --rope-scaling yarn")
+    against = args.against and intervene.Intervention(scaling=scaling_of(args.against))
+    # the RoPE options are interventions, so the model is loaded without them
+    unchanged = dict.fromkeys(("rope_scaling", "rope_factor", "rope_theta"))
+    llm = loading.load(argparse.Namespace(**{**vars(args), **unchanged}))
     config = llm.model.config
-    other = config if against is None else with_rope(config, against.scaling, None)
-    stretched = max(reach(with_rope(config, scaling, args.rope_theta)), reach(other))
+    stretched = reach(with_rope(config, scaling, args.rope_theta))
+    if against:
+        stretched = max(stretched, reach(with_rope(config, against.scaling, None)))
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
@@ -101,10 +99,7 @@ def run(args: argparse.Namespace) -> int:
     )
     ids = llm.tokenizer.encode_prompt(prompt)
     if len(ids) > args.max_tokens:
-        raise UsageError(
-            f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens} (attention maps grow with the"
-            " square of the length); shorten the text or raise --max-tokens"
-        )
+        raise UsageError(f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens}; raise it")
     traced = trace.trace(llm.model, ids, intervention, against)
     about = {"model": loading.model_name(args.model), "prompt": prompt, "dtype": loading.dtype_name(llm.model)}
     about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
@@ -112,18 +107,15 @@ def run(args: argparse.Namespace) -> int:
     if args.patch_from is not None:
         facts["patching"] = patching_facts(llm, args.patch_from, ids, intervention)
     if args.html is not None:
-        text = trace_page.render(facts, trace.packed_maps(traced.weights))
-        streams.write_file(args.html, text)
-        streams.info(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
-    facts_and_maps = facts if args.json is None else facts | {"attention": trace.attention_rows(traced.weights)}
-    if args.json == STDOUT:
-        streams.write_json(facts_and_maps)
-        return 0
+        streams.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
+        streams.info(args, f"{args.html}: open it in a browser")
     if args.json is not None:
-        streams.write_file(args.json, json.dumps(facts_and_maps, allow_nan=False) + "\n")
+        everything = facts | {"attention": trace.attention_rows(traced.weights)}
+        if args.json == STDOUT:
+            streams.write_json(everything)
+            return 0
+        streams.write_file(args.json, json.dumps(everything, allow_nan=False) + "\n")
     streams.write(trace.summary(facts))
-    if not files:
-        streams.info(args, "--html FILE writes a page for a browser")
     return 0
 
 

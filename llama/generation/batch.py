@@ -62,6 +62,7 @@ class Request(NamedTuple):
 
     prompt_logprobs  also return log-probabilities of the prompt's tokens; then no prefix is copied from another row
     cancelled        may be set by another thread: the request ends before the next step
+    owner            who sent it; `Started.cached` tells an owner only about prompts of their own
     """
 
     prompt: Sequence[int]
@@ -71,6 +72,7 @@ class Request(NamedTuple):
     constraint: Constraint | None = None
     prompt_logprobs: bool = False
     cancelled: Flag = NEVER
+    owner: object = None
 
 
 class Source(Protocol):
@@ -83,7 +85,7 @@ class Source(Protocol):
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
 # TokenEvents, Ended. A request that can't be run has only Ended.
 class Started(NamedTuple):
-    """The request has a slot. The keys of the first `cached` tokens of its prompt were already in the cache."""
+    """The request has a slot. The keys of the first `cached` tokens of its prompt were in the cache, from its owner."""
 
     number: int
     cached: int
@@ -135,6 +137,7 @@ class Slot:
         self.sequence: ActiveSequence | None = None
         self.nonfinite = False  # an error ended its sequence, so it may hold NaN
         self.used = 0  # the number of the request that used it last, from 1
+        self.owner: object = None  # of the request that used it last
 
     def shares(self, prompt: Sequence[int]) -> int:
         """The number of leading tokens of a prompt that it holds; 0 for a prefix that is not worth copying."""
@@ -245,8 +248,9 @@ class Batch:
         cached = 0 if request.prompt_logprobs or self.model.rope.by_length else source.shares(prompt)
         # The slot with the prefix if it is free, otherwise the least recently used one.
         slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
-        slot.used = number + 1
-        yield Started(number, cached)
+        own = cached if source.owner == request.owner else 0
+        slot.used, slot.owner = number + 1, request.owner
+        yield Started(number, own)
         if request.cancelled.is_set() or (room == 0 and not request.prompt_logprobs):
             yield Ended(number, None)
             return

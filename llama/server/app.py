@@ -27,7 +27,7 @@ from ..generation.answer import Piece
 from ..text import Llama
 from .connections import Limits
 from .engine import Engine
-from .requests import Call, UnknownModel, parse_body, parse_chat, parse_text
+from .requests import Call, UnknownModel, check_model, parse_body, parse_chat, parse_text
 from .responses import Choice, Spelling, header, merged, usage
 
 log = logging.getLogger(__name__)
@@ -54,39 +54,35 @@ class Server:
 
     def app(self, hosts: list[str] | None) -> Starlette:
         """The application. It accepts only `hosts` as values of the Host header; None accepts all."""
-        app = Starlette(
-            routes=[
-                Route("/health", self._counted(self.health, open_to_all=True)),
-                Route("/metrics", self._counted(self.metrics)),
-                Route("/v1/models", self._counted(self.models)),
-                Route("/v1/chat/completions", self._counted(self.chat), methods=["POST"]),
-                Route("/v1/completions", self._counted(self.text), methods=["POST"]),
-            ],
-            exception_handlers={HTTPException: _no_endpoint},
-        )
+        get = {"/health": self.health, "/metrics": self.metrics}
+        get |= {"/v1/models": self.models, "/v1/models/{id:path}": self.models}
+        post = {"/v1/chat/completions": self.chat, "/v1/completions": self.text}
+        routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
+        routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
         app.router.redirect_slashes = False  # a redirection would use the address in the client's request
         app.add_middleware(OneLength)
         if hosts is not None:  # against DNS rebinding: a host name of a web page that resolves to this server
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         return app
 
-    def _counted(self, endpoint: Callable[[Request], Any], open_to_all: bool = False) -> Callable[[Request], Any]:
+    def _counted(self, path: str, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """Wrap an endpoint: check the API key, return errors as JSON, count statuses, and write a line to the log."""
 
         async def handle(request: Request) -> Response:
             began = time.perf_counter()
             try:
-                if not open_to_all:
+                if path != "/health":
                     self._authorize(request)
                 response: Response = await endpoint(request)
             except ClientDisconnect:
                 response = Response(status_code=DISCONNECTED)
             except Exception as failed:
                 response = _refusal(failed)
-            self.statuses[request.url.path, response.status_code] += 1
+            self.statuses[path, response.status_code] += 1
             if request.method == "POST":
                 seconds = time.perf_counter() - began
-                log.info("%s %s %d %.2f s", request.method, request.url.path, response.status_code, seconds)
+                log.info("POST %s %d %.2f s", path, response.status_code, seconds)
             return response
 
         return handle
@@ -105,7 +101,10 @@ class Server:
     async def models(self, request: Request) -> Response:
         card = {"id": self.model, "object": "model", "created": self.started, "owned_by": "clearllama"}
         card["max_model_len"] = self.llm.model.max_seq_len
-        return JSONResponse({"object": "list", "data": [card]})
+        if "id" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [card]})
+        check_model(request.path_params["id"], self.model)
+        return JSONResponse(card)
 
     async def metrics(self, request: Request) -> Response:
         """Counters and gauges in Prometheus' text format."""

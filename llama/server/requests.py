@@ -1,6 +1,7 @@
 """Parse the bodies of requests: from JSON as in OpenAI's API to prompts and their options.
 
-Every field and value is checked. One that is not supported is an error that names it: nothing is ignored.
+Every field and value is checked. One that is not supported is an error that names it. Only UNUSED fields are ignored,
+which clients send to every server and which describe the request, not the answer.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
@@ -27,10 +28,11 @@ DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-SHARED = ("model", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logit_bias", "logprobs", "user")
+SHARED = ("model", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logit_bias", "logprobs")
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice")
-CHAT_FIELDS = (*CHAT, "parallel_tool_calls", *SHARED, *SAMPLING)
-TEXT_FIELDS = ("prompt", "echo", "suffix", *SHARED, *SAMPLING)
+CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *SAMPLING)
+TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *SAMPLING)
+UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
 
 @dataclass
@@ -96,7 +98,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     messages = check_messages([_message(message) for message in messages])
     _check_characters(len(json.dumps([messages, call.tools], ensure_ascii=False)), llm)
     ids = llm.encode_chat(messages, call.tools)
-    call.prompts = llm.prepare(_fitting(ids, llm), options, call.n)
+    call.prompts = _owned(body, llm.prepare(_fitting(ids, llm), options, call.n))
     return call
 
 
@@ -114,21 +116,32 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     if echo:
         call.echoed = [llm.tokenizer.decode(one) for one in ids]
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
-    call.prompts = [prompt for one in ids for prompt in llm.prepare(one, options, call.n)]
+    call.prompts = _owned(body, [prompt for one in ids for prompt in llm.prepare(one, options, call.n)])
     return call
 
 
 # ------------------------------------------------------------------------------------------------------- single fields
 def _fields(body: Mapping[str, Any], known: Sequence[str], model: str) -> dict[str, Any]:
     """The fields that are not null. Raises UsageError for an unknown one."""
-    if unknown := [name for name in body if name not in known]:
+    if unknown := [name for name in body if name not in (*known, *UNUSED)]:
         raise UsageError(f"unknown field {unknown[0]!r:.80}; known: {', '.join(known)}")
-    body = {name: value for name, value in body.items() if value is not None}
-    if body.get("model", model) != model:
-        raise UnknownModel(f"unknown model {shown(body['model'])}; this server has {model!r}")
-    if not isinstance(body.get("user", ""), str):
-        raise UsageError("user must be a string")
+    body = {name: value for name, value in body.items() if value is not None and name not in UNUSED}
+    check_model(body.get("model", model), model)
+    if not isinstance(body.get("prompt_cache_key", ""), str):
+        raise UsageError("prompt_cache_key must be a string")
     return body
+
+
+def check_model(name: object, model: str) -> None:
+    """Raise UnknownModel unless a request names the model that this server has."""
+    if name != model:
+        raise UnknownModel(f"unknown model {shown(name)}; this server has {model!r}")
+
+
+def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a request as those of its prompt_cache_key, or of this request alone."""
+    owner = body.get("prompt_cache_key", object())
+    return [replace(prompt, request=prompt.request._replace(owner=owner)) for prompt in prompts]
 
 
 def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
@@ -142,8 +155,8 @@ def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     last = llm.model.config.vocab_size - 1
     options["logit_bias"] = {checks.integer("an id of logit_bias", int(key), 0, last): bias[key] for key in bias}
     more, stream = body.get("stream_options", {}), checks.boolean("stream", body.get("stream", False))
-    if not isinstance(more, dict) or more.keys() - {"include_usage"} or (more and not stream):
-        raise UsageError("stream_options must be an object with the key include_usage, and needs stream: true")
+    if not isinstance(more, dict) or more.keys() - {"include_usage"}:
+        raise UsageError("stream_options must be an object with the key include_usage")
     n = checks.integer("n", body.get("n", 1), 1, MOST_ANSWERS)
     return options, Call(n, stream, checks.boolean("include_usage", more.get("include_usage", False)))
 
@@ -159,7 +172,9 @@ def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
 
 
 def _tokens(name: str, limit: object, llm: Llama) -> int:
-    return checks.integer(name, limit, 0, llm.model.max_seq_len)
+    """The value of max_tokens. As in other servers, -1 stands for no limit."""
+    limit = checks.integer(name, limit, -1, llm.model.max_seq_len)
+    return llm.model.max_seq_len if limit == -1 else limit
 
 
 def _check_characters(count: int, llm: Llama) -> None:
@@ -194,10 +209,16 @@ def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
 
 
 def _message(message: Any) -> Any:
-    """A message without nulls and with its text parts joined. `check_messages` rejects all other forms."""
+    """A message without nulls and unused keys, with its text parts joined. `check_messages` rejects all other forms."""
     if not isinstance(message, dict):
         return message
-    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    unused = ("annotations",) if role in ("tool", "ipython") else ("annotations", "name")
+    message = {key: value for key, value in message.items() if value is not None and key not in unused}
+    if role == "developer":
+        message["role"] = "system"
+    if role == "assistant":
+        message.setdefault("content", "")
     parts = message.get("content")
     if isinstance(parts, list):
         for part in parts:
@@ -210,17 +231,16 @@ def _message(message: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- tools and schemas
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    if "tools" not in body:
-        if body.get("tool_choice", "none") != "none" or "parallel_tool_calls" in body:
-            raise UsageError("tool_choice and parallel_tool_calls need tools")
-        return None
-    tools = check_tools(body["tools"]) or []
-    checks.integer("the number of tools", len(tools), 1, MOST_TOOLS)
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = check_tools(body.get("tools")) or []
+    if not tools and body.get("tool_choice") not in (None, "none", "auto"):
+        raise UsageError("tool_choice needs tools")
+    checks.integer("the number of tools", len(tools), 0, MOST_TOOLS)
     for tool in tools:
         function = tool.get("function")
         if tool.keys() != {"type", "function"} or tool["type"] != "function" or not isinstance(function, dict):
             raise UsageError(f"a tool must be {{type: function, function: {{..}}}}, got {shown(tool)}")
+        tool["function"] = function = {key: value for key, value in function.items() if value is not None}
         if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
             raise UsageError(f"unknown key {sorted(unknown)[0]!r:.80} of a function")
         name = function.get("name")
@@ -231,8 +251,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
                 f"parameters of the function {name} must be a JSON schema, got {shown(function['parameters'])}"
             )
         for key, kind, what in (("description", str, "a string"), ("strict", bool, "true or false")):
-            if not isinstance(value := function.get(key), kind | None):
-                raise UsageError(f"{key} of the function {name} must be {what}, got {shown(value)}")
+            if not isinstance(function.get(key, kind()), kind):
+                raise UsageError(f"{key} of the function {name} must be {what}, got {shown(function[key])}")
     return tools
 
 

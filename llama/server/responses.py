@@ -11,7 +11,7 @@ from typing import Any
 from ..chat.tool_calls import ToolCallStream, call_marks
 from ..generate import Token
 from ..generation.answer import Completion, Piece
-from ..tokenizer import Tokenizer
+from ..tokenizer import Decoder, Tokenizer
 from .requests import Call
 
 LOWEST = -9999.0  # for a log-probability of minus infinity, which JSON lacks; the value of OpenAI's API
@@ -21,7 +21,7 @@ class Spelling:
     """The text of single tokens: "bytes:\\xe2" for bytes that are not UTF-8, and the name of a control token."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.raw, self.call_marks = tokenizer.token_bytes, call_marks(tokenizer)
+        self.tokenizer, self.raw, self.call_marks = tokenizer, tokenizer.token_bytes, call_marks(tokenizer)
         self.names = {id: name for name, id in tokenizer.control.items()}
 
     def __call__(self, id: int) -> str:
@@ -45,7 +45,8 @@ class Choice:
         self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet
         self.tokens: list[Token] = []  # not sent yet
         self.found: list[dict[str, Any]] = []  # the calls of tools so far
-        self.offset = 0
+        before = () if chat or call.echoed else call.prompts[index].request.prompt
+        self.decoder, self.offset = Decoder(spelling.tokenizer, before), 0  # where in the text the next token begins
         self.completion: Completion | None = None
 
     def delta(self, piece: Piece) -> dict[str, Any] | None:
@@ -101,9 +102,9 @@ class Choice:
             }
         texts = [self.spelling(token.id) for token in tokens]
         offsets = []
-        for text in texts:
+        for token in tokens:
             offsets.append(self.offset)
-            self.offset += len(text)
+            self.offset += len(self.decoder.feed(token.id))
         tops: list[dict[str, float] | None] = []
         for token, text in zip(tokens, texts, strict=True):
             top = {self.spelling(id): number(logprob) for id, logprob in reversed(top_of(token, self.call.top))}

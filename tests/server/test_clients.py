@@ -202,6 +202,9 @@ def test_parts_of_content_and_nulls_are_read(client: openai.OpenAI, tiny_llm: Ll
 
 def test_models_and_errors_are_what_the_client_expects(server: Running, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="unknown model"):
+        client.models.retrieve("org/other")
     with pytest.raises(openai.NotFoundError, match="unknown model"):
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature"):

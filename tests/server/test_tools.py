@@ -173,7 +173,7 @@ def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tool_choice": "required"}, "need tools"),
+        ({"tool_choice": "required"}, "needs tools"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "name of a function"),
