@@ -111,11 +111,13 @@ def add_rope_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapter_option(parser: argparse._ActionsContainer) -> None:
+    """Add --adapter."""
     about = "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)"
     add(parser, ("--adapter", "PATH[:SCALE]", about, {**MANY, "default": []}))
 
 
 def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
+    """Add --tokenizer."""
     about = "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)"
     add(parser, ("--tokenizer", "PATH", about))
 
