@@ -165,8 +165,10 @@ def _draw(args: argparse.Namespace, figure: Figure, file: Path, given: Mapping[s
 
 
 def _draw_all(args: argparse.Namespace, names: Iterable[str], given: Mapping[str, Any]) -> None:
+    from ..study import figure as figures
     from ..study import topics
 
+    figures.check(Path("any.png"))  # before the folder is made
     try:
         args.figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
