@@ -53,7 +53,7 @@ class LayerCache:
         return cls([_zeros(shape, dtype, device) for _ in range(2)])
 
     def rows(self, rows: slice) -> LayerCache:
-        """Some rows of the batch, as a view. It looks its buffers up here, so it stays right when this cache grows."""
+        """Some rows of the batch, as a view. It takes the buffers from this cache, so it stays valid when they grow."""
         return type(self)([], self, rows)
 
     @property
@@ -280,7 +280,7 @@ class KVCache:
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
         """Rows `first` to `last` - 1 of the batch, as a cache that shares this one's memory and holds `length` tokens.
 
-        It may be used while this cache grows, and makes this cache grow.
+        It stays valid when this cache grows, and makes this cache grow if it needs more slots.
         """
         checks.integer("the first row", first, 0, self.batch - 1)
         checks.integer("the end of the rows", last, first + 1, self.batch)

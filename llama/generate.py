@@ -194,7 +194,7 @@ def top_of(found: tuple[Tensor, Tensor]) -> dict[int, float]:
 
 
 def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
-    """Raise NumericalError if the `sampling.extreme` of logits is not finite, which would choose an arbitrary token.
+    """Raise NumericalError if the `sampling.extreme` of logits is not finite or too large for a meaningful choice.
 
     name is the token that the logits predict, after `text`.
     """

@@ -396,7 +396,7 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         no_cudnn_attention()
     settings: dict[str, Any] = {
         "cache_kind": options.kv_cache,
-        # Processes that share the model must not decide differently.
+        # Off for processes that share the model: they could decide differently.
         "check_memory": memory.check_growth if options.check_memory and options.world is None else None,
     }
     if options.world is not None:

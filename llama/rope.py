@@ -213,8 +213,8 @@ class Rope:
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
         """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
 
-        In the form half, the last axis is D. seq_len is the length that the frequencies are for: an argument, because
-        reading the largest position from a GPU would wait. Raises ContextLengthError if it is beyond max_seq_len.
+        In the form half, the last axis is D. seq_len is the length that the frequencies are for. It is passed in, since
+        reading the largest position from a GPU would block. Raises ContextLengthError if it is beyond max_seq_len.
         """
         if seq_len > self.max_seq_len:
             where = f"position {seq_len - 1} lies outside the {self.max_seq_len} positions that this model may use"

@@ -1,4 +1,4 @@
-"""A model's weights: which there are, how each is stored (`plan_weights`, once), and how each is read."""
+"""A model's weights: their names and shapes, how each is stored (`plan_weights`, once), and how each is read."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dt
 
 
 def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
-    """What a user should know about weights that the file stores quantized, and the model in another way."""
+    """Warnings about quantized weights of the file that the model stores in another format."""
     requantized, dequantized, size = set(), set(), 0
     for name, weight in weights.items():
         kind = checkpoint.stored(weight.source)
@@ -145,8 +145,8 @@ def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) ->
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
 
-    This is the one check after the libraries' own. Values that are not finite are found where weights are read:
-    `QuantizedWeight` refuses them, float weights are read as they are, and `verify --tensors` searches all.
+    The libraries that read the files make their own checks; this is the only one after them. It does not look for
+    values that are not finite: `QuantizedWeight` refuses them, float weights keep them, `verify --tensors` finds them.
     """
     if found := mismatches(checkpoint):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

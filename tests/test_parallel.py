@@ -115,7 +115,7 @@ def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
     name = "layers.0.attention.wv.weight"
     paths = [tiny.write_gguf(tmp_path / f"{n}.gguf", tiny.CONFIG, {**state, name: n * state[name]}) for n in (1, 2)]
     for message in ranks.run(2, ranks.differ, paths):
-        assert message == ["rank 1 has other model files than rank 0; start all ranks with the same"]
+        assert message == ["rank 1 and rank 0 have different model files; start all ranks with the same model files"]
 
 
 def test_a_fused_or_compiled_block_refuses_wrapped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,9 @@ def test_other_options_are_one_line(tiny_gguf: Path, tmp_path: Path) -> None:
     script.write_text(f"#!/bin/sh\nexec {sys.executable} -m llama {GENERATE} {tiny_gguf} hello -n $((RANK + 8))\n")
     script.chmod(0o755)
     errors = end(launch(2, "", run=f"--no-python {script}"))[2]
-    assert errors == ["clearllama: error: rank 1 has other options than rank 0; start all ranks with the same"]
+    assert errors == [
+        "clearllama: error: rank 1 and rank 0 have different options; start all ranks with the same options"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- one process

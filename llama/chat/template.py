@@ -50,7 +50,7 @@ def encode_template(
 ) -> list[int]:
     """Ids of validated messages and tools. None of their text becomes a control token.
 
-    The text is encoded in parts where the template writes the variable `cut`.
+    The text is divided where the template writes the variable `cut`, and the parts are encoded separately.
 
     max_chars  raise ContextLengthError if the text is longer
     options    as for `render`
@@ -68,14 +68,14 @@ def encode_template(
 
 
 def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[[list[str]], list[str]]) -> Pieces:
-    """The parts of a text whose template searches messages for what has stand-ins. Raises TemplateError."""
+    """The parts of a text whose template searches messages for control strings. Raises TemplateError."""
     found = sorted(set(_controls(tokenizer.split_control(plain))))
     if not found:
         return [(plain, False)]
     words = "|".join(word for control in found for word in re.findall(r"\w+", control))
     ends = re.escape("".join(control[0] + control[-1] for control in found))
-    # Two patterns. The end characters and words of control strings, so that a search for "/no_think" still finds it;
-    # and complete control strings, since a template may search for "</think>"
+    # Two patterns: the first and last characters and the words of control strings, so that a search for "/no_think"
+    # still finds it; and complete control strings, since a template may search for "</think>".
     texts = rendered([rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))])
     by_parts, complete = map(tokenizer.split_control, texts)
     pieces = _divided(plain, by_parts)

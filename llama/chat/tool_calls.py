@@ -35,14 +35,14 @@ BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>
 BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 
-# Python's parser runs out of its own stack; a dictionary can't have a list as a key
+# MemoryError: the stack of Python's parser is full. TypeError: a list as a key of a dictionary.
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 Event = str | ToolCall  # a part of the text, or a call
 
 
 def _value(begun: str) -> Generator[None, str, bool]:
-    """Gets the characters after the beginning of a value, up to its last bracket. Returns False if it can be no call.
+    """Receive the characters of a value after its beginning, up to its last bracket. Return False if it is no call.
 
     Most other text is rejected early; `_calls` checks the rest.
     """

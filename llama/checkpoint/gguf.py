@@ -57,7 +57,7 @@ def recognizes(path: Path) -> bool:
 
 
 class GGUFTensor:
-    """A tensor in a mapped file. llama.cpp multiplies weights by a factor, if the file has one: NVFP4's needs it."""
+    """A tensor in a mapped file, multiplied by its factor if the file has one, as in llama.cpp. NVFP4 needs it."""
 
     def __init__(self, data: mmap.mmap, info: TensorInfo):
         self.data, self.info, self.type, self.shape, self.factor = data, info, info.type, info.shape, 1.0

@@ -55,7 +55,7 @@ class _Cursor:
         """Skip `count` bytes; returns the position of the first."""
         if count > self.end - self.at:
             raise DamagedError(
-                f"{self.where}: the header needs {count} bytes at byte {self.at}, but ends by {self.end}"
+                f"{self.where}: the header needs {count} bytes at byte {self.at}, but must end by {self.end}"
             )
         self.at += count
         return self.at - count
@@ -72,7 +72,7 @@ class _Cursor:
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > end:
-                    raise DamagedError(f"{self.where}: a string ends at byte {at}, the header by {end}")
+                    raise DamagedError(f"{self.where}: a string ends at byte {at}, but the header must end by {end}")
                 found.append(data[start:at].decode())
         except (struct.error, UnicodeDecodeError):
             raise DamagedError(f"{self.where}: the string near byte {at} is cut or not UTF-8") from None
@@ -146,7 +146,7 @@ def read_header(data: mmap.mmap | bytes, where: str) -> tuple[dict[str, Any], di
         begin = start + info.offset
         if begin != end or end + info.nbytes > len(data):
             found = f"{where}: tensor {name:.80} has {info.nbytes} bytes from {begin}"
-            raise DamagedError(f"{found}, but should begin at {end}, and the file has {len(data)}")
+            raise DamagedError(f"{found}, expected it at {end}, and the file has {len(data)} bytes")
         tensors[name] = info._replace(offset=end)
         end = -(-(end + info.nbytes) // alignment) * alignment
     return metadata, tensors

@@ -264,9 +264,9 @@ def _config(
     tied: bool = False,
     float16: bool = False,
 ) -> ModelConfig:
-    """The architecture by params.json; the other arguments are those of the weights, for what it does not state.
+    """The architecture by params.json. The other arguments come from the weights, for what params.json does not state.
 
-    float16 tells LLaMA 1 from Llama 2.
+    float16: the dtype of LLaMA 1, which has a context of 2,048 tokens. That of Llama 2 is 4,096.
     """
     dim, n_layers, n_heads, head_dim = _sizes(params)
     hidden_dim = _hidden_dim(params, dim) or hidden_dim

@@ -32,7 +32,7 @@ class Layer(dict[str, StoredTensor]):
 
     def __missing__(self, suffix: str) -> StoredTensor:
         other = next(iter(self.values()))
-        raise CheckpointError(f"{other.path}: {other.name} is there, but the layer's {suffix} is missing")
+        raise CheckpointError(f"{other.path}: {other.name} needs {suffix} of the same layer, which is missing")
 
     def matrix(self, suffix: str, dtypes: Sequence[str]) -> StoredTensor:
         """A tensor that must have two dimensions, neither of them 0, and one of the dtypes."""
@@ -46,7 +46,7 @@ class Method:
     """How the weights of a folder are stored, by its quantization_config.
 
     name     display name
-    tensors  suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
+    tensors  names of a layer's tensors without the name of the layer; may include `weight`
     """
 
     name: str
@@ -131,7 +131,7 @@ class GPTQ(Method):
         order = _order(layer["g_idx"] if self.reorders else layer.get("g_idx"), columns, group, groups)
 
         def zero(part: slice) -> Any:
-            # Carries into the next integer are intended: the writer subtracted this number from the whole word.
+            # Carries into the next integer are intended: the writer subtracted `ones` from the whole word.
             ones = np.uint32(self.subtracted * sum(1 << i for i in range(0, 32, bits)))
             words = (qzeros.read().numpy().view(np.uint32) + ones).view(np.int32)
             return unpack_words(words, bits, slice(*part.indices(rows))).T  # (n, G)
@@ -278,7 +278,7 @@ def _zero_points(
 
 
 def _by_row(values: Tensor, rows: int, groups: int) -> Tensor:
-    """Values (N, G) of one number, one for each row, or (N, G)."""
+    """Expand one value, one value for each row, or (N, G) values to (N, G)."""
     return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
 
 
@@ -303,7 +303,7 @@ class BitsAndBytes(Method):
             return self._codebook(layer, STATES[state], layer[state])
         weight = layer.matrix("weight", ("I8",))
         if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
-            raise layer["weight_format"].error("with another layout than that by rows, which is for GPU kernels")
+            raise layer["weight_format"].error("expected 0, the layout by rows; other layouts are for GPU kernels")
         rows, columns = weight.shape
         scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
         return Integers((rows, columns), 8, columns, _signed_bytes(weight), scale).matrix("bitsandbytes int8")

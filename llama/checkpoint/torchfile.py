@@ -89,7 +89,7 @@ def read_records(name: str | Path, path: Path) -> dict[str, zipfile.ZipInfo]:
 
 
 def _check_pickle(content: bytes, path: Path) -> None:
-    """Raise CheckpointError if a pickle names other classes and functions than a state dict, or has too many tuples."""
+    """Raise CheckpointError if a pickle has too many tuples, or names what a pickled state dict does not need."""
     tuples = 0
     for operation, argument, _ in pickletools.genops(content):
         tuples += operation.name.startswith("TUPLE")

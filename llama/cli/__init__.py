@@ -212,7 +212,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def _handle_signals(end: Handler, interrupt: Handler) -> None:
-    """Set what SIGTERM and SIGHUP, and what SIGINT calls. Ignored signals stay ignored (nohup)."""
+    """Set `end` for SIGTERM and SIGHUP, and `interrupt` for SIGINT. Ignored signals stay ignored (nohup)."""
     hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
     for number, handler in ((signal.SIGTERM, end), (hangup, end), (signal.SIGINT, interrupt)):
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -31,7 +31,7 @@ def write(args: argparse.Namespace, prompt: str, pieces: Generator[Piece], befor
     before  written before the text, but not in JSON
     label   before the statistics
 
-    In a chat, Ctrl-C ends the answer, which may then be empty; of generate, it ends the program.
+    Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
     chat, text, completion = args.command == "chat", "", None
     with contextlib.closing(pieces), contextlib.suppress(*[KeyboardInterrupt] if chat else []):

@@ -36,8 +36,8 @@ TYPES = {"N": int, "K": int, "P": float, "R": float, "S": float, "T": float, "ID
 def add(parser: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
     """Add options. A row is (names, value, help) and, if needed, more settings for argparse.
 
-    value  None for a switch; a list of choices, of which the first is the default; or what stands for the value in the
-           help, where one letter also gives its type (TYPES)
+    value  None for a switch; a list of choices, of which the first is the default; or the name of
+           the value in the help, which also gives its type (TYPES)
     """
     for names, value, about, *more in rows:
         settings: dict[str, Any] = {"metavar": value, "type": TYPES.get(str(value))}
@@ -90,7 +90,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
 
 def add_kv_cache_option(parser: argparse._ActionsContainer, model: str) -> None:
     """Add --kv-cache. model: what the choice `model` means."""
-    about = f"store keys and values in {model}, or in int8, half the memory (default: model)"
+    about = f"store keys and values in {model}, or in int8, half the memory of 16 bits (default: model)"
     add(parser, ("--kv-cache", ["model", "int8"], about))
 
 
@@ -164,7 +164,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         " the prompt. MODEL: a smaller model with the same vocabulary, as in --model"
     )
     processes = (
-        "started by torchrun --nproc-per-node N -m llama ..., N processes divide the model. Each uses one GPU or, on"
+        "N processes, started by torchrun --nproc-per-node N -m llama ..., divide the model. Each uses one GPU or, on"
         " the CPU, a share of the cores. See docs/guides/several-devices.md"
     )
     most = "maximum number of new tokens (default: %(default)s)"
@@ -265,7 +265,7 @@ def chat_template(args: argparse.Namespace) -> str:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of sampling and grammars that are given, as keyword arguments of Llama.generate, in range."""
+    """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
     from ..sampling import SamplingParams
     from .streams import read_text
 

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     for item in items:
         if raw and ("messages" in item.prompt or "system" in item.own):
             why = loading.why_raw(args, llm)
-            raise UsageError(f"{args.prompts} line {item.number} needs a chat, but got {why}")
+            raise UsageError(f"{args.prompts} line {item.number} needs a chat, but prompts are plain text ({why})")
     llm.prepare([0], options)  # an invalid grammar ends the run before it begins
 
     def resume() -> dict[Id, bool]:
@@ -171,7 +171,7 @@ Answered = Iterator[tuple[Item, dict[str, Any]]]
 def answer_all(
     args: argparse.Namespace, llm: Llama, items: list[Item], options: dict[str, Any], raw: bool, size: int
 ) -> Answered:
-    """The items with their answers, or errors, as they are done."""
+    """Each item with its answer or its error, in the order in which they finish."""
     running: dict[Prompt, Item] = {}
     refused: list[tuple[Item, dict[str, Any]]] = []
 

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def history_folder(args: argparse.Namespace) -> Path | None:
-    """The folder that keeps what is typed for later chats; None with --no-history, or if it can't be written."""
+    """The folder of the input history; None with --no-history, or if it can't be written."""
     from ..system.folders import state_folder
     from ..system.temporary import check_writable
 
@@ -90,7 +90,7 @@ def history_folder(args: argparse.Namespace) -> Path | None:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         check_writable(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is not known
-        streams.info(args, f"what you type is not kept for later chats: {error}")
+        streams.info(args, f"the input history is not saved: {error}")
         return None
     return folder
 
@@ -174,10 +174,11 @@ class Chat:
         self.session.messages = [*messages, {"role": "assistant", "content": text}]
 
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The messages and their prompt ids, at a terminal or with --drop-oldest without the turns that do not fit.
+        """The messages and their prompt ids. At a terminal or with --drop-oldest, turns that do not fit are dropped.
 
-        The context counts as full if less than an eighth of it is left for the answer. Then as few of the oldest turns
-        as possible are dropped to leave a quarter. Raises ContextLengthError if the prompt does not fit.
+        The context counts as full if it has room neither for max_new_tokens nor for an eighth of its length. Then as
+        few of the oldest turns as possible are dropped until max_new_tokens or a quarter fit. Raises
+        ContextLengthError if the prompt does not fit.
         """
         prompt, context = self.llm.encode_chat(messages), self.llm.model.max_seq_len
 

@@ -58,7 +58,7 @@ def record_of(llm: Llama, options: Mapping[str, Any], own: Mapping[Id, Any], **c
 class Output:
     """A file of answers, which is locked while it is open.
 
-    A file with other content is never changed, nor one without its record: both raise UsageError.
+    A file with other content or without its record is never changed: it raises UsageError.
     """
 
     def __init__(self, name: str):
@@ -111,7 +111,7 @@ class Output:
         if other := [one for one in made if one[1] != one[2]][:3]:
             then = ", ".join(f"{what} {_shown(then)}" for what, then, _ in other)
             now = ", ".join(_shown(now) for *_, now in other)
-            help = "repeat the run as it was, choose another --output, or start anew with --fresh"
+            help = "repeat the run as it was, choose another --output, or start over with --fresh"
             raise UsageError(f"{self.name} was made with {then}; this run has {now}: {help}")
         self.file.truncate(size)
         streams.write_file(self.record, json.dumps(record, ensure_ascii=False) + "\n")

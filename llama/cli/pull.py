@@ -11,8 +11,8 @@ from . import arguments, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "pull",
-        description="Download a model and print its path. A named model goes into the cache folder (CLEARLLAMA_CACHE);"
-        " of a repository on the Hugging Face hub, the files that clearllama reads go into the hub's cache (HF_HOME)."
+        description="Download a model and print its path. A named model goes into the cache folder (CLEARLLAMA_CACHE)."
+        " From a repository on the hub, only the files that clearllama reads go into the hub's cache (HF_HOME)."
         " Other commands download -m ORG/NAME on first use; pull also updates an older copy. The access token comes"
         " from HF_TOKEN or 'hf auth login'.",
     )

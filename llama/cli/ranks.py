@@ -25,7 +25,7 @@ ONE_PROCESS_ONLY = ("compile", "gpu_layers", "draft", "steer", "save_session", "
 
 
 def first(args: argparse.Namespace, function: Callable[[], T]) -> T:
-    """What a function returns or raises; of several ranks, only rank 0 calls it, for all of them."""
+    """Call a function. With several ranks, only rank 0 calls it, and its result or error reaches all of them."""
     result: T = function() if args.world is None else args.world.first(function)
     return result
 
@@ -71,10 +71,10 @@ def check(args: argparse.Namespace, argv: Sequence[str], size: int) -> None:
             raise UsageError(f"clearllama {args.command} runs in one process; start it without torchrun")
         return
     if args.pipeline_parallel is not None:
-        raise UsageError("models are not divided into stages; use --tensor-parallel with torchrun, or vLLM")
+        raise UsageError("pipeline parallelism is not supported; use --tensor-parallel with torchrun, or vLLM")
     if args.tensor_parallel not in (None, size):
         start = f"torchrun --nproc-per-node {args.tensor_parallel} -m llama {shlex.join(argv)}"
-        raise UsageError(f"--tensor-parallel needs as many processes, found {size}; type: {start}")
+        raise UsageError(f"--tensor-parallel needs that many processes, found {size}; type: {start}")
     for name in ONE_PROCESS_ONLY if size > 1 else ():
         value = getattr(args, name, None)
         if value is not None and value is not False:

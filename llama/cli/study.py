@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function has."""
+    """The given keyword arguments that a function accepts."""
     from ..study.topics.base import options_of
 
     return {keyword: given[keyword] for keyword in options_of(function) if keyword in given}

@@ -20,7 +20,7 @@ LONGEST_LINE = 2**24  # bytes of a line in a pipe
 
 
 def is_complete(text: str) -> bool:
-    """Whether a turn ends here. It does not between a first line that opens quotes and a line that ends with them."""
+    """Whether a text is a complete turn. If its first line opens quotes, the turn ends with a line that closes them."""
     text = text.strip()
     first = text.partition("\n")[0]
     if not first.startswith(QUOTES) or QUOTES in first[len(QUOTES) :]:
@@ -65,7 +65,7 @@ def piped_line(prompt: str) -> str:
 def line_editor(history: Path | None) -> Callable[[], str]:
     """A function that reads a turn: with prompt_toolkit if it is installed, else with readline.
 
-    history  the folder that keeps what is typed for later chats, or None
+    history  the folder of the input history, or None
     """
     try:
         return _prompt_toolkit(history)

@@ -37,7 +37,7 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
     It raises no Exception, since it is part of another error's message: a failure becomes text as well.
     """
     dtype = str(model.norm.weight.dtype).removeprefix("torch.")
-    if model.runner.world is not None:  # the other processes would not leave a second pass at the same layer
+    if model.runner.world is not None:  # in a second pass, the processes could stop at different layers
         return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:
         found = begins(model, tokens)

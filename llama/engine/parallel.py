@@ -79,7 +79,7 @@ class World:
         dist.all_gather_object(facts, fact, self.group)
         for rank, other in enumerate(facts):
             if other != facts[0]:
-                raise UsageError(f"rank {rank} has other {what} than rank 0; start all ranks with the same")
+                raise UsageError(f"rank {rank} and rank 0 have different {what}; start all ranks with the same {what}")
 
     def slice(self, checkpoint: Checkpoint) -> Checkpoint:
         """This rank's part of a checkpoint, after a check that all ranks have the same one."""
@@ -240,7 +240,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def sample_hash(checkpoint: Checkpoint) -> str:
-    """A hash of the first row of each matrix, and of each vector, outside the layers and in three of the layers.
+    """A hash of all vectors and of the first row of each matrix, outside the layers and in three of them.
 
     Training, or merging an adapter, changes these.
     """

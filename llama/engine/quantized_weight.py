@@ -37,9 +37,9 @@ class QuantizedWeight:
     def from_float(
         cls, weight: Tensor | Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat
     ) -> QuantizedWeight:
-        """A float weight, quantized when it is read: a tensor in memory or in a mapped file, or a function of rows.
+        """Quantize a float weight while it is read: a tensor in memory or in a mapped file, or a function of rows.
 
-        If the kernel can read it in place, it is quantized at once: between pieces, threads wait for each other.
+        A tensor that the kernel can read in place is quantized in one piece: between pieces, threads would wait.
         """
         read = weight.__getitem__ if isinstance(weight, Tensor) else weight
         in_place = (

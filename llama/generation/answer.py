@@ -107,7 +107,7 @@ class Completion:
 
 @lru_cache(1024)
 def failures(stop: str) -> list[int]:
-    """For each beginning of a stop string, the length of its longest proper prefix that also ends it.
+    """For each prefix of a stop string, the length of its longest proper prefix that is also a suffix of it.
 
     This is the table of Knuth, Morris and Pratt (1977), with which a search never goes back in the text.
     """
@@ -123,8 +123,8 @@ def failures(stop: str) -> list[int]:
 class StopText:
     """Cuts a stream of text at its first stop string. Delays only text that may be the beginning of one.
 
-    The result does not depend on how the stream is divided into pieces: if an earlier stop string may still be
-    completed, a later complete one waits. The time for a character does not depend on the text before it.
+    The result does not depend on how the stream is divided into pieces: a complete stop string waits
+    while one that began earlier may still be completed. The time for a character does not depend on the text before it.
     """
 
     def __init__(self, stops: Sequence[str]):

@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
     prompt_logprobs  also return log-probabilities of the prompt's tokens; then no prefix is copied from another row
     cancelled        may be set by another thread: the request ends before the next step
-    owner            who sent it; `Started.cached` tells an owner only about prompts of their own
+    owner            who sent the prompt; `Started.cached` counts only reused tokens of the same owner
     """
 
     prompt: Sequence[int]

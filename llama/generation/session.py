@@ -107,8 +107,8 @@ class Session:
     def save(self, path: str | os.PathLike[str], model: Transformer) -> int:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.
 
-        Raises UsageError if there is nothing to save, `path` is another file, or the session belongs to another model,
-        CheckpointError if the file can't be written. An existing file is then unchanged.
+        Raises UsageError if there is nothing to save, if `path` holds something other than a session, or if the session
+        belongs to another model; CheckpointError if the file can't be written. After an error, `path` is unchanged.
         """
         target = Path(path)
         self._check_idle()

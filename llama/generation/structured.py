@@ -231,7 +231,7 @@ def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: boo
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as one line, with a remedy where it has none."""
+    """llguidance's message as one line; for known errors, a clearer one, with a remedy if there is one."""
     if message.startswith(DEAD_END):
         return "it allows no text that the tokens of this model can spell"
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):

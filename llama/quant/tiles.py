@@ -26,7 +26,7 @@ class TileLayout(NamedTuple):
     width     inputs per group
     groups    groups per block
     units     units per block
-    planes    parts of a unit: bits of every weight, the lowest of them, first byte, bytes
+    planes    parts of a unit, each as bits per weight, lowest bit, first byte, number of bytes
     integers  bytes of two levels of scales
     numbers   bytes of scales and offsets, or factors
     """

@@ -7,10 +7,11 @@ from pathlib import Path
 
 
 def limits(controller: str, root: Path, *files: str) -> Iterator[tuple[Path, int, int]]:
-    """The folders of this process's group and of its ancestors, each with the two numbers in its files of these names.
+    """The folders of this process's group and of its ancestors, each with the two numbers in its `files`.
 
-    Groups of both versions that have other words there, such as "max", are left out. root contains proc and sys. The
-    root of the mount is included: inside a container, the path of the group may be the one outside of it.
+    `files` names the files of both cgroup versions. A group with other words there, such as "max", is left out. root
+    contains proc and sys. The root of the mount is included: inside a container, the path of the group may be the one
+    outside of it.
     """
     for line in read(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")

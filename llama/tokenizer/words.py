@@ -43,7 +43,7 @@ EAST_ASIAN = "\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff"
 
 
 def split(*steps: str | PreTokenizer) -> PreTokenizer:
-    """Split by each step, a pattern for example: the next one splits both the matches and the text between them."""
+    """Apply steps, such as patterns, in order. Each splits both the matches of the last one and the text between."""
     made = [Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
     return Sequence([*made, ByteLevel(add_prefix_space=False, use_regex=False)])
 

@@ -63,7 +63,7 @@ def check_way(
     expected = plain(tokens).double()
     error = float((logits.cpu() - expected).abs().max() / expected.abs().max())
     if error <= most:  # false for NaN
-        return Finding("ok", "self-test", item, f"as plain arithmetic, within {error:.0e}")
+        return Finding("ok", "self-test", item, f"agrees with plain arithmetic within {error:.0e}")
     message = f"differs by {error:.0e} from plain arithmetic, expected at most {most:g}"
     return Finding("fail", "self-test", item, message, REPORT)
 
