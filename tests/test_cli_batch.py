@@ -163,7 +163,7 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
         ('{"prompt": "a", "system": 1}', "content must be a string"),
         ('{"messages": "a"}', "must be"),
         ('{"messages": [{"role": "nobody", "content": "x"}]}', "role must be one of"),
-        ('{"messages": [{"role": "user", "content": "a"}], "system": "a"}', "leave system out"),
+        ('{"messages": [{"role": "user", "content": "a"}], "system": "a"}', "include a system message"),
         ('{"prompt": "a", "id": true}', "id must be"),
         ('{"prompt": "a", "id": 1}', "line 1 has the same id 1"),
         ('{"prompt": "a", "id": 3}', "line 2 has the same id 3"),

@@ -240,7 +240,7 @@ def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, t
     assert [error.split(";")[0] for error in errors] == [
         "turn 1: unknown command '/retr'",
         "turn 2: unknown command '/clear now'",
-        "turn 3: unknown command '/save'",
+        "turn 3: /save needs a file: /save FILE",
         "turn 4: there is no question yet",
         "turn 5: unknown command '/exit now'",
         'the message that begins with """ has no end',

@@ -146,14 +146,14 @@ def test_own_options_of_an_answered_line_may_not_change_and_those_of_other_lines
     for first in ('"top_k": 5', '"system": "x"', '"max_new_tokens": 0', '"logit_bias": {"1": 2}'):
         (tmp_path / "in").write_text(f'{{"prompt": "a", {first}}}\n{{"prompt": "b", "top_k": 5}}\n')
         assert batch() == 2
-        assert "out was made with own options of 1 none; this run has {" in capsys.readouterr().err
+        assert "out was made with options of the line with id 1: none; this run has {" in capsys.readouterr().err
     (tmp_path / "out").write_bytes(one)
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c", "top_k": 6}\n{"prompt": "d"}\n')
     assert batch() == 0
     assert json.loads((tmp_path / "out.run.json").read_text())["lines"] == {"2": {"top_k": 6}}
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c"}\n{"prompt": "d"}\n')
     assert batch() == 2
-    assert 'made with own options of 2 {"top_k": 6}; this run has none' in capsys.readouterr().err
+    assert 'made with options of the line with id 2: {"top_k": 6}; this run has none' in capsys.readouterr().err
 
 
 ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'

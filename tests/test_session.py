@@ -17,12 +17,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import llama.generation.session
 from llama import cli, loader, study
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
-from llama.generation.session import Session, _checksum, sample
+from llama.generation.session import Session, _checksum, open_session, sample
 from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -120,12 +119,12 @@ def test_the_file_contains_the_keys_and_values_of_a_full_pass_and_no_empty_slots
 
 def test_the_page_on_chat_reads_the_messages_of_a_file(tmp_path: Path, tiny_llm: Llama) -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "guides" / "chat.md").read_text()
-    (code,) = re.findall(r"`(llama\.generation\.session\.open_session\(path\)[^`]+)`", page)
+    (code,) = re.findall(r"`(open_session\(path\)[^`]+)`", page)
     session = Session(messages=[{"role": "user", "content": "hello"}])
     tiny_llm.chat(session.messages, max_new_tokens=1, session=session)
     session.save(tmp_path / "saved", tiny_llm.model)
     for path in (str(tmp_path / "saved"), tmp_path / "saved"):
-        assert eval(code, {"llama": llama, "path": path})[0] == {"role": "user", "content": "hello"}
+        assert eval(code, {"open_session": open_session, "path": path})[0] == {"role": "user", "content": "hello"}
 
 
 def test_messages_are_saved_and_loaded_unchanged(saved: Path) -> None:

@@ -91,7 +91,7 @@ def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
     if ("prompt" in values) == ("messages" in values):
         raise UsageError('expected either "prompt" or "messages"')
     if "messages" in values and (system is not None or "system" in values):
-        raise UsageError("a system message belongs in messages; leave system out")
+        raise UsageError("the line has messages, which include a system message: leave system (--system) out")
     try:
         json.dumps(values, ensure_ascii=False).encode()
         if "logit_bias" in values:

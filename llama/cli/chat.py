@@ -234,6 +234,8 @@ class Chat:
                 loaded = Session.load(os.path.expanduser(file), self.llm.model, self.llm.tokenizer)
                 loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
                 self.session, reply = loaded, f"{file}: loaded {answers.contents(loaded)}"
+            case "/save" | "/load" as command, "":
+                raise UsageError(f"{command} needs a file: {command} FILE")
             case "/exit", "":
                 self.left, reply = True, ""
             case _:

@@ -106,7 +106,7 @@ class Output:
             then, now = self.kept["settings"], record["settings"]
             made += [(key, then.get(key), now.get(key)) for key in sorted(then.keys() | now.keys())]
             then, now = self.kept["lines"], record["lines"]
-            made += [(f"own options of {id}", then.get(id), now.get(id)) for id in map(json.dumps, done)]
+            made += [(f"options of the line with id {id}:", then.get(id), now.get(id)) for id in map(json.dumps, done)]
             record["lines"] = {**then, **now}
         if other := [one for one in made if one[1] != one[2]][:3]:
             then = ", ".join(f"{what} {_shown(then)}" for what, then, _ in other)

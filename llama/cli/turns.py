@@ -80,6 +80,8 @@ def _prompt_toolkit(history: Path | None) -> Callable[[], str]:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.output import create_output
 
+    if history is not None:
+        (history / "chat-history").touch(0o600)
     session: PromptSession[str] = PromptSession(
         "> ",
         multiline=Condition(lambda: not is_complete(session.default_buffer.text)),
