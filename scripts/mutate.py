@@ -23,7 +23,8 @@ Not mutated, because no test on a CPU can or should detect the change:
 
 Each result is appended to --results, and mutants in this file are not tested again. --again FILE draws nothing: it
 tests the mutants of such a file, and names those whose line no longer exists. scripts/mutants.jsonl has mutants of
-the folders that read files, and of the rest; `by` is the test that caught one, `before` a test of the longer suite before it was cut.
+the folders that read files, and of the rest; `by` is the test that caught one, `before` a test of the longer suite
+before it was cut.
 
 A mutant that survives is printed as a diff, for a person to judge. The file --equivalent lists survivors that change no
 behaviour, one key per line, as printed. The exit code is 1 if any other mutant survives. A mutant may do anything that
