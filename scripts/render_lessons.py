@@ -6,7 +6,8 @@
 
 A lesson is a Markdown file. Its ```python blocks are its cells and run in order, in one process and one namespace.
 After each block stands what it printed and the figure that its last line returned, between two comments; this part is
-replaced by every run. A line <!-- figure NAME --> shows a picture of scripts/lesson_figures.py. Figures go to
+replaced by every run. A comment that begins with <!-- check and ends with a line --> holds assertions: they run like a
+cell, and no reader sees them. A line <!-- figure NAME --> shows a picture of scripts/lesson_figures.py. Figures go to
 docs/learn/figures, light and dark, notebooks to docs/learn/notebooks. In docs/learn/explain.md the output of each
 `$ clearllama` command is replaced.
 """
@@ -33,26 +34,25 @@ import torch
 from llama import cli
 from llama.study.figure import Figure
 
-REPOSITORY = "OWNER/clearllama"  # on GitHub, for the links to Colab; after a change, run this script once
-BRANCH = "main"
-
 ROOT = Path(__file__).resolve().parents[1]
 LEARN = ROOT / "docs" / "learn"
 EXPLAIN = LEARN / "explain.md"
 OUTPUT = re.compile(r"\n<!-- output -->\n.*?\n<!-- end of output -->\n", re.DOTALL)
 OPEN = re.compile(r"\n<!-- open -->\n.*?\n<!-- end of open -->\n", re.DOTALL)
-CELL = re.compile(r"^```python( solution)?\n(.*?)^```\n|^<!-- figure (\w+) -->\n", re.DOTALL | re.MULTILINE)
+CELL = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n|^<!-- check\n(?P<check>.*?)^-->\n|^<!-- figure (?P<figure>\w+) -->\n",
+    re.DOTALL | re.MULTILINE,
+)
 CONSOLE = re.compile(r"(?<=^```console\n)\$ clearllama (.*)\n(?:.*\n)*?(?=^```$)", re.MULTILINE)
 VOLATILE = re.compile(r"(?<=difference )\d\.\de[+-]\d\d|(?<=\.py:)\d+")  # rounding errors and line numbers in `explain`
 
 
 @dataclass
 class Cell:
-    """One part of a lesson. `solution` marks code that a notebook shows folded."""
+    """One part of a lesson."""
 
-    kind: str  # "markdown", "code", or "figure": a picture of lesson_figures without code
+    kind: str  # "markdown", "code", "check": code out of sight, or "figure": a picture of lesson_figures without code
     source: str
-    solution: bool = False
     printed: str = ""
     figures: list[Figure] = field(default_factory=list)
 
@@ -73,10 +73,11 @@ def parse(text: str) -> list[Cell]:
     text = source(text)
     for match in CELL.finditer(text):
         cells.append(Cell("markdown", text[end : match.start()]))
-        if match[3]:
-            cells.append(Cell("figure", match[0], figures=[lesson_figures.FIGURES[match[3]]]))
+        if name := match["figure"]:
+            cells.append(Cell("figure", match[0], figures=[lesson_figures.FIGURES[name]]))
         else:
-            cells.append(Cell("code", match[2], bool(match[1])))
+            kind = "code" if match["check"] is None else "check"
+            cells.append(Cell(kind, match[kind]))
         end = match.end()
     return [*cells, Cell("markdown", text[end:])]
 
@@ -88,7 +89,7 @@ def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
     torch.set_num_threads(1)  # the results must not depend on the machine's cores
     torch.set_printoptions(profile="default")
     try:
-        for number, cell in enumerate(cell for cell in cells if cell.kind == "code"):
+        for number, cell in enumerate(cell for cell in cells if cell.kind in ("code", "check")):
             file = f"{name}, cell {number}"
             linecache.cache[file] = (
                 len(cell.source),
@@ -113,15 +114,12 @@ def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
 
 
 def markdown(cells: list[Cell], stem: str) -> str:
-    """The lesson as it is committed: with its results, and the links to its notebook below the title."""
+    """The lesson as it is committed: with its results, and the link to its notebook below the title."""
+    fences = {"code": "```python\n{}```\n", "check": "<!-- check\n{}-->\n"}
     parts = []
     for cell in cells:
-        if cell.kind == "markdown":
-            parts.append(cell.source)
-            continue
-        fence = f"```python{' solution' if cell.solution else ''}\n"
-        parts.append(cell.source if cell.kind == "figure" else f"{fence}{cell.source}```\n")
-        results = [f"```text\n{cell.printed.rstrip()}\n```\n"] if cell.printed.strip() else []
+        parts.append(fences.get(cell.kind, "{}").format(cell.source))
+        results = [f"```text\n{cell.printed.rstrip()}\n```\n"] if cell.kind == "code" and cell.printed.strip() else []
         for figure in cell.figures:
             caption = figure.caption
             results.append(
@@ -132,38 +130,22 @@ def markdown(cells: list[Cell], stem: str) -> str:
             )
         if results:
             parts.append("\n<!-- output -->\n" + "\n".join(results) + "\n<!-- end of output -->\n")
-    here = (
-        f"[Open in Colab](https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/docs/learn/notebooks/{stem}.ipynb)"
-        f" · [notebook](notebooks/{stem}.ipynb)"
-    )
+    here = f"[As a notebook](notebooks/{stem}.ipynb)"
     return re.sub(r"\A(# .*\n)", lambda m: f"{m[1]}\n<!-- open -->\n{here}\n<!-- end of open -->\n", "".join(parts))
 
 
 def notebook(cells: list[Cell]) -> str:
-    """The lesson as a notebook without results, whose first cell installs the package."""
-    blob = f"https://github.com/{REPOSITORY}/blob/{BRANCH}/"
-    install = f"# in a checkout: pip install -e '.[study]'\n%pip install -q 'clearllama[study] @ git+https://github.com/{REPOSITORY}'"
-    made = [_notebook_cell("code", install, {})]
+    """The lesson as a notebook without results, for a checkout; its links are relative to docs/learn/notebooks."""
+    made = [_notebook_cell("code", "# once, in a checkout: pip install -e '.[study]'")]
     for cell in cells:
         text = cell.source.strip("\n")
         if cell.kind == "figure":
-            raw = f"https://raw.githubusercontent.com/{REPOSITORY}/{BRANCH}/docs/learn/figures"
-            caption = cell.figures[0].caption
-            made.append(
-                _notebook_cell("markdown", f"![{caption}]({raw}/{cell.figures[0].name}-light.svg)\n\n*{caption}*", {})
-            )
-            continue
-        if cell.kind == "code":
-            folded = {"jupyter": {"source_hidden": True}, "cellView": "form", "tags": ["solution"]}
-            made.append(_notebook_cell("code", text, folded if cell.solution else {}))
-            continue
-        text = re.sub(r"\A</details>\n*", "", text)  # the other half of this element is in another cell
-        text += "\n</details>" if text.count("<details>") > text.count("</details>") else ""
-        text = re.sub(r"\]\((?!https?:)(?:\.\./\.\./)([^)]*)\)", rf"]({blob}\1)", text)
-        text = re.sub(r"\]\((?!https?:)(?:\.\./)([^)]*)\)", rf"]({blob}docs/\1)", text)
-        text = re.sub(r"\]\((?!https?:)([^)]*)\)", rf"]({blob}docs/learn/\1)", text)
-        if text.strip():
-            made.append(_notebook_cell("markdown", text, {}))
+            figure = cell.figures[0]
+            text = f"![{figure.caption}](../figures/{figure.name}-light.svg)\n\n*{figure.caption}*"
+        elif cell.kind == "markdown":
+            text = re.sub(r"\]\((?!https?:|#)([^)]*)\)", r"](../\1)", text)
+        if text and cell.kind != "check":
+            made.append(_notebook_cell("code" if cell.kind == "code" else "markdown", text))
     for number, cell in enumerate(made):
         cell["id"] = f"cell-{number}"
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -171,8 +153,8 @@ def notebook(cells: list[Cell]) -> str:
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
-def _notebook_cell(kind: str, text: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    cell = {"cell_type": kind, "metadata": metadata, "source": text.splitlines(keepends=True)}
+def _notebook_cell(kind: str, text: str) -> dict[str, Any]:
+    cell = {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}
     return {**cell, "execution_count": None, "outputs": []} if kind == "code" else cell
 
 
