@@ -172,7 +172,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             }
             for check in report.checks
         ],
-        "passed": report.passed,
+        **({"passed": report.passed} if report.checks else {}),
     }
 
 
