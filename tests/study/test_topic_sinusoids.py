@@ -30,13 +30,14 @@ def table(n: int, d: int, base: float) -> np.ndarray:
 
 
 def test_order_without_positions_a_word_keeps_its_output_in_all_24_orders() -> None:
-    drawn = order.drawn(8)
-    x, wq, wk, wv = (part.numpy() for part in drawn)
-    plain = encodings.attend(encodings.make("none", 8, 8), *drawn[:4], positions=torch.arange(4)).numpy()
+    embeddings, *weights = order.drawn(8)
+    x, wq, wk, wv = (part.numpy() for part in (embeddings, *weights))
+    nothing = encodings.make("none", 8, 8)
+    plain = encodings.attend(nothing, embeddings, weights[0], weights[1], weights[2], torch.arange(4)).numpy()
     np.testing.assert_allclose(plain, outputs(x, wq, wk, wv, causal=False), atol=1e-12)
     for other in map(list, permutations(range(4))):
         np.testing.assert_allclose(outputs(x[other], wq, wk, wv, causal=False), plain[other], atol=1e-12)
-    np.testing.assert_allclose(order.causal(*drawn), outputs(x, wq, wk, wv, causal=True), atol=1e-5)
+    np.testing.assert_allclose(order.causal(embeddings, *weights), outputs(x, wq, wk, wv, causal=True), atol=1e-5)
 
 
 def test_order_reports_no_difference_for_none_alone() -> None:
