@@ -119,12 +119,9 @@ def draw(table: Data, canvas: Canvas) -> None:
         axes.set_title(panel)
         axes.set_ylabel(label)
     panels[0].legend(ncols=2, loc="upper right")
-    panels[0].set_ylim(-20, 6)
+    panels[0].set_ylim(-20, 12)
     panels[1].set_xlabel("distance (tokens)")
 
 
-CAPTION = (
-    "What ALiBi and T5 add to a score. ALiBi subtracts a fixed slope times the distance; four of eight heads are drawn."
-    " T5 adds one trained number for each bucket of distances, and the buckets widen."
-)
+CAPTION = "What ALiBi adds to a score in four of eight heads, and the bucket of T5's trained number, by distance."
 TOPIC = Topic(report, figures=(Figure("others", CAPTION, data, draw, size=(5.4, 4.0)),))

@@ -48,8 +48,8 @@ def report() -> Report:
         TOPICS["trained"],
         settings={"parameters": run["parameters"], "steps": run["steps"], "batch": run["batch"]},
         says=wrapped(
-            "Loss in nats per byte on a book that was not used for training, by position; lower is better. The context"
-            " in training is 128 bytes. Stored results; scripts/compare_encodings.py repeats them."
+            "Loss in nats per byte on a book that was not used for training. The context in training is 128 bytes."
+            " Stored results of scripts/compare_encodings.py."
         ),
         tables=(
             Table(
@@ -85,9 +85,5 @@ def draw(table: Data, canvas: Canvas) -> None:
     canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
-CAPTION = (
-    "Five encodings, trained alike on 128 bytes and tested on 512. Lines are means over three seeds, bands their"
-    " extremes. Within the context RoPE and ALiBi are best. Beyond it ALiBi stays level, and the others get worse at"
-    " once or soon. RoPE needs a scaling there, such as YaRN, which needs no training."
-)
+CAPTION = "Five encodings, trained alike on 128 bytes and tested on 512. Bands: the extremes of three seeds."
 TOPIC = Topic(report, figures=(Figure("trained", CAPTION, data, draw, size=(5.6, 4.6)),))

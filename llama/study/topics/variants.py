@@ -101,19 +101,14 @@ def plane_draw(data: Data, canvas: Canvas) -> None:
         scores = data["score"][data["form"] == name].reshape(SIDE, SIDE)
         image = axes.imshow(scores, cmap="viridis", vmin=-0.2, vmax=1)
         axes.set_title(name)
+        axes.set(xticks=range(0, SIDE, 4), yticks=range(0, SIDE, 4))
         axes.set_xlabel("x of the key's patch")
         axes.set_ylabel("y of the key's patch")
     canvas.colorbar(image, ax=list(panels), label="score of q = k", location="bottom", shrink=0.6)
 
 
-PARTIAL = (
-    "The score of equal vectors by distance. The part of the head that is not rotated adds a constant: it compares"
-    " contents, at any distance."
-)
-PLANE = (
-    "The score of a patch in the middle of an image with all patches, for equal vectors. Axial: half of the pairs turn"
-    " by x, half by y, which leaves a cross. Mixed: each pair turns along a direction of its own."
-)
+PARTIAL = "The score of equal vectors by distance, if all, half or a quarter of a head rotates."
+PLANE = "The score of a patch in the middle of an image with every patch, for equal vectors."
 TOPIC = Topic(
     report,
     figures=(
