@@ -7,19 +7,13 @@ differs: modules of a llama.Transformer are replaced, and no line of the model i
 train on the same windows of 128 tokens, in the same order. Each model then reads windows of 512 tokens of the held-out
 book, and its loss is averaged by position.
 
+`--encodings dropped` is another experiment (DroPE, arXiv:2512.12167): it takes the tiny model that comes with the
+package, which was trained with RoPE, leaves RoPE out, and trains it further.
+
 A finished run is one line of the output. The script skips runs that the output already has, so the command can be
-interrupted and started again. It uses one core; several commands with different --seeds can share one output.
-
-Time: all fifteen runs need 22 minutes of CPU time on a Xeon with AVX-512, between 70 seconds (sinusoidal) and two
-minutes (ALiBi) each; `--seeds 0,1` and `--seeds 2` at the same time need 15 minutes on two cores. This was scaled from
-runs of 20 and of 100 steps, which predict 86 seconds for RoPE with seed 0; its complete run took 84. The stored
-`seconds` are longer: they are wall time on a machine that was busy with other work.
-
-Another processor sums in another order, and training enlarges the differences. On the same Xeon the complete run of
-RoPE with seed 0 repeated all its stored numbers. With AVX2 in place of AVX-512 its loss at positions 0 to 127 was
-1.404 in place of 1.411, which is within the deviation of the seeds; beyond 160, where RoPE fails, means of 16
-positions differed by up to 0.2. So on another processor the large differences between encodings should come out again,
-but not the digits, and perhaps not the 0.01 between RoPE and ALiBi.
+interrupted and started again. The fifteen runs of the five encodings take 22 minutes on one core of a Xeon with
+AVX-512. The same processor repeats all digits; another one sums in another order, and training enlarges the
+differences. With AVX2 the loss of RoPE with seed 0 at positions 0 to 127 was 1.404 in place of 1.411.
 """
 
 from __future__ import annotations
@@ -38,16 +32,17 @@ from torch import Tensor, nn
 from train_tiny import CONFIG, as_bytes, fit, initialize, split
 
 from llama.attention import Attend
+from llama.loader import load_model
 from llama.model import Transformer
 from llama.rope import Rope, RotaryEmb
 from llama.study.measures import sinusoids
+from llama.study.perplexity import tiny_folder
 
 LONGEST = 512  # tokens of a window of the test
 BUCKET = 16  # positions whose losses are averaged
 SEEDS = (0, 1, 2)
 
 
-# ------------------------------------------------------------------------------------------------ the encodings
 class Placed(nn.Module):
     """An embedding that adds a vector for the position: tokens (B, T), at positions 0 .. T - 1, -> (B, T, C)."""
 
@@ -111,6 +106,10 @@ ENCODINGS: dict[str, Callable[[Transformer], None]] = {
 
 def build(encoding: str, seed: int) -> Transformer:
     """A model with random weights. Matrices that two encodings share have the same values."""
+    if encoding == "dropped":
+        model = load_model(tiny_folder(), dtype="float32", max_seq_len=LONGEST).requires_grad_(True)
+        without_rope(model)
+        return model
     torch.manual_seed(seed)
     model = Transformer(CONFIG, max_seq_len=LONGEST)
     initialize(model)
@@ -118,7 +117,6 @@ def build(encoding: str, seed: int) -> Transformer:
     return model
 
 
-# ---------------------------------------------------------------------------------------------------- the measure
 @torch.inference_mode()
 def loss_by_position(model: Transformer, text: Tensor) -> Tensor:
     """Mean loss in nats at each position of windows that tile a text of bytes: (LONGEST,) float64."""
@@ -132,14 +130,9 @@ def loss_by_position(model: Transformer, text: Tensor) -> Tensor:
     return total / count
 
 
-def yarn() -> Rope:
-    """The rotation of the same model for LONGEST positions, by YaRN (arXiv:2309.00071)."""
-    scaling = {"rope_type": "yarn", "factor": LONGEST / CONFIG.max_seq_len}
-    return Rope("complex", CONFIG.head_dim, LONGEST, CONFIG.rope_theta, scaling, CONFIG.max_seq_len)
-
-
-def buckets(losses: Tensor) -> list[float]:
-    return [round(x, 5) for x in losses.view(-1, BUCKET).mean(1).tolist()]
+def buckets(model: Transformer, text: bytes) -> list[float]:
+    """The mean loss in each bucket of positions."""
+    return [round(x, 5) for x in loss_by_position(model, as_bytes(text)).view(-1, BUCKET).mean(1).tolist()]
 
 
 def run(encoding: str, seed: int, text: Path, steps: int, batch: int) -> dict[str, Any]:
@@ -151,10 +144,11 @@ def run(encoding: str, seed: int, text: Path, steps: int, batch: int) -> dict[st
     losses = fit(model, as_bytes(training), steps, batch)
     seconds = time.perf_counter() - started
     model.eval()
-    found = {"loss": buckets(loss_by_position(model, as_bytes(held_out)))}
+    found = {"loss": buckets(model, held_out)}
     if encoding == "rope":
-        model.rope = yarn()
-        found["loss_yarn"] = buckets(loss_by_position(model, as_bytes(held_out)))
+        scaling = {"rope_type": "yarn", "factor": LONGEST / CONFIG.max_seq_len}
+        model.rope = Rope("complex", CONFIG.head_dim, LONGEST, CONFIG.rope_theta, scaling, CONFIG.max_seq_len)
+        found["loss_yarn"] = buckets(model, held_out)
     return {
         "encoding": encoding,
         "seed": seed,
@@ -178,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare position encodings by training the tiny model.")
     parser.add_argument("--text", type=Path, required=True, help="the complete text; see scripts/train_tiny.py")
     parser.add_argument("--output", type=Path, required=True, help="a JSON line for each finished run")
-    parser.add_argument("--encodings", default=",".join(ENCODINGS), help="names, separated by commas")
+    parser.add_argument("--encodings", default=",".join(ENCODINGS), help="names, separated by commas; also: dropped")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="numbers, separated by commas")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=8)

@@ -14,8 +14,7 @@ All computations are in float64 and for one head. Letters: N tokens, C model dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class Encoding:
 class Sinusoidal(Encoding):
     """Adds a fixed vector to each embedding; defined for every position."""
 
-    def __init__(self, base: float = 10000.0):
+    def __init__(self, base: float):
         self.base = base
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -66,10 +65,10 @@ class Learned(Encoding):
 
 
 class Rotary(Encoding):
-    """Rotates q and k by position * inv_freq, under any scaling of the library."""
+    """Rotates q and k by position * inv_freq."""
 
-    def __init__(self, dim: int, theta: float = 10000.0, scaling: Mapping[str, Any] | None = None, **lengths: int):
-        self.inv_freq = frequencies(dim, theta, scaling, **lengths)  # (D/2,)
+    def __init__(self, dim: int, theta: float):
+        self.inv_freq = frequencies(dim, theta)  # (D/2,)
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         return turn(x, positions, self.inv_freq)
@@ -78,7 +77,7 @@ class Rotary(Encoding):
 class Alibi(Encoding):
     """Subtracts slope * distance from each score. Head h of H has slope 2^(-8h/H)."""
 
-    def __init__(self, slope: float = 0.5):
+    def __init__(self, slope: float):
         self.slope = slope
 
     def bias(self, positions: Tensor) -> Tensor:
@@ -120,7 +119,7 @@ ENCODINGS: dict[str, Callable[[int, int, float], Encoding]] = {
         torch.randn(512, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ),
     "rope": lambda dim, head_dim, theta: Rotary(head_dim, theta),
-    "alibi": lambda dim, head_dim, theta: Alibi(),
+    "alibi": lambda dim, head_dim, theta: Alibi(0.5),
 }
 
 

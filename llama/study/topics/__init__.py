@@ -28,7 +28,7 @@ TOPICS = {
     "heads": "which frequencies does a trained model use, and how far does it look?",
     "trained": "how good is each position encoding after the same training, and how far does it reach?",
     "bands": "what does a trained model use fast and slow pairs for?",
-    "variants": "what changes with partial rotation, in layers without RoPE, and in two dimensions?",
+    "variants": "what changes if a part of each head rotates, and in two dimensions?",
     "others": "how do other encodings make scores depend on the distance?",
     "needle": "does a stretched model recall a fact that lies far back?",
     "precision": "how exact are the angles, by position and by dtype?",
