@@ -13,19 +13,19 @@ from threading import Event as Flag
 from typing import Any, overload
 
 from . import checks
-from .chat import encode_chat
+from .chat import check_messages, continues_answer, encode_chat
 from .engine.linears import describe_quantization
 from .engine.nonfinite import locate
 from .engine.placement import describe_devices
 from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
-from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopText
+from .generation.answer import Answer, AtLeast, Completion, Piece, Prompt, Stats, StopText
 from .generation.batch import Batch, Ended, PromptScored, Request, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar
 from .model import Transformer
-from .sampling import LARGEST_SEED, SamplingParams
+from .sampling import LARGEST_SEED, Constraint, SamplingParams
 from .tokenizer import Tokenizer, token_ids
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
@@ -49,6 +49,7 @@ class Llama:
     tokenizer      the `Tokenizer`
     chat_template  the Jinja source of the chat template, several sources by name (tool_use, default), or None
     chat_format    a built-in chat format that is used in place of the template, such as "llama3", or None; may be set
+    template_options  variables of the chat template, such as {"enable_thinking": False}; may be set
     sampling       sampling options that the checkpoint's generation_config.json asks for; they replace the defaults
     adapters       descriptions of the merged LoRA adapters
     warnings       what a user should know about the checkpoint, one line each
@@ -57,7 +58,8 @@ class Llama:
     contains another value), top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
     frequency_penalty=0.0, logit_bias={}, processors=[], seed=None; `SamplingParams` describes them. Further options:
 
-    stop            a string, or a list of strings, that end the text
+    stop            a string, or a list of strings, that end the text; stop_token_ids: ids that end it
+    min_tokens      the answer does not end before it has so many tokens; ignore_eos=True: it never does
     logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
     prompt_logprobs True: log-probabilities of the prompt's tokens; not with a session, a draft or progress
     schema          a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
@@ -84,6 +86,7 @@ class Llama:
     ):
         self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
         self.chat_format = chat_format
+        self.template_options: dict[str, Any] = {}
         self.sampling = dict(sampling or {})
         self.adapters, self.warnings = tuple(adapters), tuple(warnings)
 
@@ -171,30 +174,55 @@ class Llama:
     @overload
     def chat(self, messages: Dicts, *, n: int, **options: Any) -> list[Completion]: ...
     def chat(
-        self, messages: Dicts, *, tools: Dicts | None = None, n: int | None = None, **options: Any
+        self,
+        messages: Dicts,
+        *,
+        tools: Dicts | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        n: int | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or with n a list of n answers.
 
         The model's template formats them, or the built-in format named by `chat_format`. tools are JSON schemas of
         functions that the assistant may call; its calls are part of the text (chat/tool_calls.py parses them).
+        template_options are further variables of the template: {"enable_thinking": False}. If the last message is the
+        assistant's, the answer continues its text.
         """
-        (found,) = self._complete([self.encode_chat(messages, tools)], n, {"continues": False, **options})
+        ids = self.encode_chat(messages, tools, template_options)
+        (found,) = self._complete([ids], n, {"continues": continues_answer(messages), **options})
         return found[0] if n is None else found
 
-    def stream_chat(self, messages: Dicts, *, tools: Dicts | None = None, **options: Any) -> Generator[Piece]:
+    def stream_chat(
+        self,
+        messages: Dicts,
+        *,
+        tools: Dicts | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
-        return self.stream_ids(self.encode_chat(messages, tools), continues=False, **options)
+        ids = self.encode_chat(messages, tools, template_options)
+        return self.stream_ids(ids, continues=continues_answer(messages), **options)
 
-    def encode_chat(self, messages: Dicts, tools: Dicts | None = None) -> list[int]:
-        """Ids of a conversation as `chat` feeds them, ending with the start of the assistant's turn."""
-        return encode_chat(
+    def encode_chat(
+        self, messages: Dicts, tools: Dicts | None = None, template_options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
+        messages, begun = check_messages(messages), ""
+        if continues_answer(messages):
+            *messages, answer = messages
+            begun = answer["content"]
+        ids = encode_chat(
             self.tokenizer,
             self.chat_template,
             messages,
             format=self.chat_format,
             tools=tools,
+            variables={**self.template_options, **(template_options or {})},
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
         )
+        return ids + (self.tokenizer.encode(begun) if begun else [])
 
     def stream_ids(
         self,
@@ -221,7 +249,9 @@ class Llama:
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
         if guesses is not None and prepared.request.constraint is not None:
-            raise UsageError("a draft can't be combined with a schema, regex or grammar: leave draft out")
+            raise UsageError(
+                "a draft can't be combined with a schema, regex, grammar, min_tokens or ignore_eos: leave draft out"
+            )
         if prepared.request.prompt_logprobs:
             if session is not None or guesses is not None or progress is not None:
                 raise UsageError(
@@ -281,16 +311,26 @@ class Llama:
         sampling, ids = dict(options), token_ids(prompt)
         stops = _check_stops(sampling.pop("stop", None))
         continues = checks.boolean("continues", sampling.pop("continues", True))
-        begin = partial(Answer, self.tokenizer, ids, stops, continues=continues)
+        stop_ids = token_ids(sampling.pop("stop_token_ids", None) or ())
+        begin = partial(Answer, self.tokenizer, ids, stops, stop_ids, continues=continues)
         top = checks.integer("top_logprobs", sampling.pop("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
         logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0
         scored = checks.boolean("prompt_logprobs", sampling.pop("prompt_logprobs", False))
         grammar = self._grammar({name: sampling.pop(name, None) for name in GRAMMARS})
+        shortest = checks.integer("min_tokens", sampling.pop("min_tokens", 0), 0, 2**31)
+        if checks.boolean("ignore_eos", sampling.pop("ignore_eos", False)):
+            shortest = 2**31
+        if shortest and grammar is not None:
+            raise UsageError("min_tokens and ignore_eos can't be combined with a schema, regex or grammar")
         params = self._params(sampling)
         prompts = []
         for i in range(checks.integer("n", n, 1, MOST_ANSWERS)):
             seeded = dataclasses.replace(params, seed=((params.seed or 0) + i) % (LARGEST_SEED + 1))
-            constraint = None if grammar is None else grammar.constraint(ids if continues else ())
+            constraint: Constraint | None = None
+            if grammar is not None:
+                constraint = grammar.constraint(ids if continues else ())
+            elif shortest:
+                constraint = AtLeast(shortest, self.tokenizer.n_vocab, [*self.tokenizer.stop_ids, *stop_ids])
             prompts.append(Prompt(Request(ids, seeded, logprobs, top, constraint, scored, Flag()), begin))
         return prompts
 

@@ -303,3 +303,45 @@ def test_short_forms_equal_full_ones() -> None:
     assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
         {"role": "assistant", "content": "x"}
     ]
+
+
+# ------------------------------------------------------------------------------------- continued answers, and variables
+def test_a_last_message_of_the_assistant_is_continued(tiny_llm: Llama) -> None:
+    """The ids are those of a model that has written this text itself, for templates and for built-in formats."""
+    question = [{"role": "user", "content": "hello"}]
+    begun = [*question, {"role": "assistant", "content": " the <|eot_id|>"}]
+    for format in (None, *(["llama3"] if "<|eot_id|>" in tiny_llm.tokenizer.control else [])):
+        tiny_llm.chat_format = format
+        try:
+            ids = tiny_llm.encode_chat(begun)
+            assert ids == tiny_llm.encode_chat(question) + tiny_llm.tokenizer.encode(" the <|eot_id|>")
+            options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+            expected = "".join(map(str, tiny_llm.stream_ids(ids, **options)))
+            assert tiny_llm.chat(begun, **options).text == expected
+            assert "".join(map(str, tiny_llm.stream_chat(begun, **options))) == expected
+        finally:
+            tiny_llm.chat_format = None
+    called = [*question, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}]
+    assert tiny_llm.encode_chat(called)[-1] == tiny_llm.encode_chat(question)[-1]  # a new turn begins
+
+
+def test_variables_of_a_template_are_text_of_a_user() -> None:
+    template = "{{ messages[0].content }}{% if thinking is false %}<|eot_id|>{{ note }}{{ deep.a[0] }}{% endif %}"
+    tokenizer = byte_level("<|begin_of_text|>", "<|eot_id|>")
+    messages = [{"role": "user", "content": "a"}]
+    stop = tokenizer.control["<|eot_id|>"]
+    variables = {"thinking": False, "note": "<|eot_id|>", "deep": {"a": ["<|eot_id|>"]}}
+    ids = encode_chat(tokenizer, template, messages, variables=variables)
+    assert ids.count(stop) == 1
+    assert stop not in encode_chat(tokenizer, template, messages)
+    for name in ("messages", "eos_token", "cut", "strftime_now", "no name"):
+        with pytest.raises(UsageError, match="can't be a variable"):
+            encode_chat(tokenizer, template, messages, variables={name: 1})
+
+
+def test_thoughts_in_the_history_reach_the_template() -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "b", "reasoning_content": "a"}, {"role": "user", "content": "c"}]
+    assert render(template, check_messages(messages), byte_level("<s>", "</s>")) == "a|b|c"
+    with pytest.raises(UsageError, match="unknown key 'reasoning_content'"):
+        check_messages([{"role": "user", "content": "c", "reasoning_content": "a"}])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import json
 import os
 import sys
@@ -67,6 +69,19 @@ def test_standard_input_is_read_by_name_or_without_a_prompt(
         os.dup2(before, 0)
         os.close(before)
     assert capfd.readouterr().err == ("" if reads else NOTE)
+
+
+@pytest.mark.parametrize("data", [b"one", b"one\n", b"one\r\n", b"\xef\xbb\xbfone\r\n"])
+def test_every_source_of_a_prompt_has_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """A byte order mark and one line end are not part of the text; spaces and further line ends are."""
+    (tmp_path / "file").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data), isatty=lambda: False))
+    assert read_prompt(arguments("-f", str(tmp_path / "file"))) == read_prompt(arguments("-")) == "one"
+    assert read_prompt(arguments(" one \n\r\n")) == " one \n"
+    for_argument = data.removeprefix(codecs.BOM_UTF8).decode()
+    assert read_prompt(arguments(for_argument)) == "one"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -130,6 +131,31 @@ def test_stop_ids_end_the_answer_and_are_not_in_it(tiny_llm: Llama) -> None:
             break
     assert completion.finish_reason == "stop"
     assert not set(completion.tokens) & tiny_llm.tokenizer.stop_ids
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 1}])
+def test_an_answer_has_at_least_min_tokens_and_ends_at_its_own_stop_ids(
+    tiny_llm: Llama, options: dict[str, Any]
+) -> None:
+    """Before min_tokens, each token is the choice among all ids that do not end the answer."""
+    free = tiny_llm.generate("hello", max_new_tokens=12, ignore_eos=True, **options)
+    assert len(free.tokens) == 12
+    assert not tiny_llm.tokenizer.stop_ids & {*free.tokens}
+    last = free.tokens[4]
+    first = free.tokens.index(last)
+    stopped = tiny_llm.generate("hello", max_new_tokens=12, ignore_eos=True, **options, stop_token_ids=[10**6])
+    assert stopped.tokens == free.tokens
+    ended = tiny_llm.generate("hello", max_new_tokens=12, stop_token_ids=[last], **options)
+    assert ended.tokens == free.tokens[:first]
+    assert ended.finish_reason == "stop"
+    longer = tiny_llm.generate("hello", max_new_tokens=12, stop_token_ids=[last], min_tokens=first + 2, **options)
+    assert longer.tokens[:first] == free.tokens[:first]
+    assert len(longer.tokens) >= first + 2
+    assert last not in longer.tokens[: first + 2]
+    several = tiny_llm.generate(["hello", "the"], max_new_tokens=12, ignore_eos=True, **options)
+    assert several[0].tokens == free.tokens
+    with pytest.raises(UsageError, match="can't be combined"):
+        tiny_llm.generate("hello", min_tokens=3, regex="a+")
 
 
 def test_a_random_seed_is_reported_and_reproduces_the_answer(tiny_llm: Llama) -> None:

@@ -12,7 +12,7 @@ from ..checks import choice
 from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .formats import TEMPLATES, chat_format_of, check_format, check_template
-from .messages import check_messages, check_tools
+from .messages import check_messages, check_tools, continues_answer
 from .template import choose_template, encode_template, render
 from .tool_calls import parse_tool_calls
 
@@ -23,6 +23,7 @@ __all__ = [
     "check_messages",
     "check_template",
     "choose_template",
+    "continues_answer",
     "encode_chat",
     "parse_tool_calls",
     "render",
@@ -46,7 +47,7 @@ def encode_chat(
     format     "jinja" or None for the template, or a name of TEMPLATES
     tools      JSON schemas of the functions the assistant may call; the built-in formats have none
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
-    options    now and add_generation_prompt, as for `render`
+    options    now, variables and add_generation_prompt, as for `render`
 
     Raises UsageError on a malformed message, and TemplateError if the template is missing or fails, or if the
     vocabulary lacks a token of the format.

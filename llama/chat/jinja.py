@@ -20,7 +20,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """{"texts": the rendered texts}, or {"error": the message of the template's exception}. The keys of a request:
 
     template  Jinja source
-    values    the variables of the template
+    values    the variables of the template, of which messages and tools are a user's
+    variables more of them, from a user
     now       the time for strftime_now, in ISO format
     hidden    regular expressions, one for each text: what they find in the strings of messages and tools is replaced by
               one stand-in a character; None: no change
@@ -30,17 +31,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     values["strftime_now"] = datetime.datetime.fromisoformat(request["now"]).strftime
     try:
         template = compiled(request["template"])
-        return {"texts": [template.render(hide(values, pattern, stand_in)) for pattern in request["hidden"]]}
+        texts = [hide(values, request["variables"], pattern, stand_in) for pattern in request["hidden"]]
+        return {"texts": [template.render(variables) for variables in texts]}
     except MemoryError:
         raise
     except Exception as error:  # a template can raise anything
         return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
-def hide(values: dict[str, Any], pattern: str | None, stand_in: str) -> dict[str, Any]:
-    """The variables with stand-ins for what a regular expression finds in the strings of messages and tools."""
+def hide(values: dict[str, Any], more: dict[str, Any], pattern: str | None, stand_in: str) -> dict[str, Any]:
+    """All variables, with stand-ins for what a regular expression finds in the strings that come from a user."""
     if pattern is None:
-        return values
+        return {**more, **values}
     find = re.compile(pattern)
 
     def hidden(value: Any) -> Any:
@@ -51,7 +53,7 @@ def hide(values: dict[str, Any], pattern: str | None, stand_in: str) -> dict[str
         return [hidden(item) for item in value] if isinstance(value, list) else value
 
     messages = [{**hidden(message), "role": message["role"]} for message in values["messages"]]
-    return {**values, "messages": messages, "tools": hidden(values["tools"])}
+    return {**hidden(more), **values, "messages": messages, "tools": hidden(values["tools"])}
 
 
 class Hidden(str):
@@ -110,4 +112,4 @@ def compiled(source: str) -> jinja2.Template:
 
 # Lets Jinja import all of its modules, since the child can't open files later
 IMPORTS = "{{ '<b>\\n' | striptags | wordwrap | pprint }}{{ lipsum() }}{{ raise_exception('x') }}"
-answer({"template": IMPORTS, "values": {}, "now": "2026-01-01", "hidden": [None], "stand_in": ""})
+answer({"template": IMPORTS, "values": {}, "variables": {}, "now": "2026-01-01", "hidden": [None], "stand_in": ""})

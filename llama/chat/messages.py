@@ -24,6 +24,7 @@ class Message(TypedDict):
     role          "system", "user", "assistant", "tool" or "ipython" (Llama 3's name for a tool's result)
     content       the text; in the input, a message with tool_calls may have None or no content
     tool_calls    assistant only: the functions it calls
+    reasoning_content  assistant only: its thoughts, which some templates write
     tool_call_id  tool only: the id of the call that this message answers
     name          tool only: the tool's name
     """
@@ -31,6 +32,7 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[str]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
 
@@ -46,6 +48,12 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise UsageError(f"messages must be a list with at least one message, got {shown(messages)}")
     return [_message(message, f"message {i}") for i, message in enumerate(messages)]
+
+
+def continues_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of an answer, which the model continues."""
+    last = messages[-1] if messages else {}
+    return len(messages) > 1 and last.get("role") == "assistant" and not last.get("tool_calls")
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -129,4 +137,5 @@ FUNCTION: Checks = {"name": _string, "arguments": _object}
 CALL: Checks = {"type": lambda value, where: choice(where, value, ("function",)), "id": _string, "function": _function}
 MESSAGE: Checks = {"role": _string, "content": _string}
 TOOL: Checks = {"tool_call_id": _string, "name": _string}
-OF_ROLE: dict[str, Checks] = {"assistant": {"tool_calls": _calls}, "tool": TOOL, "ipython": TOOL}
+ASSISTANT: Checks = {"tool_calls": _calls, "reasoning_content": _string}
+OF_ROLE: dict[str, Checks] = {"assistant": ASSISTANT, "tool": TOOL, "ipython": TOOL}

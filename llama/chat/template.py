@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ContextLengthError, TemplateError
+from ..errors import ContextLengthError, TemplateError, UsageError
 from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer
 
@@ -113,6 +113,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], tokenizer: Toke
     tools                  JSON schemas of functions, or None
     add_generation_prompt  end with the start of the assistant's turn, which is the default
     now                    the time for strftime_now, used by templates that print the date
+    variables              further variables of the template: {"enable_thinking": False}
 
     As in Hugging Face's library, templates have raise_exception, strftime_now, loop controls, {% generation %} and a
     tojson without HTML escapes; documents is none. A template that exceeds SECONDS or SPACE is stopped. Raises
@@ -130,19 +131,23 @@ def _rendered(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
+    variables: Mapping[str, Any] | None = None,
     cut: str = "",
 ) -> list[str]:
     """Texts with stand-ins for what each regular expression finds (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
     bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
     values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
-    values |= {"add_generation_prompt": add_generation_prompt, "cut": cut}
+    values |= {"add_generation_prompt": add_generation_prompt, "cut": cut, "strftime_now": None}
+    if wrong := [key for key in variables or () if not key.isidentifier() or key in values]:
+        raise UsageError(f"{wrong[0]!r:.80} can't be a variable of a chat template, or has its value already")
     # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
     characters = {*"".join(tokenizer.control)}
     stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
     time = (now or datetime.datetime.now()).isoformat()
+    request = {"template": template, "values": values, "variables": dict(variables or {}), "now": time}
     try:
-        reply = CHILD.ask({"template": template, "values": values, "now": time, "hidden": hidden, "stand_in": stand_in})
+        reply = CHILD.ask({**request, "hidden": hidden, "stand_in": stand_in})
     except ChildError as stopped:
         reply = {"error": str(stopped)}
     if error := reply.get("error", "")[:1000]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,8 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--seed", "N", "the same seed gives the same tokens (default: random)"),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
+        ("--min-tokens", "N", "do not end the answer before it has N tokens", {"default": 0}),
+        ("--ignore-eos", None, "do not end the answer before --max-new-tokens"),
     )
     add(
         group("structured output", grammars).add_mutually_exclusive_group(),
@@ -230,7 +233,14 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
         "how messages are encoded: by the checkpoint's template (jinja), or a built-in format for checkpoints without"
         f" one, such as Meta's (default: auto, the template; without a template, {otherwise})"
     )
-    add(parser, ("--chat-format", ["auto", "jinja", "llama2", "llama3", "codellama-70b"], about))
+    variable = (
+        "set a variable of the chat template, such as enable_thinking=false; VALUE is JSON or text; may be repeated"
+    )
+    add(
+        parser,
+        ("--chat-format", ["auto", "jinja", "llama2", "llama3", "codellama-70b"], about),
+        ("--template-option", "NAME=VALUE", variable, MANY),
+    )
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
@@ -279,7 +289,22 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--stop must not be empty")
     files = {"schema": args.json_schema, "grammar": args.grammar}
     grammars = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
-    return {**options, "stop": stop, **grammars, **({} if args.regex is None else {"regex": args.regex})}
+    ends = {"stop": stop, "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
+    return {**options, **ends, **grammars, **({} if args.regex is None else {"regex": args.regex})}
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The variables of --template-option. A value that is no JSON is text."""
+    options: dict[str, Any] = {}
+    for given in args.template_option or ():
+        name, equals, value = given.partition("=")
+        if not equals:
+            raise UsageError(f"--template-option: expected NAME=VALUE, got {given!r:.80}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

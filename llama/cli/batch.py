@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..chat import check_messages
+from ..chat import check_messages, continues_answer
 from ..checks import integer
 from ..errors import LlamaError, UsageError
 from ..generation.answer import Prompt
@@ -27,7 +27,8 @@ from . import answers, arguments, loading, ranks, streams
 from .output import Id, Output, record_of
 
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
-KEYS = ("id", "prompt", "messages", "system", *SAMPLING, "stop", *GRAMMARS)
+ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
+KEYS = ("id", "prompt", "messages", "system", *SAMPLING, *ENDS, *GRAMMARS)
 NOT_WITH_PROMPTS = (
     *("text", "prompt", "file", "suffix", "parse_special", "json"),
     *("draft", "draft_tokens", "load_session", "save_session"),
@@ -59,7 +60,7 @@ class Item:
         The command's seed N becomes N + number - 1. So equal prompts get different answers, and a resumed run repeats
         those of an uninterrupted one.
         """
-        merged = {**options, "continues": raw}
+        merged = {**options, "continues": raw or continues_answer(self.messages(None))}
         if "seed" in merged:
             merged["seed"] = (merged["seed"] + self.number - 1) % 2**63
         if self.own.keys() & GRAMMARS:  # it replaces a grammar of another kind
@@ -176,9 +177,9 @@ def answer_all(
     refused: list[tuple[Item, dict[str, Any]]] = []
 
     def encode(item: Item) -> list[int]:
-        return (
-            llm.tokenizer.encode_prompt(item.prompt["prompt"]) if raw else llm.encode_chat(item.messages(args.system))
-        )
+        if raw:
+            return llm.tokenizer.encode_prompt(item.prompt["prompt"])
+        return llm.encode_chat(item.messages(args.system))
 
     def prompts() -> Iterator[Prompt]:
         for item in items:

@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     answers.check_session(args)
     llm = loading.load(args)
     options["draft"] = loading.load_draft(args, llm.model)
-    if args.chat_format != "auto":
-        llm.chat_format = args.chat_format
+    loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
         raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
     if llm.chat_format is not None:

@@ -115,13 +115,21 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
         streams.info(args, f"warning: --max-seq-len {args.max_seq_len} exceeds {trained}; --rope-scaling extends it")
 
 
-def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
-    """Set the chat format that the command names. Returns whether prompts are continued as plain text."""
+def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
+    """Set the chat format and the variables of the template that the command names."""
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
+    llm.template_options = arguments.template_options(args)
+
+
+def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
+    """`set_chat_form`. Returns whether prompts are continued as plain text."""
+    set_chat_form(args, llm)
     raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
-    if raw and args.system is not None:
-        raise UsageError(f"--system needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
+    for name in ("system", "template_option"):
+        if raw and getattr(args, name) is not None:
+            option = arguments.option(name)
+            raise UsageError(f"{option} needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
     return raw
 
 

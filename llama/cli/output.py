@@ -45,6 +45,7 @@ def record_of(llm: Llama, options: Mapping[str, Any], own: Mapping[Id, Any], **c
         **{name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "add_bos")},
         "chat_template": template and hashlib.sha256(str(template).encode()).hexdigest(),
         "chat_format": llm.chat_format,
+        "template_options": llm.template_options,
         **chat,
         **dataclasses.asdict(SamplingParams()),
         **llm.sampling,

@@ -36,6 +36,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
     for option, (default, _, _, help) in NUMBERS.items():
         parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help} (default: %(default)s)")
+    origin = "an origin whose web pages may use the server, such as https://example.org; may be repeated"
+    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
@@ -61,12 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
     llm = loading.load(args)
-    if args.chat_format != "auto":
-        llm.chat_format = args.chat_format
+    loading.set_chat_form(args, llm)
     name = args.name or loading.model_name(args.model)
     engine = Engine(llm, args.parallel, args.queue)
     app = Server(llm, engine, name, key, Limits(seconds=args.timeout)).app(
-        ["localhost", "127.0.0.1", "[::1]", args.host] if local else None
+        ["localhost", "127.0.0.1", "[::1]", args.host] if local else None, args.cors_origin
     )
     server = uvicorn.Server(configuration(app, args.parallel + args.queue))
     host, port = listener.getsockname()[:2]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import errno
 import json
 import logging
 import os
+import re
 import stat
 import sys
 import unicodedata
@@ -167,7 +169,7 @@ def read_text(path: Path) -> str:
 
 
 def read_stdin() -> str:
-    """Read all of stdin as UTF-8, without the newline that `echo` adds."""
+    """Read all of stdin as UTF-8."""
     if sys.stdin is None:
         raise UsageError("standard input is closed; pass the text as an argument")
     data = sys.stdin.buffer.read(LARGEST_INPUT + 1)
@@ -175,20 +177,22 @@ def read_stdin() -> str:
         raise UsageError(f"standard input has more than {LARGEST_INPUT >> 20} MiB or is endless; use a file")
     if not data:
         raise UsageError("standard input is empty; pass the text as an argument")
-    return decode(data, "standard input").removesuffix("\n")
+    return decode(data, "standard input")
 
 
 def decode(data: bytes, source: str) -> str:
-    """Decode UTF-8. Raises UsageError, which names the source and the first wrong byte."""
+    """Decode UTF-8 with or without a byte order mark. Raises UsageError, which names the source and the wrong byte."""
     try:
-        return data.decode()
+        return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        found = f"byte {error.start} is 0x{data[error.start]:02x}"
+        found = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         raise UsageError(f"{source} is not UTF-8: {found}; convert it to UTF-8") from None
 
 
 def read_prompt(args: argparse.Namespace) -> str:
     """The parts of a prompt, separated by blank lines: an argument or --prompt, then files; '-' is standard input.
+
+    One line end at the end of each part is dropped, since editors and `echo` add it: \\n or \\r\\n.
 
     Raises UsageError if there is none, rather than wait at a terminal.
     """
@@ -205,9 +209,10 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise UsageError("standard input was named twice; give '-' once")
     if named == 0 and _has_input():
         info(args, "standard input is not part of the prompt; to read it, add -f -")
-    parts = [read_stdin() if name == "-" else read_text(Path(name)).removesuffix("\n") for name in files]
+    parts = [read_stdin() if name == "-" else read_text(Path(name)) for name in files]
     if given is not None:
         parts.insert(0, read_stdin() if given == "-" else _decoded(given))
+    parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from ..generate import Token
 from ..sampling import SamplingParams
 from ..tokenizer import Decoder, Tokenizer
@@ -164,6 +167,22 @@ class StopText:
         return out
 
 
+class AtLeast:
+    """Excludes ids that would end an answer from its first `count` tokens (see `sampling.Constraint`)."""
+
+    def __init__(self, count: int, n_vocab: int, stop_ids: Sequence[int]):
+        self.left = count
+        self.every = torch.ones(n_vocab, dtype=torch.bool)  # (V,)
+        self.early = self.every.clone()  # (V,)
+        self.early[[id for id in stop_ids if 0 <= id < n_vocab]] = False
+
+    def allowed(self) -> Tensor:
+        return self.early if self.left > 0 else self.every
+
+    def advance(self, id: int) -> None:
+        self.left -= 1
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A prompt with checked options: the request for the batch, and a function that begins its answer."""
@@ -182,12 +201,20 @@ class Answer:
                in a chat; if the vocabulary adds a space before every text, the first space is dropped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], *, continues: bool):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        stop_ids: Sequence[int] = (),
+        *,
+        continues: bool,
+    ):
         self.prompt_tokens = len(prompt)
         self.ids: list[int] = []
         self.done = False
         self._decoder, self._stop_text = Decoder(tokenizer, prompt if continues else ()), StopText(stops)
-        self._stop_ids = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
+        self._stop_ids = {*stop_ids, *(tokenizer.control[stop] for stop in stops if stop in tokenizer.control)}
         self._scores: list[float] = []
         self._tops: list[Mapping[int, float]] = []
         self._prompt_scores: list[float | None] | None = None

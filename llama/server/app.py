@@ -9,13 +9,14 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from queue import Full
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -52,8 +53,11 @@ class Server:
         self.received = 0  # bytes of bodies that are not parsed yet
         self.parsing = asyncio.Semaphore(PARSED)
 
-    def app(self, hosts: list[str] | None) -> Starlette:
-        """The application. It accepts only `hosts` as values of the Host header; None accepts all."""
+    def app(self, hosts: list[str] | None, origins: Sequence[str] = ()) -> Starlette:
+        """The application. It accepts only `hosts` as values of the Host header; None accepts all.
+
+        origins  origins of web pages that may read the responses
+        """
         get = {"/health": self.health, "/metrics": self.metrics}
         get |= {"/v1/models": self.models, "/v1/models/{id:path}": self.models}
         post = {"/v1/chat/completions": self.chat, "/v1/completions": self.text}
@@ -64,6 +68,8 @@ class Server:
         app.add_middleware(OneLength)
         if hosts is not None:  # against DNS rebinding: a host name of a web page that resolves to this server
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        if origins:
+            app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["POST"], allow_headers=["*"])
         return app
 
     def _counted(self, path: str, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
-from ..chat import check_messages
+from ..chat import check_messages, continues_answer
 from ..chat.messages import check_tools, deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
@@ -28,8 +28,10 @@ DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-SHARED = ("model", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logit_bias", "logprobs")
-CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice")
+ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
+SHARED = ("model", "max_tokens", "n", "seed", *ENDS, "stream", "stream_options", "logit_bias", "logprobs")
+CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
+        "chat_template_kwargs")  # fmt: skip
 CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *SAMPLING)
 TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *SAMPLING)
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
@@ -92,12 +94,15 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
         if forced is not None and schema is not None:
             raise UsageError("response_format can't be combined with a tool_choice that requires a call")
         schema = schema or forced
-    options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "continues": False}
+    options |= {"logprobs": call.logprobs, "top_logprobs": call.top}
     if schema is not None:
         options["schema"] = schema
     messages = check_messages([_message(message) for message in messages])
-    _check_characters(len(json.dumps([messages, call.tools], ensure_ascii=False)), llm)
-    ids = llm.encode_chat(messages, call.tools)
+    if not isinstance(more := body.get("chat_template_kwargs", {}), dict):
+        raise UsageError(f"chat_template_kwargs must be an object, got {shown(more)}")
+    _check_characters(len(json.dumps([messages, call.tools, more], ensure_ascii=False)), llm)
+    options["continues"] = continues_answer(messages)
+    ids = llm.encode_chat(messages, call.tools, more)
     call.prompts = _owned(body, llm.prepare(_fitting(ids, llm), options, call.n))
     return call
 
@@ -146,7 +151,7 @@ def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
-    options = {name: body[name] for name in (*SAMPLING, "seed", "stop") if name in body}
+    options = {name: body[name] for name in (*SAMPLING, *ENDS, "seed") if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
     bias = body.get("logit_bias", {})

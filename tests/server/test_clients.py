@@ -7,13 +7,16 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from llama.chat import encode_chat
+from llama.server.app import Server
+from llama.server.connections import Limits
 from llama.text import Llama
 from tests.server.serving import Running, running
 
@@ -236,3 +239,31 @@ def test_a_full_queue_is_429_with_retry_after(tiny_llm: Llama) -> None:
         with pytest.raises(openai.BadRequestError, match="at most 2"):
             client.completions.create(model="tiny", prompt="abc", n=3)
         assert client.completions.create(model="tiny", prompt="abc", n=2, max_tokens=1).choices[1].index == 1
+
+
+def test_fields_that_other_servers_have(client: openai.OpenAI, tiny_llm: Llama) -> None:
+    """Each has the effect of the library's option."""
+    begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": " the"}]
+    options: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": [5], "min_tokens": 2}
+    for messages in (MESSAGES, begun):
+        found = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=8, temperature=0, extra_body=options
+        )
+        expected = tiny_llm.chat(messages, max_new_tokens=8, temperature=0, **options)
+        assert found.choices[0].message.content == expected.text
+    with pytest.raises(openai.BadRequestError, match="can't be a variable of a chat template"):
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, extra_body={"chat_template_kwargs": {"messages": []}}
+        )
+
+
+@pytest.mark.parametrize("origins", [[], ["https://a.example"]])
+def test_web_pages_of_the_allowed_origins_may_read_the_answers(tiny_llm: Llama, origins: list[str]) -> None:
+    server = Server(tiny_llm, cast(Any, None), "tiny", None, Limits())
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "content-type"}  # fmt: skip
+    pages = TestClient(server.app(["testserver"], origins))
+    answer = pages.options("/v1/chat/completions", headers=asks)
+    assert answer.headers.get("access-control-allow-origin") == (origins[0] if origins else None)
+    other = pages.options("/v1/chat/completions", headers={**asks, "Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
