@@ -148,8 +148,7 @@ TOPIC = Topic(
         Figure("bands", f"{CAPTION} By default this is tiny-kjv, which has 16 heads.", data, draw, size=(5.4, 6.0)),
         Figure(
             "bands_smollm2",
-            "SmolLM2-135M-Instruct, 270 heads. Above: pairs 23 and 24 have the largest shares. Below: each point is a"
-            " head. No head looks at the previous token without fast pairs; some heads with fast pairs look elsewhere.",
+            "SmolLM2-135M, 270 heads. Above: how much each pair can add to a score. Below: each point is a head.",
             stored,
             draw,
             size=(5.4, 6.0),

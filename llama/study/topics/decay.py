@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...loader import build
-from ..figure import LINES, Data, Figure, draw_lines
+from ..figure import Data, Figure, draw_lines
 from ..inside import activations
-from ..measures import decay_bound, frequencies, mean_cosine
+from ..measures import decay_bound, wavelengths
 from ..perplexity import TINY
 from ..report import Report, Table, wrapped
 from ..results import table as stored_table
@@ -29,11 +31,12 @@ NEARER, KEPT = "a key scores higher at r than at 2r", "two keys keep the order o
 
 @lru_cache(maxsize=1)
 @torch.inference_mode()
-def _compared(model: str, text: Path | None, length: int | None) -> tuple[torch.Tensor, int, torch.Tensor]:
+def _compared(model: str, text: Path | None, length: int | None) -> tuple[Tensor, int, Tensor, Tensor]:
     """Queries and keys of a text, moved to other distances by RoPE alone.
 
     Returns frequencies (D/2,), the trained length, and for each octave of distances from 2^n on (n, 2): how often a
-    key scores higher at distance r than at 2 r, and how often two keys have the same order at r as at 0.
+    key scores higher at distance r than at 2 r, and how often two keys have the same order at r as at 0. Last, for the
+    strongest pair of each head (heads, 3): its number, |mean q_i conj(k_i)| / mean |q_i| |k_i|, the mean's angle.
     """
     checkpoint, tokens = passage(model, text, length)
     net = build(checkpoint, "cpu", "float32", max_seq_len=len(tokens))
@@ -45,7 +48,7 @@ def _compared(model: str, text: Path | None, length: int | None) -> tuple[torch.
     octaves = int(np.log2(128 * checkpoint.config.max_seq_len)) + 1
     start = 2.0 ** torch.arange(octaves, dtype=torch.float64)[:, None]  # (n, 1)
     r = (start * (1 + torch.rand(DRAWS, generator=draw, dtype=torch.float64))).round()  # (n, DRAWS)
-    found = torch.zeros(octaves, 2, dtype=torch.float64)
+    found, strongest = torch.zeros(octaves, 2, dtype=torch.float64), []
     layers = [layer for layer in range(net.config.n_layers) if layer not in net.config.no_rope_layers]
     for layer in layers:
         q, k = (
@@ -53,6 +56,10 @@ def _compared(model: str, text: Path | None, length: int | None) -> tuple[torch.
             for name in "qk"
         )  # (T, H, D/2), (T, KV, D/2)
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).conj()
+        most, mean = q.abs().mean(0) * k.abs().mean(0), q.mean(0) * k.mean(0)  # (H, D/2) each
+        pair = most.argmax(-1, keepdim=True)  # (H, 1)
+        agreement, angle = (x.gather(-1, pair) for x in (mean.abs() / most, mean.angle().rad2deg()))
+        strongest.append(torch.cat((pair, agreement, angle), dim=-1))
         first, second = q[query] * k[one], q[query] * k[other]  # (DRAWS, H, D/2)
         for octave, distances in enumerate(r):
             turn = torch.polar(torch.ones(1, dtype=torch.float64), distances[:, None, None] * inv_freq)
@@ -60,33 +67,42 @@ def _compared(model: str, text: Path | None, length: int | None) -> tuple[torch.
             order = (first - second).sum(-1).real
             found[octave, 0] += (near > twice).double().mean() / len(layers)
             found[octave, 1] += ((near - rival) * order > 0).double().mean() / len(layers)
-    return inv_freq, checkpoint.config.max_seq_len, found
+    return inv_freq, checkpoint.config.max_seq_len, found, torch.cat(strongest)
 
 
 def report(model: str = TINY, text: Path | None = None, length: int | None = None) -> Report:
     """RoFormer's bound for the model's frequencies, and how often scores prefer the nearer position."""
-    inv_freq, trained, found = _compared(model, text, length)
+    inv_freq, trained, found, strongest = _compared(model, text, length)
     rows = []
     for octave in range(0, len(found), 2):
         r = torch.linspace(2**octave, 2 ** (octave + 1), 64)
         bound = float(decay_bound(inv_freq, r).mean()) / ((len(inv_freq) + 1) / 2)
         shares = (f"{share:.2f}" for share in (bound, *found[octave].tolist()))
         rows.append((f"{2**octave:,} to {2 ** (octave + 1):,}", *shares))
+    pairs = []
+    for pair, heads in Counter(strongest[:, 0].int().tolist()).most_common(4):
+        agreement, angle = strongest[strongest[:, 0] == pair, 1:].quantile(0.5, dim=0).tolist()
+        turn = float(wavelengths(inv_freq)[pair])
+        pairs.append((pair, heads, f"{agreement:.2f}", f"{angle:.0f}", f"{turn:,.0f}"))
     return Report(
         "decay",
         TOPICS["decay"],
         settings={"model": model, "pairs": len(inv_freq), "trained context": trained},
         says=wrapped(
             "The bound is relative to distance 0. The other columns are shares of random combinations of a query and"
-            " keys of the text, over all heads; a coin has 0.5."
+            " keys of the text, over all heads; a coin has 0.5. Agreement is 1 if q_i conj(k_i) has the same angle for"
+            " all tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls for a quarter of its wavelength."
         ),
-        tables=(Table("by distance r (tokens)", ("r", "bound", "key higher at r than 2r", "order of 0 kept"), rows),),
+        tables=(
+            Table("by distance r (tokens)", ("r", "bound", "key higher at r than 2r", "order of 0 kept"), rows),
+            Table("strongest pair of each head", ("pair", "heads", "agreement", "angle", "wavelength"), pairs),
+        ),
     )
 
 
 def order_data(model: str = TINY, text: Path | None = None, length: int | None = None) -> Data:
     """line, distance (tokens, the start of an octave), share of combinations, context (the trained length)."""
-    _, trained, found = _compared(model, text, length)
+    _, trained, found, _ = _compared(model, text, length)
     rows = [
         (line, 2**octave, round(float(found[octave, column]), 4), trained)
         for column, line in enumerate((NEARER, KEPT))
@@ -112,48 +128,11 @@ def order_draw(table: Data, canvas: Canvas) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
 
-def bound_data() -> Data:
-    """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
-    distances = torch.arange(4097)
-    edges = np.unique(np.geomspace(1, 4097, 61).round().astype(int))  # its many small rises would hide the trend
-    middle = np.sqrt(edges[:-1] * (edges[1:] - 1))  # (bins,) tokens
-    rows: list[tuple[object, ...]] = []
-    for base in (1e4, 5e5, 1e6):
-        bound = decay_bound(frequencies(128, base), distances).numpy()
-        means = np.add.reduceat(bound[:-1], edges[:-1]) / np.diff(edges) / bound[0]
-        rows += [(f"bound, base {base:,.0f}", *row) for row in zip(middle, means, strict=True)]
-    at = torch.from_numpy(np.unique(np.r_[np.geomspace(1, 4096, 300).round().astype(int), 450:550]))
-    score = mean_cosine(frequencies(128), at - 500)
-    rows += [("score of a key built for 500", *row) for row in zip(at.tolist(), score.tolist(), strict=True)]
-    return columns(("line", "distance", "value"), rows)
-
-
-def bound_draw(data: Data, canvas: Canvas) -> None:
-    """Value over distance (log): three bounds, and the score of the key as a thin line."""
-    axes = canvas.subplots()
-    *bounds, key = dict.fromkeys(data["line"].tolist())
-    draw_lines(axes, data, "distance", "value", "line", bounds)
-    rows = data["line"] == key
-    axes.plot(data["distance"][rows], data["value"][rows], label=key, color=LINES[6]["color"], linewidth=0.7)
-    axes.set(
-        xscale="log", xlim=(1, 4096), xlabel="distance (tokens, log scale)", ylabel="relative to the largest value"
-    )
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=2)
-
-
-CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone; means over heads and random combinations."
+CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone."
 TOPIC = Topic(
     report,
     figures=(
         Figure("order_kept", CAPTION, order_data, order_draw, size=(5.6, 4.0)),
-        Figure("order_kept_smollm2", f"SmolLM2-135M, 270 heads. {CAPTION}", stored, order_draw, size=(5.6, 4.0)),
-        Figure(
-            "decay",
-            "RoFormer's bound on a score of 64 pairs, averaged over bins of distances: it falls, more slowly for a"
-            " larger base. The thin line is the score of a key that was built to be highest at distance 500.",
-            bound_data,
-            bound_draw,
-            size=(5.6, 4.0),
-        ),
+        Figure("order_kept_smollm2", f"SmolLM2-135M. {CAPTION}", stored, order_draw, size=(5.6, 4.0)),
     ),
 )
