@@ -91,7 +91,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
         says=wrapped(
             "The bound is relative to distance 0. The other columns are shares of random combinations of a query and"
             " keys of the text, over all heads; a coin has 0.5. Agreement is 1 if q_i conj(k_i) has the same angle for"
-            " all tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls for a quarter of its wavelength."
+            " all tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls for a quarter turn."
         ),
         tables=(
             Table("by distance r (tokens)", ("r", "bound", "key higher at r than 2r", "order of 0 kept"), rows),
