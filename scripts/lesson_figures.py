@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from llama.study import measures
-from llama.study.figure import LINES, Data, Figure
+from llama.study.figure import LINES, Data, Figure, draw_lines
 from llama.study.topics import order, scale
+from llama.study.topics.base import columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -169,6 +170,33 @@ def stretch_draw(data: Data, canvas: Canvas) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(0.27, 1.0))
 
 
+# ------------------------------------------------------------------------------------------------ lesson 8: the bound
+def decay_data() -> Data:
+    """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
+    rows: list[tuple[object, ...]] = []
+    edges = np.unique(np.geomspace(1, 4097, 61).round().astype(int))  # its many small rises would hide the trend
+    middle = np.sqrt(edges[:-1] * (edges[1:] - 1))  # (bins,) tokens
+    for base in (1e4, 5e5, 1e6):
+        bound = measures.decay_bound(measures.frequencies(128, base), torch.arange(4097)).numpy()
+        means = np.add.reduceat(bound[:-1], edges[:-1]) / np.diff(edges) / bound[0]
+        rows += [(f"bound, base {base:,.0f}", *row) for row in zip(middle, means, strict=True)]
+    at = np.unique(np.r_[np.geomspace(1, 4096, 300).round().astype(int), 450:550])
+    score = measures.mean_cosine(measures.frequencies(128), torch.from_numpy(at) - 500).numpy()
+    rows += [("score of a key built for 500", *row) for row in zip(at, score, strict=True)]
+    return columns(("line", "distance", "value"), rows)
+
+
+def decay_draw(data: Data, canvas: Canvas) -> None:
+    """Value over distance (log): three bounds, and the score of the key as a thin line."""
+    axes = canvas.subplots()
+    *bounds, key = dict.fromkeys(data["line"].tolist())
+    draw_lines(axes, data, "distance", "value", "line", bounds)
+    rows = data["line"] == key
+    axes.plot(data["distance"][rows], data["value"][rows], label=key, color="#555555", linewidth=0.7)
+    axes.set(xscale="log", xlim=(1, 4096), xlabel="distance (tokens, log scale)", ylabel="relative to the maximum")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=2)
+
+
 FIGURES = {
     figure.name: figure
     for figure in (
@@ -215,6 +243,13 @@ FIGURES = {
             stretch_data,
             stretch_draw,
             size=(5.6, 3.4),
+        ),
+        Figure(
+            "decay",
+            "RoFormer's bound on a score of 64 pairs falls with the distance. A score need not: the thin line.",
+            decay_data,
+            decay_draw,
+            size=(5.6, 4.0),
         ),
     )
 }
