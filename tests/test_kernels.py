@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -614,6 +616,22 @@ def test_a_kept_library_that_does_not_load_is_built_again(
     assert (done.returncode, done.stderr) == (0, b"")
     [library] = folder.iterdir()
     assert library.stat().st_size > 10_000
+
+
+def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
+    """A compiler starts other programs. Ctrl-C ends them all."""
+    script, started = tmp_path / "compiler", tmp_path / "started"
+    script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {started}.new\nmv {started}.new {started}\nwait\n")
+    script.chmod(0o755)
+    code = "from llama.engine import kernels; kernels._build('plain', kernels.Path('unused.so'))"
+    build = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "CXX": str(script)}, stderr=-3)
+    while not started.exists():
+        assert build.poll() is None
+        time.sleep(0.05)
+    build.send_signal(signal.SIGINT)
+    assert build.wait(20) != 0
+    stat = Path(f"/proc/{started.read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"  # ended, perhaps not yet reaped
 
 
 @pytest.mark.slow  # builds twice

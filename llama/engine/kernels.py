@@ -22,6 +22,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -190,9 +191,18 @@ def _build(form: str, library: Path) -> None:
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
     arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
     arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    done = subprocess.run(arguments, capture_output=True, timeout=300, check=False, text=True, errors="replace")
-    if done.returncode or not library.is_file():
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+    # A session of its own: the compiler starts other programs, which must end with it
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace", start_new_session=True
+    )
+    try:
+        _, output = process.communicate(timeout=300)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        process.communicate()
+        raise
+    if process.returncode or not library.is_file():
+        reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
         raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
 
 

@@ -374,8 +374,8 @@ def check_quantized(scheme: str, device: torch.device) -> None:
     """Raise UsageError if a device has no layers for quantized weights."""
     if device.type == "cpu" and not kernels.ready():
         raise UsageError(
-            f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available"
-            " (`clearllama doctor` shows the reason); install a C++ compiler, or leave quantize out"
+            f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available:"
+            " `clearllama doctor` shows the reason; or leave quantize out"
         )
 
 
