@@ -182,10 +182,8 @@ FIGURES = {
         ),
         Figure(
             "arrows",
-            "A query q and a key k are arrows. Each turns by 0.35 radians a position; the circle has radius 1. In the"
-            " second and the third picture, q stands four positions after k: both arrows have moved, the angle between"
-            " them and their dot product are the same. In the fourth, q stands four positions before k, and both are"
-            " different.",
+            "Each arrow turns by 0.35 radians per position. Second and third: q is four positions after k, and q · k is"
+            " the same. Fourth: q is four positions before k.",
             arrows_data,
             arrows_draw,
             size=(6.4, 2.35),

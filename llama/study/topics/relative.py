@@ -279,10 +279,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "relative",
-            "Scores of one token at every position, divided by the square root of D, for three positions m of the"
-            " query. RoPE: the curves coincide, and differ before and after the query. ALiBi, which subtracts the"
-            " distance times a slope: they coincide, and are symmetric. Added codes, sinusoids or one learned vector"
-            " for each position (here random): each m has another curve. Without an encoding the score is constant.",
+            "Scores of one token at every position, for three positions m of the query. With RoPE and with ALiBi the"
+            " three curves coincide; RoPE's differ before and after the query. With added codes each m has its own"
+            " curve.",
             relative_data,
             relative_draw,
             size=(6.0, 4.8),
