@@ -9,7 +9,7 @@ import torch
 
 from llama.study import measures
 from llama.study.figure import LINES, Data, Figure
-from llama.study.topics import order, scale
+from llama.study.topics import example, order, scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -172,6 +172,7 @@ def stretch_draw(data: Data, canvas: Canvas) -> None:
 FIGURES = {
     figure.name: figure
     for figure in (
+        example.TOPIC.figure("example"),
         Figure(
             "dogs",
             "What attention puts out for the word dog. Without positions, the dog that chases and the dog that is"

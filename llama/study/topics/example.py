@@ -261,8 +261,8 @@ TOPIC = Topic(
     figures=(
         Figure(
             "example",
-            "One head of one token, step by step (text 0, token 1, head 1), and on the left the shape of the batch."
-            " The marked pair 28, 29 becomes 28 + 29j, is rotated by 0.01 radians and ends as 27.7086, 29.2785.",
+            "One head of one token, step by step, with the shape of the batch on the left. The marked pair 28, 29 is"
+            " rotated by 0.01 radians.",
             example_data,
             example_draw,
             size=(7.5, 5.4),

@@ -280,10 +280,8 @@ TOPIC = Topic(
     figures=(
         Figure(
             "pairing",
-            "A head of 8 entries; a hatch is a pair. Both layouts rotate four pairs by the same four angles; they"
-            " differ in the indices of the two entries of a pair. To change from Meta's layout to Hugging Face's, move"
-            " entry 2i to i, and 2i + 1 to i + D/2, in both wq and wk. Without this change, entries of different"
-            " pairs are rotated together.",
+            "A head of 8 entries; a hatch is a pair. To convert Meta's layout to Hugging Face's, move entry 2i to i and"
+            " 2i + 1 to i + D/2, in both wq and wk.",
             pairing_data,
             pairing_draw,
             size=(7.0, 4.4),
