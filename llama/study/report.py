@@ -77,7 +77,7 @@ class Report:
 
     topic: str
     question: str
-    checks: Sequence[Check]
+    checks: Sequence[Check] = ()
     tables: Sequence[Table] = ()
     says: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -107,9 +107,9 @@ def text(report: Report, checks: bool = False, picture: Sequence[str] = ()) -> s
     failed = [check for check in report.checks if not check.passed]
     if shown := report.checks if checks else failed:
         lines += ["", *check_lines(shown)]
-    count = len(report.checks) - len(failed)
-    verdict = f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)} checks"
-    lines += ["", verdict if report.checks else "nothing to check: no claim is about these settings"]
+    if report.checks:
+        count = len(report.checks) - len(failed)
+        lines += ["", f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)} checks"]
     return "\n".join(lines) + "\n"
 
 
@@ -172,7 +172,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             }
             for check in report.checks
         ],
-        "passed": report.passed,
+        **({"passed": report.passed} if report.checks else {}),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from ...checks import choice
+from ...errors import UsageError
 from .base import Topic
 
 # name -> the question it answers, in the recommended reading order
@@ -36,9 +37,18 @@ TOPICS = {
     "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
 }
 ALIASES = {"errata": "bugs"}  # former name -> name
+MOVED = {  # topic that was removed -> the topic that answers its question now
+    "heatmap": "sinusoids",
+    "binary": "sinusoids",
+    "shift": "sinusoids",
+    "wavelengths": "scale",
+    "softmax": "sqrtd",
+}
 
 
 def find(name: str) -> Topic:
     """The topic of that name. Raises UsageError if there is none."""
+    if name in MOVED and name not in TOPICS:
+        raise UsageError(f"the topic {name} was removed; clearllama study {MOVED[name]} answers its question")
     topic: Topic = import_module(f".{choice('topic', ALIASES.get(name, name), TOPICS)}", __name__).TOPIC
     return topic
