@@ -9,7 +9,7 @@ import torch
 
 from llama.study import measures
 from llama.study.figure import LINES, Data, Figure
-from llama.study.topics import example, order, scale
+from llama.study.topics import example, order, scale, sqrtd
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -173,6 +173,7 @@ FIGURES = {
     figure.name: figure
     for figure in (
         example.TOPIC.figure("example"),
+        sqrtd.TOPIC.figure("sqrtd"),
         Figure(
             "dogs",
             "What attention puts out for the word dog. Without positions, the dog that chases and the dog that is"

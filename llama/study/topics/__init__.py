@@ -16,7 +16,6 @@ TOPICS = {
     "example": "what happens to one query, number by number?",
     "order": "does attention depend on the order of the words?",
     "sqrtd": "why is the score divided by the square root of the head's width?",
-    "softmax": "how much does an attention weight change when a score changes?",
     "heatmap": "what does the sinusoidal table look like?",
     "binary": "in what sense does the sinusoidal table write a position in digits?",
     "shift": "is the code of position t + k a linear function of the code of position t?",
