@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ... import rope
 from ...errors import UsageError
 from ...loader import load
+from ...model import Attention
 from ..figure import Data, Figure
 from ..perplexity import TINY, tiny_folder
 from ..report import Report, Table, wrapped
@@ -88,11 +89,11 @@ def perplexities(model: str) -> tuple[float, float]:
         return float(logprobs.gather(-1, ids[0, 1:, None]).mean().neg().exp())
 
     right = perplexity()
-    for layer in llm.model.layers:
-        for linear in (layer.attention.wq, layer.attention.wk):
-            if not isinstance(linear, nn.Linear):
-                raise UsageError(f"{model}: expected weights that are not quantized, to reorder the rows of wq and wk")
-            linear.weight.copy_(rope.to_half_layout(linear.weight, llm.model.config.head_dim))
+    attentions = (module for module in llm.model.modules() if isinstance(module, Attention))
+    for linear in (linear for attention in attentions for linear in (attention.wq, attention.wk)):
+        if not isinstance(linear, nn.Linear):
+            raise UsageError(f"{model}: expected weights that are not quantized, to reorder the rows of wq and wk")
+        linear.weight.copy_(rope.to_half_layout(linear.weight, llm.model.config.head_dim))
     return right, perplexity()
 
 

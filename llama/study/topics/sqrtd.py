@@ -133,7 +133,7 @@ def jacobian_draw(data: Data, canvas: Canvas) -> None:
         derivatives = data["derivative"][chosen].reshape(3, 3)
         images.append(axes.imshow(derivatives, cmap="gray", vmin=-0.25, vmax=0.25))
         for i, j, value in zip(*(data[key][chosen] for key in ("i", "j", "derivative")), strict=True):
-            text = f"{value:.3f}" if abs(value) >= 1e-3 else f"{value:.0e}"
+            text = f"{value:.3f}" if abs(value) >= 1e-3 else "0"
             axes.text(j, i, text, ha="center", va="center", color="white" if value < -0.05 else "black")
         axes.set_title(f"scores {scores}")
         axes.set_xticks(range(3), range(1, 4))
@@ -156,8 +156,8 @@ TOPIC = Topic(
         ),
         Figure(
             "jacobian",
-            "Derivative of weight i by score j. Middle: one score far above the others, and no gradient. Right: large"
-            " but equal scores are like 0.",
+            "Derivative of weight i by score j. Middle: one score is far above the others, and all derivatives are"
+            " nearly 0. Right: large but equal scores have the derivatives of equal small scores.",
             jacobian_data,
             jacobian_draw,
             size=(5.8, 3.0),
