@@ -176,8 +176,8 @@ FIGURES = {
         sqrtd.TOPIC.figure("sqrtd"),
         Figure(
             "dogs",
-            "What attention puts out for the word dog. Without positions, the dog that chases and the dog that is"
-            " chased are the same eight numbers. With RoPE they differ.",
+            "The output of attention for the word dog, eight numbers. Without positions it is the same in both"
+            " sentences. With RoPE it differs.",
             dogs_data,
             dogs_draw,
             size=(5.4, 2.8),
