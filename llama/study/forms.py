@@ -1,4 +1,4 @@
-"""The rotation as a matrix, for proofs (RoFormer, arXiv:2104.09864, equation 15); llama/rope.py has what a model uses."""
+"""The rotation as a matrix, for proofs (RoFormer, arXiv:2104.09864, equation 15)."""
 
 from __future__ import annotations
 

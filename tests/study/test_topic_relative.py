@@ -11,25 +11,20 @@ import torch
 import llama
 from llama.hub import DEFAULT
 from llama.model import Transformer
-from llama.study import measures, topics
+from llama.study import forms, measures, topics
 from llama.study.topics import pairing, precision, relative, sqrtd
 from tests import tiny
 
 D = 8
 
 
-def rotation(position: float, first: slice, second: slice, head_dim: int = D) -> np.ndarray:
-    """The matrix (D, D) that rotates entries `first` and `second` of each pair to a position."""
-    angles = position * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
-    entries, matrix = np.arange(head_dim), np.zeros((head_dim, head_dim))
-    a, b = entries[first], entries[second]
-    matrix[a, a] = matrix[b, b] = np.cos(angles)
-    matrix[b, a], matrix[a, b] = np.sin(angles), -np.sin(angles)
+def rotation(position: float) -> np.ndarray:
+    """The matrix (D, D) that rotates entries 2i and 2i + 1 of each pair to a position."""
+    angles, matrix = position * 10000.0 ** (-np.arange(0, D, 2) / D), np.zeros((D, D))
+    a = np.arange(0, D, 2)
+    matrix[a, a] = matrix[a + 1, a + 1] = np.cos(angles)
+    matrix[a + 1, a], matrix[a, a + 1] = np.sin(angles), -np.sin(angles)
     return matrix
-
-
-def interleaved(position: float) -> np.ndarray:
-    return rotation(position, slice(0, None, 2), slice(1, None, 2))
 
 
 @pytest.mark.parametrize("name", ["relative", "example", "pairing", "precision", "sqrtd"])
@@ -49,34 +44,31 @@ def test_the_score_of_two_positions_is_one_rotation_by_n_minus_m() -> None:
     rows, at = torch.tensor(np.stack((q, k))), torch.tensor([2, 7])
     rotated = measures.turn(rows, at, measures.frequencies(D)).numpy()
     score = rotated[0] @ rotated[1]
-    np.testing.assert_allclose([q @ interleaved(5) @ k, (interleaved(102) @ q) @ (interleaved(107) @ k)], score)
-    assert abs(q @ interleaved(-5) @ k - score) > 0.1  # the wrong sign
-    np.testing.assert_allclose(q @ interleaved(5) @ q, q @ interleaved(-5) @ q)  # which q = k does not show
+    np.testing.assert_allclose([q @ rotation(5) @ k, (rotation(102) @ q) @ (rotation(107) @ k)], score)
+    assert abs(q @ rotation(-5) @ k - score) > 0.1  # the wrong sign
+    np.testing.assert_allclose(q @ rotation(5) @ q, q @ rotation(-5) @ q)  # which q = k does not show
+
+
+def test_the_matrix_of_the_proofs_has_a_block_for_each_pair() -> None:
+    angles = 7 * measures.frequencies(D)
+    np.testing.assert_allclose(forms.rotation_matrix(angles.cos(), angles.sin()), rotation(7), atol=1e-6)
 
 
 def test_queries_and_keys_with_matrices_of_their_own_may_shrink_the_score() -> None:
     """xPos, and any invertible matrix."""
     rng, power = np.random.default_rng(0), np.linalg.matrix_power
     q, k = rng.standard_normal((2, D))
-    for base in (interleaved(1) / 0.98, rng.standard_normal((D, D)) / 3 + np.eye(D)):
+    for base in (rotation(1) / 0.98, rng.standard_normal((D, D)) / 3 + np.eye(D)):
         scores = [(power(base, -m).T @ q) @ (power(base, m - 2) @ k) for m in (2, 3, 6)]  # always at the distance 2
         np.testing.assert_allclose(scores, scores[0])
-    assert (power(interleaved(1) / 0.98, -9).T @ q) @ k == pytest.approx(0.98**9 * (interleaved(9) @ q) @ k)
+    assert (power(rotation(1) / 0.98, -9).T @ q) @ k == pytest.approx(0.98**9 * (rotation(9) @ q) @ k)
 
 
 def test_the_example_ends_with_the_published_pair() -> None:
     assert topics.find("example").report().tables[0].rows[-1][2] == "27.7086, 29.2785"
     data = topics.find("example").figure("example").data()
-    expected = interleaved(1) @ np.arange(24, 32)
+    expected = rotation(1) @ np.arange(24, 32)
     np.testing.assert_allclose(data["real"][data["step"] == 6], expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("distance", [0, 1, 64, 1024])
-def test_the_wrong_layout_changes_scores_by_the_difference_of_two_rotations(distance: int) -> None:
-    right = rotation(distance, slice(0, None, 2), slice(1, None, 2), 64)
-    wrong = rotation(distance, slice(0, 32), slice(32, None), 64)
-    expected = np.linalg.norm(wrong - right) / np.linalg.norm(right)
-    assert pairing.change(64, 1e4, distance) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_wrong_layout_ruins_the_tiny_model() -> None:

@@ -16,30 +16,27 @@ from ..figure import Data, Figure
 from ..perplexity import TINY, tiny_folder
 from ..report import Report, Table, wrapped
 from . import TOPICS
-from .base import Topic, check_head_dim, check_range
+from .base import Topic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-DISTANCES = (0, 1, 4, 16, 64, 256, 1024)
 TEXT = "And God said, Let there be light: and there was light. And God saw the light, that it was good."
 
 
-def report(head_dim: int = 128, theta: float = 10000.0, model: str = TINY) -> Report:
-    """The two layouts, and how scores and the perplexity of a model change with the wrong one."""
-    check_head_dim(head_dim, 4, 512)
-    check_range("--rope-theta", theta, 100.0, 1e12)
+def report(model: str = TINY) -> Report:
+    """The two layouts, and how the perplexity of a model changes with the wrong one."""
     half = rope.interleaved_to_half(torch.arange(8))  # the entry at each index after the conversion
     right, wrong = perplexities(model)
     return Report(
         "pairing",
         TOPICS["pairing"],
-        settings={"head_dim": head_dim, "theta": theta, "model": model},
+        settings={"model": model},
         says=wrapped(
-            "Meta's files and GGUF files of the architecture llama pair entries 2i and 2i + 1 (interleaved); files in"
-            " Hugging Face's format pair i and i + D/2 (half). With the wrong layout a file loads without an error, the"
-            " first token is right, and later scores are wrong."
+            "Meta's files and GGUF files of the architecture llama pair entries 2i and 2i + 1 (interleaved); LLaMA"
+            " files in Hugging Face's format pair i and i + D/2 (half). With the wrong layout a file loads without an"
+            " error, the first token is right, and later scores are wrong."
         ),
         tables=(
             Table(
@@ -52,30 +49,12 @@ def report(head_dim: int = 128, theta: float = 10000.0, model: str = TINY) -> Re
                 ],
             ),
             Table(
-                f"random q, k of {head_dim} entries, wrong layout: change of a score / the score (both rms)",
-                ("distance", *(str(distance) for distance in DISTANCES)),
-                [("change", *(f"{change(head_dim, theta, distance):.3f}" for distance in DISTANCES))],
-            ),
-            Table(
                 "perplexity of two sentences of Genesis",
                 ("layout", "perplexity"),
                 [("right", round(right, 1)), ("wrong", round(wrong, 1))],
             ),
         ),
     )
-
-
-def change(head_dim: int, theta: float, distance: int) -> float:
-    """rms of q . (R' - R) k / rms of q . R k for independent entries of variance 1: |R' - R| / |R| (Frobenius).
-
-    R and R' are the rotations of the unit vectors at that distance, in the interleaved and in the half layout.
-    """
-    units = torch.eye(head_dim).reshape(1, 1, head_dim, head_dim)  # (1, 1, H = D, D)
-    row = rope.precompute_freqs_cis(head_dim, distance + 1, theta)[-1:]  # (1, D/2)
-    right, _ = rope.apply_rotary_emb(units, units, row)
-    cos, sin = torch.cat((row.real,) * 2, -1), torch.cat((row.imag,) * 2, -1)  # (1, D) each
-    wrong, _ = rope.apply_rotary_pos_emb(units, units, cos, sin, unsqueeze_dim=2)
-    return float((wrong - right).norm() / right.norm())
 
 
 @torch.no_grad()

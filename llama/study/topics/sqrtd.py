@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import attention
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, wrapped
@@ -25,26 +24,19 @@ SCORES = ((1.0, 2.0, 3.0), (0.0, 0.0, 50.0), (100.0, 100.0, 100.0))
 
 
 def drawn(width: int) -> tuple[Tensor, Tensor]:
-    """Queries (B, 1, 1, D) and keys (B, 1, S, D), entries of mean 0 and variance 1."""
+    """Queries (B, 1, D) and keys (B, S, D), entries of mean 0 and variance 1."""
     draw = torch.Generator().manual_seed(width)
-    q = torch.randn(DRAWS, 1, 1, width, generator=draw)  # (B, H, T, D)
-    return q, torch.randn(DRAWS, 1, KEYS, width, generator=draw)  # (B, KV, S, D)
+    return torch.randn(DRAWS, 1, width, generator=draw), torch.randn(DRAWS, KEYS, width, generator=draw)
 
 
 def measured(q: Tensor, k: Tensor) -> dict[str, float]:
-    """For the library's attention: variance of the scores, mean largest weight, mean norm of softmax's Jacobian.
-
-    The library divides by sqrt(D). Results without the division are computed with queries sqrt(D) times as long.
-    """
-    width = q.shape[-1]
-    dots = (q.double() @ k.double().transpose(-1, -2)).squeeze((1, 2))  # (B, S)
+    """Variance of the scores, mean largest weight and mean norm of softmax's Jacobian, raw and divided by sqrt(D)."""
+    dots = (q.double() @ k.double().transpose(-1, -2)).squeeze(1)  # (B, S)
     numbers = {}
-    for kind, stretch in (("raw", width**0.5), ("scaled", 1.0)):
-        numbers[f"variance {kind}"] = float((dots * stretch / width**0.5).var())
-        weights = attention.reference_weights(q * stretch, k).squeeze((1, 2))  # (B, S)
-        numbers[f"largest {kind}"] = float(weights.amax(-1).mean())
-        jacobian = measures.softmax_jacobian(dots * stretch / width**0.5)  # (B, S, S)
-        numbers[f"norm {kind}"] = float(jacobian.flatten(1).norm(dim=-1).mean())
+    for kind, scores in (("raw", dots), ("scaled", dots / q.shape[-1] ** 0.5)):
+        numbers[f"variance {kind}"] = float(scores.var())
+        numbers[f"largest {kind}"] = float(scores.softmax(-1).amax(-1).mean())
+        numbers[f"norm {kind}"] = float(measures.softmax_jacobian(scores).flatten(1).norm(dim=-1).mean())
     return numbers
 
 
