@@ -66,7 +66,7 @@ def report(head_dim: int = 128) -> Report:
                 "the Jacobian of softmax",
                 ("scores", "weights", "largest derivative"),
                 [
-                    (joined(scores), joined(torch.tensor(scores).softmax(-1).tolist()), float(jacobian.abs().max()))
+                    (_joined(scores), _joined(torch.tensor(scores).softmax(-1).tolist()), float(jacobian.abs().max()))
                     for scores, jacobian in jacobians.items()
                 ],
             ),
@@ -74,7 +74,7 @@ def report(head_dim: int = 128) -> Report:
     )
 
 
-def joined(numbers: Sequence[float]) -> str:
+def _joined(numbers: Sequence[float]) -> str:
     return ", ".join(f"{x:.3g}" for x in numbers)
 
 
@@ -109,7 +109,7 @@ def sqrtd_draw(data: Data, canvas: Canvas) -> None:
 def jacobian_data() -> Data:
     """The nine derivatives of each row of SCORES."""
     rows = [
-        (joined(scores), i, j, value)
+        (_joined(scores), i, j, value)
         for scores in SCORES
         for i, row in enumerate(measures.softmax_jacobian(torch.tensor(scores)).tolist())
         for j, value in enumerate(row)
