@@ -35,7 +35,7 @@ def test_a_report_has_tables_and_figures_have_data(name: str) -> None:
 
 
 def test_rope_scores_depend_on_the_distance_and_added_codes_do_not() -> None:
-    spread = {name: measures.diagonal_spread(relative.scores_of(name, 64, 1e4, 32)) for name in ("rope", "sinusoidal")}
+    spread = {name: measures.diagonal_spread(relative.scores_of(name)) for name in ("rope", "sinusoidal")}
     assert spread["rope"] < 1e-12 < 1 < spread["sinusoidal"]
 
 

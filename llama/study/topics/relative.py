@@ -12,38 +12,35 @@ from .. import encodings, measures
 from ..figure import LINES, Data, Figure
 from ..report import Report, Table, wrapped
 from . import TOPICS
-from .base import Topic, check_head_dim, check_range
+from .base import Topic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
+D = 64  # width of the head and of the token
 
-def scores_of(name: str, head_dim: int, theta: float, context: int) -> Tensor:
+
+def scores_of(name: str, context: int = 32) -> Tensor:
     """Scores of one random token at every position: (N, N), row m the query, column n the key.
 
     The token is the same everywhere, so that scores differ only because of the positions.
     """
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(head_dim, generator=draw, dtype=torch.float64)  # (C,) with C = D
-    wq, wk = torch.randn(2, head_dim, head_dim, generator=draw, dtype=torch.float64) / head_dim**0.5  # (D, C) each
-    encoding = encodings.make(name, head_dim, head_dim, theta)
-    return encodings.scores(encoding, x.expand(context, -1), wq, wk, torch.arange(context))
+    x = torch.randn(D, generator=draw, dtype=torch.float64)  # (C,) with C = D
+    wq, wk = torch.randn(2, D, D, generator=draw, dtype=torch.float64) / D**0.5  # (D, C) each
+    return encodings.scores(encodings.make(name, D, D), x.expand(context, -1), wq, wk, torch.arange(context))
 
 
-def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Report:
+def report() -> Report:
     """Spread of the scores at equal distance under five encodings."""
-    check_head_dim(head_dim, 2, 256)
-    check_range("--rope-theta", theta, 2.0, 1e12)
-    check_range("--context", context, 12, 256)
     rows = []
     for name in encodings.ENCODINGS:
-        scores = scores_of(name, head_dim, theta, context)
+        scores = scores_of(name)
         spreads = measures.diagonal_spread(scores), float(scores.max() - scores.min())
         rows.append((name, *(f"{number:.2g}" for number in (*spreads, float(scores[10, 5] - scores[5, 10])))))
     return Report(
         "relative",
         TOPICS["relative"],
-        settings={"head_dim": head_dim, "theta": theta, "positions": context},
         says=wrapped(
             "RoPE rotates pair i of a query at position m by m ω_i and of a key at position n by n ω_i. The angle"
             " between them changes by (m - n) ω_i, so the score depends on m - n only. Vectors added to the token"
@@ -51,7 +48,7 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
         ),
         tables=(
             Table(
-                "scores of one token at every position, divided by sqrt(D)",
+                "scores of one token at 32 positions, divided by sqrt(D), D = 64",
                 ("encoding", "spread at equal m - n", "spread over all", "score 5 back minus score 5 ahead"),
                 rows,
             ),
@@ -67,16 +64,11 @@ PANELS = {
 }
 
 
-def toeplitz_data(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Data:
+def toeplitz_data() -> Data:
     """Four matrices of scores, one row per cell."""
-    p = measures.sinusoids(torch.arange(context), head_dim, theta)  # (N, C)
-    matrices = (
-        scores_of("none", head_dim, theta, context),
-        p @ p.T / head_dim**0.5,
-        scores_of("sinusoidal", head_dim, theta, context),
-        scores_of("rope", head_dim, theta, context),
-    )
-    m, n = np.meshgrid(np.arange(context), np.arange(context), indexing="ij")
+    p = measures.sinusoids(torch.arange(32), D)  # (N, C)
+    matrices = (scores_of("none"), p @ p.T / D**0.5, scores_of("sinusoidal"), scores_of("rope"))
+    m, n = np.indices((32, 32))
     return {
         "panel": np.repeat(list(PANELS), m.size),
         "m": np.tile(m.ravel(), 4),
@@ -99,18 +91,15 @@ def toeplitz_draw(data: Data, canvas: Canvas) -> None:
         canvas.colorbar(image, ax=axes, label="score", shrink=0.85)
 
 
-def relative_data(head_dim: int = 64, theta: float = 10000.0) -> Data:
+def relative_data() -> Data:
     """Scores under five encodings for three positions of the query, against the distance."""
-    context = 40
-    m, n = np.meshgrid((2, 18, 34), np.arange(context), indexing="ij")
+    m, n = np.meshgrid((2, 18, 34), np.arange(40), indexing="ij")
     names = list(encodings.ENCODINGS)
     return {
         "encoding": np.repeat(names, m.size),
         "m": np.tile(m.ravel(), len(names)),
         "distance": np.tile((m - n).ravel(), len(names)),
-        "score": np.concatenate(
-            [scores_of(name, head_dim, theta, context).numpy()[m.ravel(), n.ravel()] for name in names]
-        ),
+        "score": np.concatenate([scores_of(name, 40).numpy()[m.ravel(), n.ravel()] for name in names]),
     }
 
 
