@@ -9,7 +9,7 @@ import torch
 
 from llama.study import measures
 from llama.study.figure import LINES, Data, Figure, draw_lines
-from llama.study.topics import order, scale
+from llama.study.topics import example, order, scale, sqrtd
 from llama.study.topics.base import columns
 
 if TYPE_CHECKING:
@@ -200,6 +200,8 @@ def decay_draw(data: Data, canvas: Canvas) -> None:
 FIGURES = {
     figure.name: figure
     for figure in (
+        example.TOPIC.figure("example"),
+        sqrtd.TOPIC.figure("sqrtd"),
         Figure(
             "dogs",
             "The output of attention for the word dog, eight numbers. Without positions it is the same in both"
@@ -210,10 +212,8 @@ FIGURES = {
         ),
         Figure(
             "arrows",
-            "A query q and a key k are arrows. Each turns by 0.35 radians a position; the circle has radius 1. In the"
-            " second and the third picture, q stands four positions after k: both arrows have moved, the angle between"
-            " them and their dot product are the same. In the fourth, q stands four positions before k, and both are"
-            " different.",
+            "Each arrow turns by 0.35 radians per position. Second and third: q is four positions after k, and q · k is"
+            " the same. Fourth: q is four positions before k.",
             arrows_data,
             arrows_draw,
             size=(6.4, 2.35),

@@ -53,7 +53,7 @@ GUIDES = {
     "evaluate": ["guides/evaluate.md"],
     "bench": ["evidence/performance.md"],
     "perplexity": ["guides/extend-context.md", "evidence/perplexity.md"],
-    "study": ["learn/README.md", "evidence/claims.md"],
+    "study": ["learn/README.md"],
     "trace": ["guides/inside.md", "guides/prompts.md"],
     "steer": ["guides/inside.md"],
     "explain": ["learn/explain.md"],

@@ -49,7 +49,6 @@ SLOW: dict[str, Words] = {
     "doctor": lambda model, new: ("doctor", "--no-self-test"),
     "bench": lambda model, new: ("bench", "-m", model, *SMALL),
     "quantize": lambda model, new: ("quantize", model, str(new / "x"), "--scheme", "int8"),
-    "study errata": lambda model, new: ("study", "errata"),
     "evaluate": lambda model, new: ("evaluate", "-m", model, "--tasks", str(new / "one.yaml")),
 }
 # Arguments that make commands fail after they have begun; the others get a wrong model

@@ -47,6 +47,8 @@ REMOVED = {
         "plan divides the bytes evenly over the GPUs, and computes with their bandwidth only",
     ),
     ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
+    ("study", "--checks"): "the tests of the repository check the numbers of a topic",
+    ("study", "--seed"): "the quiz asks in one order",
     ("bench", "--profile"): "run llama.generate under torch.profiler",
     ("convert", "--modelfile"): "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
 }

@@ -1,4 +1,4 @@
-"""clearllama study: compute and check claims about RoPE."""
+"""clearllama study: questions about position encodings, answered by computing."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
-        description="Explain a topic of position encoding with a claim, its numbers and a figure. Each claim is"
-        " checked; --checks lists the checks. Without TOPIC, list the topics. Exit code 1 if a check fails.",
-        usage="%(prog)s [options] [TOPIC] [EXERCISE]",
+        description="Answer a question about position encodings with numbers and a figure. Without TOPIC, list the"
+        " topics.",
+        usage="%(prog)s [options] [TOPIC] [BUG]",
     )
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; clearllama study lists them")
     parser.add_argument(
@@ -60,9 +60,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, works offline"
-    )
-    parser.add_argument(
-        "--checks", action="store_true", help="list the checks: each computed value, the expected value, PASS or FAIL"
     )
     group = parser.add_argument_group("parameters of some topics")
     for name, (_, kind, metavar, about) in PARAMETERS.items():
@@ -82,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         return _write_page(args)
     if args.which is not None and args.figure is None:
         raise UsageError("--which needs --figure FILE")
-    if args.topic not in bugs.NAMES and (args.quiz or (args.exercise, args.seed) != (None, None)):
-        raise UsageError("EXERCISE, --quiz and --seed belong to the topic bugs: clearllama study bugs")
+    if args.topic != "bugs" and (args.quiz or args.bug is not None):
+        raise UsageError("BUG and --quiz belong to the topic bugs: clearllama study bugs")
     values = {keyword: getattr(args, name) for name, (keyword, *_) in PARAMETERS.items()}
     given = {keyword: value for keyword, value in values.items() if value is not None}
     if args.topic is None:
@@ -102,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
         figure = topic.figure(args.which)
     if args.figure is not None:
         figures.check(args.figure)
-    if args.topic in bugs.NAMES:
-        return bugs.run(args, topic)
+    if args.quiz or args.bug is not None:
+        return bugs.run(args)
     with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
         given |= _accepted(topic.report, {"progress": show})
         if args.figures is not None:
@@ -114,10 +111,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         streams.write_json(reports.as_dict(report))
     else:
-        streams.write(reports.text(report, args.checks, _picture(topic, given)))
+        streams.write(reports.text(report, picture=_picture(topic, given)))
         if topic.figures:
             streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
-    return 0 if report.passed or not report.checks else 1  # a report without checks has not failed
+        if args.topic == "bugs":
+            streams.info(args, "clearllama study bugs step shows one of them; --quiz asks for a prediction of each")
+    return 0
 
 
 def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The five forms of the rotation agree on random tensors and in a model; a wrong pairing changes the results.
+"""The forms of the rotation agree on random tensors and in a model; a wrong pairing changes the results.
 
 The reference is the formula in numpy's float64, not one of the forms.
 """
@@ -21,7 +21,6 @@ from llama.checkpoint.write import to_layout
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
 from llama.rope_scaling import inverse_frequencies
-from llama.study import forms
 
 from .. import tiny
 from . import by_hand
@@ -30,16 +29,12 @@ from .watch import watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STUDIED = {"elementwise": forms.apply_elementwise, "matrix": forms.apply_matrix}
-ALL = [*FORMS, *STUDIED]
+ALL = list(FORMS)
 SIZES = [(1, 1, 1, 1, 2), (2, 5, 4, 2, 4), (1, 9, 3, 1, 16), (3, 4, 8, 8, 64), (2, 7, 6, 2, 128)]  # B, T, H, KV, D
 
 
 def turned_by(form: str, q: Tensor, k: Tensor, positions: Tensor, base: float = 1e4) -> tuple[Tensor, Tensor]:
     """Rotate q and k (B, T, .., D) in the interleaved layout by a form, at positions (T,) or (B, T)."""
-    if form in STUDIED:
-        row = rope.freqs_cis_at(positions, inverse_frequencies(q.shape[-1], base)[0])  # (T, D/2) or (B, T, D/2)
-        return STUDIED[form](q, row.real, row.imag), STUDIED[form](k, row.real, row.imag)
     table = Rope(form, q.shape[-1], 8192, base)
     if table.layout == "half":
         q, k = rope.interleaved_to_half(q), rope.interleaved_to_half(k)
@@ -253,7 +248,7 @@ def test_in_heads_of_two_entries_both_pairings_agree() -> None:
     x = gaussians(0, 1, 5, 2, 2).float()
     assert torch.equal(rope.interleaved_to_half(x), x)
     by_half, _ = turned_by("half", x, x, torch.arange(5))
-    by_neighbours, _ = turned_by("elementwise", x, x, torch.arange(5))
+    by_neighbours, _ = turned_by("complex", x, x, torch.arange(5))
     torch.testing.assert_close(by_half, by_neighbours, rtol=0, atol=1e-6)
 
 

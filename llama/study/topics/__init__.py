@@ -16,7 +16,6 @@ TOPICS = {
     "example": "what happens to one query, number by number?",
     "order": "does attention depend on the order of the words?",
     "sqrtd": "why is the score divided by the square root of the head's width?",
-    "softmax": "how much does an attention weight change when a score changes?",
     "sinusoids": "how does the sinusoidal table write a position, and what does a shift do to it?",
     "relative": "does a score depend on the distance alone?",
     "pairing": "which two entries form a pair, and what if a file forms other pairs?",
@@ -32,15 +31,15 @@ TOPICS = {
     "others": "how do other encodings make scores depend on the distance?",
     "needle": "does a stretched model recall a fact that lies far back?",
     "precision": "how exact are the angles, by position and by dtype?",
-    "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
+    "bugs": "what does a wrong line cause, and how is it repaired?",
 }
-ALIASES = {"errata": "bugs"}  # former name -> name
 MOVED = {  # topic that was removed -> the topic that answers its question now
     "heatmap": "sinusoids",
     "binary": "sinusoids",
     "shift": "sinusoids",
     "wavelengths": "scale",
     "softmax": "sqrtd",
+    "errata": "bugs",
 }
 
 
@@ -48,5 +47,5 @@ def find(name: str) -> Topic:
     """The topic of that name. Raises UsageError if there is none."""
     if name in MOVED and name not in TOPICS:
         raise UsageError(f"the topic {name} was removed; clearllama study {MOVED[name]} answers its question")
-    topic: Topic = import_module(f".{choice('topic', ALIASES.get(name, name), TOPICS)}", __name__).TOPIC
+    topic: Topic = import_module(f".{choice('topic', name, TOPICS)}", __name__).TOPIC
     return topic

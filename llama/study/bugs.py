@@ -1,0 +1,329 @@
+"""Bugs that people write in position encodings: a wrong line, what it causes, and the right line.
+
+Predict the effect first: `clearllama study bugs --quiz`. Each bug is one row of BUGS. Its evidence is computed by the
+library, once as the wrong line has it and once as the right line has it.
+Letters: B batch, T tokens, H heads, S cached keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention import causal_mask, reference, reference_weights
+from ..checks import choice
+from ..rope import apply_rotary_emb, freqs_cis_at, half_to_interleaved, precompute_freqs_cis
+from ..rope_scaling import inverse_frequencies
+from .measures import frequencies, sinusoids
+from .report import Value
+
+Row = tuple[str, Value, Value]  # a quantity, its value by the wrong line, its value by the right line
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A wrong line and its effect.
+
+    name      one or two words for the command line, which do not say what is wrong
+    wrong     the wrong line
+    question  what to predict before the evidence is shown
+    right     the right line
+    why       the reason for the effect
+    evidence  computes the effect
+    """
+
+    name: str
+    wrong: str
+    question: str
+    right: str
+    why: str
+    evidence: Callable[[], Sequence[Row]]
+
+
+def find(name: str) -> Bug:
+    """The bug of this name. Raises UsageError if there is none."""
+    return BUGS[choice("bug", name.lower(), BUGS)]
+
+
+def _row(what: str, measure: Callable[[Tensor], Value], wrong: Tensor, right: Tensor) -> Row:
+    """The same measure of what the wrong line and the right line compute."""
+    return what, measure(wrong), measure(right)
+
+
+def _keys(mask: Tensor) -> str:
+    """The number of keys that each query of a mask (T, S) reads."""
+    return ", ".join(map(str, mask.sum(-1).tolist()))
+
+
+def _normal(*shape: int) -> Tensor:
+    """Normal numbers, equal in every run."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _score(q: Tensor, k: Tensor, m: int, n: int) -> float:
+    """The score of a query (D,) at position m and a key (D,) at position n, to three decimals."""
+    freqs_cis = precompute_freqs_cis(len(q), max(m, n) + 1)  # (N, D/2)
+    rotated_q, _ = apply_rotary_emb(q.view(1, 1, 1, -1), k.view(1, 1, 1, -1), freqs_cis[m : m + 1])
+    _, rotated_k = apply_rotary_emb(q.view(1, 1, 1, -1), k.view(1, 1, 1, -1), freqs_cis[n : n + 1])
+    return round(float((rotated_q * rotated_k).sum()), 3)
+
+
+# ------------------------------------------------------------------------------------------- the sinusoidal table
+def _exponent() -> list[Row]:
+    at = torch.arange(256.0, dtype=torch.float64)
+    wrong = torch.sin(at / 10000 ** (2 * at / 64))[:, None].expand(-1, 32)  # (N, d/2): no column depends on i
+    right = sinusoids(torch.arange(256), 64)[:, 0::2]  # (N, d/2)
+    return [
+        _row("different sine columns, of 32", lambda pe: len(pe.T.unique(dim=0)), wrong, right),
+        _row(
+            "largest deviation within a column, rows 100 to 255", lambda pe: float(pe[100:].std(0).max()), wrong, right
+        ),
+    ]
+
+
+def _step() -> list[Row]:
+    right = sinusoids(torch.tensor([1]), 8)[0]
+    return [(f"pe[1, {i}]", math.sin(1 / 10000 ** (2 * i / 8)), float(right[i])) for i in (0, 2, 4, 6)]
+
+
+# ------------------------------------------------------------------------------------------ the rotation of q and k
+def _direction() -> list[Row]:
+    q, k = _normal(2, 8)
+    return [
+        (f"score at m - n = {distance}", _score(q, k, 7, 7 + distance), _score(q, k, 7 + distance, 7))
+        for distance in (0, 4, -4)
+    ]
+
+
+def _pairs() -> list[Row]:
+    q, k = _normal(2, 64)  # as the rows of wq and wk in a file of Hugging Face give them
+    rows: list[Row] = []
+    for m, n in ((7, 7), (8, 7), (107, 7), (1107, 1007)):
+        right = _score(half_to_interleaved(q), half_to_interleaved(k), m, n)
+        rows.append((f"score at m = {m:,}, n = {n:,}", _score(q, k, m, n), right))
+    return rows
+
+
+def _angles() -> list[Row]:
+    inv_freq, _ = inverse_frequencies(64)
+    at = torch.arange(4000, 4016)
+    right = freqs_cis_at(at, inv_freq)  # (N, D/2)
+    angles = (at.bfloat16()[:, None] * inv_freq.bfloat16()).double()
+    wrong = torch.polar(torch.ones_like(angles), angles)
+    return [
+        _row("different angles of pair 0, of 16", lambda x: len(x[:, 0].real.unique()), wrong, right),
+        ("angle of pair 0 at position 4,007", float(angles[7, 0]), float(at[7] * inv_freq[0])),
+        ("largest error of cos", float((wrong.real - right.real).abs().max()), 0.0),
+    ]
+
+
+def _values() -> list[Row]:
+    x = _normal(1, 8, 1, 16)  # (B, T, H, D), used as q, k and v
+    outputs = []
+    for start in (0, 100):
+        rotated, _ = apply_rotary_emb(x, x, precompute_freqs_cis(16, 200)[start : start + 8])
+        q, v = rotated.transpose(1, 2), x.transpose(1, 2)  # (B, H, T, D)
+        outputs.append(torch.stack([reference(q, q, values)[0, 0, -1] for values in (q, v)]))  # (2, D)
+    wrong, right = (outputs[1] - outputs[0]).norm(dim=-1).tolist()
+    return [("change of the last output when all positions grow by 100", round(wrong, 3), round(right, 3))]
+
+
+# --------------------------------------------------------------------------------------- attention, and the cache
+def _divisor() -> list[Row]:
+    q, k = _normal(2, 20000, 64)  # one head of 512 / 8 entries
+    wrong, right = ((q * k).sum(-1) / math.sqrt(divisor) for divisor in (512, 64))
+    return [
+        _row("dim = 512, 8 heads: variance of the scores", lambda x: float(x.var()), wrong, right),
+        _row(
+            "mean of the largest of 100 weights",
+            lambda x: float(x.view(-1, 100).softmax(-1).amax(-1).mean()),
+            wrong,
+            right,
+        ),
+    ]
+
+
+def _own_key() -> list[Row]:
+    at, even = torch.arange(5), torch.zeros(1, 1, 5, 4)
+    wrong, right = at[:, None] > at, causal_mask(at, at)  # (T, T) each
+
+    def nans(mask: Tensor) -> int:
+        return int(reference_weights(even, even, mask)[0, 0, 0].isnan().sum())
+
+    return [
+        _row("keys of tokens 0 to 4", _keys, wrong, right),
+        _row("weights of token 0 that are NaN, of 5", nans, wrong, right),
+    ]
+
+
+def _cached_row() -> list[Row]:
+    q, k = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # one pair, of frequency 1
+    return [
+        ("7 tokens cached: position of the next token", 0, 7),
+        *((f"its score with key {n}", _score(q, k, 0, n), _score(q, k, 7, n)) for n in (0, 6)),
+    ]
+
+
+def _cached_mask() -> list[Row]:
+    return [
+        _row(
+            f"{cached} tokens cached, {new} new: keys that each new token reads",
+            _keys,
+            torch.ones(new, cached + new, dtype=torch.bool).tril(),  # what is_causal means in PyTorch
+            causal_mask(torch.arange(cached, cached + new), torch.arange(cached + new)),
+        )
+        for cached, new in ((0, 3), (7, 1), (7, 3))
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- longer contexts
+def _interpolation() -> list[Row]:
+    scaled = frequencies(64, scaling={"rope_type": "linear", "factor": 4.0})
+    divisor = float(frequencies(64)[0] / scaled[0])
+    return [(f"position {at:,} becomes", at / (2048 / 8192), at / divisor) for at in (1, 100, 8192)]
+
+
+def _new_base() -> list[Row]:
+    plain, ntk = frequencies(128), frequencies(128, scaling={"rope_type": "ntk", "factor": 4.0})
+    base = float(ntk[1]) ** (-128 / 2)  # of the frequency base^(-2/D) of pair 1
+    return [
+        ("D = 128, 4 times the length: base", 500000.0, float(f"{base:.5g}")),
+        ("divisor of the slowest pair", float(plain[-1] / frequencies(128, 500000.0)[-1]), float(plain[-1] / ntk[-1])),
+    ]
+
+
+def _twice() -> list[Row]:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    inv_freq, a = inverse_frequencies(64, scaling=yarn)
+    x = _normal(1, 1, 1, 64)
+    rotated, _ = apply_rotary_emb(x, x, freqs_cis_at(torch.tensor([5]), inv_freq, a))
+    return [("YaRN, 4 times the length: factor of the scores", a, float((rotated**2).sum() / (x**2).sum()))]
+
+
+BUGS = {
+    bug.name: bug
+    for bug in (
+        Bug(
+            "exponent",
+            "pe[pos, 2*i] = sin(pos / 10000 ** (2*pos / d))",
+            "A table of width 64 has 32 sine columns. How many of them differ from each other?",
+            "pe[pos, 2*i] = sin(pos / 10000 ** (2*i / d))",
+            "The exponent uses the position instead of the pair, so all pairs have the same number. From row 100 on,"
+            " the rows hardly differ either.",
+            _exponent,
+        ),
+        Bug(
+            "step",
+            "for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000 ** (2*i / d))",
+            "Does the code fail? At d = 8, which of the sine columns 0, 2, 4, 6 are wrong?",
+            "for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000 ** (i / d))",
+            "The loop's i already steps by 2, so 2*i doubles the exponent. Nothing fails and column 0 is right, but"
+            " every other pair rotates too slowly.",
+            _step,
+        ),
+        Bug(
+            "direction",
+            "score = q @ R(m - n) @ k  # R(a) rotates by a * w",
+            "At which of the distances m - n = 0, 4, -4 is the score wrong, and what does it equal there?",
+            "score = q @ R(n - m) @ k",
+            "The rotation between q and k is R(m)^T R(n) = R(n - m). The wrong line computes the score of the mirrored"
+            " distance. At distance 0 nothing shows.",
+            _direction,
+        ),
+        Bug(
+            "pairs",
+            "q = view_as_complex(wq(x).unflatten(-1, (-1, 2)))  # wq as in Hugging Face's file",
+            "Does the code fail? Does the score still depend on the distance alone?",
+            "wq = to_interleaved_layout(wq, head_dim)  # first, and wk alike",
+            "In such a file, pair i is (x[i], x[i + D/2]). Read as neighbours, the entries still rotate, and the score"
+            " depends on the distance alone: no shape and no test of that law shows the bug. But each entry gets the"
+            " frequency of another pair, and the scores are wrong except at distance 0.",
+            _pairs,
+        ),
+        Bug(
+            "angles",
+            "model.to(torch.bfloat16)  # inv_freq is a buffer, and the positions follow it",
+            "How many different angles does pair 0 have at the 16 positions from 4,000 to 4,015?",
+            "angles = positions.float() * inv_freq  # float32 in every model; convert q and k afterwards",
+            "A bfloat16 number has 8 significant bits: between 2,048 and 4,096, it can only be a multiple of 16. All 16"
+            " tokens get the angle of position 4,000 or 4,016.",
+            _angles,
+        ),
+        Bug(
+            "values",
+            "q, k, v = (apply_rotary(x, m) for x in (q, k, v))",
+            "All positions grow by 100. Does the output of attention change?",
+            "q, k = (apply_rotary(x, m) for x in (q, k))  # v stays",
+            "The rotations of q and k cancel in the score up to the distance. Nothing cancels the rotation of v: the"
+            " output depends on where the text starts.",
+            _values,
+        ),
+        Bug(
+            "divisor",
+            "scores = q @ k.T / sqrt(dim)  # in each of the heads",
+            "The entries of q and k have variance 1. With 8 heads, what is the variance of the scores?",
+            "scores = q @ k.T / sqrt(head_dim)",
+            "The variance of a dot product is the number of its terms, and a head has dim / 8 of them. Divided by"
+            " sqrt(dim), the variance is 1/8, and the weights stay nearly uniform.",
+            _divisor,
+        ),
+        Bug(
+            "own-key",
+            "mask = m > n  # a token reads the tokens before it",
+            "What are the attention weights of the first token, m = 0?",
+            "mask = m >= n",
+            "A token also reads itself. Without its own key, the first token has no key at all, and the softmax of"
+            " nothing is NaN, which spreads through all later layers.",
+            _own_key,
+        ),
+        Bug(
+            "cached-row",
+            "freqs_cis = freqs_cis[:T]  # T new tokens",
+            "The cache holds 7 tokens. As which position is the next token rotated?",
+            "freqs_cis = freqs_cis[start : start + T]  # start tokens are in the cache",
+            "The first rows are right for a prompt and wrong for every token after it. A single new token is rotated as"
+            " position 0, so its distances to the cached keys are wrong in size and sign.",
+            _cached_row,
+        ),
+        Bug(
+            "cached-mask",
+            "scaled_dot_product_attention(q, k, v, is_causal=True)  # T new queries, S keys with the cached ones",
+            "The cache holds 7 tokens. How many keys does the next token read?",
+            "scaled_dot_product_attention(q, k, v, attn_mask=positions[:, None] >= key_positions)",
+            "PyTorch aligns the triangle of is_causal at the top left: query j reads the keys 0 to j, although j counts"
+            " from the first new token. A prompt is right; a generated token reads only the first key.",
+            _cached_mask,
+        ),
+        Bug(
+            "interpolation",
+            "position = position / (L_train / L_test)",
+            "A model trained on 2,048 tokens reads 8,192. Which position does the last token get?",
+            "position = position * (L_train / L_test)",
+            "The ratio is below 1, so the division enlarges the positions. The model meets positions 16 times as far as"
+            " intended.",
+            _interpolation,
+        ),
+        Bug(
+            "new-base",
+            "theta = 500000  # NTK-aware scaling to 4 times the length",
+            "The slowest pair should be 4 times slower. How much slower is it?",
+            "theta = 10000 * 4 ** (D / (D - 2))",
+            "NTK-aware scaling computes the base from the factor. A base of 500,000 fits a factor of 47; models that"
+            " have it were trained with it.",
+            _new_base,
+        ),
+        Bug(
+            "twice",
+            "cos, sin = cos * a, sin * a  # multiplies the scores by a",
+            "YaRN for 4 times the length has a = 1.1386. By which factor do the scores grow?",
+            "cos, sin = cos * a, sin * a  # multiplies the scores by a ** 2",
+            "q and k are both rotated with the multiplied cos and sin, so a score contains the factor twice. Code that"
+            " multiplies the scores instead must use the square.",
+            _twice,
+        ),
+    )
+}

@@ -1,0 +1,113 @@
+"""The numbers of the topics relative, example, pairing, precision and sqrtd, and of lessons 4 and 5, against numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import llama
+from llama.hub import DEFAULT
+from llama.model import Transformer
+from llama.study import forms, measures, topics
+from llama.study.topics import pairing, precision, relative, sqrtd
+from tests import tiny
+
+D = 8
+
+
+def rotation(position: float) -> np.ndarray:
+    """The matrix (D, D) that rotates entries 2i and 2i + 1 of each pair to a position."""
+    angles, matrix = position * 10000.0 ** (-np.arange(0, D, 2) / D), np.zeros((D, D))
+    a = np.arange(0, D, 2)
+    matrix[a, a] = matrix[a + 1, a + 1] = np.cos(angles)
+    matrix[a + 1, a], matrix[a, a + 1] = np.sin(angles), -np.sin(angles)
+    return matrix
+
+
+@pytest.mark.parametrize("name", ["relative", "example", "pairing", "precision", "sqrtd"])
+def test_a_report_has_tables_and_figures_have_data(name: str) -> None:
+    topic = topics.find(name)
+    assert topic.report().tables
+    assert all(len(column) for figure in topic.figures for column in figure.data().values())
+
+
+def test_rope_scores_depend_on_the_distance_and_added_codes_do_not() -> None:
+    spread = {name: measures.diagonal_spread(relative.scores_of(name)) for name in ("rope", "sinusoidal")}
+    assert spread["rope"] < 1e-12 < 1 < spread["sinusoidal"]
+
+
+def test_the_score_of_two_positions_is_one_rotation_by_n_minus_m() -> None:
+    q, k = np.random.default_rng(0).standard_normal((2, D))
+    rows, at = torch.tensor(np.stack((q, k))), torch.tensor([2, 7])
+    rotated = measures.turn(rows, at, measures.frequencies(D)).numpy()
+    score = rotated[0] @ rotated[1]
+    np.testing.assert_allclose([q @ rotation(5) @ k, (rotation(102) @ q) @ (rotation(107) @ k)], score)
+    assert abs(q @ rotation(-5) @ k - score) > 0.1  # the wrong sign
+    np.testing.assert_allclose(q @ rotation(5) @ q, q @ rotation(-5) @ q)  # which q = k does not show
+
+
+def test_the_matrix_of_the_proofs_has_a_block_for_each_pair() -> None:
+    angles = 7 * measures.frequencies(D)
+    np.testing.assert_allclose(forms.rotation_matrix(angles.cos(), angles.sin()), rotation(7), atol=1e-6)
+
+
+def test_queries_and_keys_with_matrices_of_their_own_may_shrink_the_score() -> None:
+    """xPos, and any invertible matrix."""
+    rng, power = np.random.default_rng(0), np.linalg.matrix_power
+    q, k = rng.standard_normal((2, D))
+    for base in (rotation(1) / 0.98, rng.standard_normal((D, D)) / 3 + np.eye(D)):
+        scores = [(power(base, -m).T @ q) @ (power(base, m - 2) @ k) for m in (2, 3, 6)]  # always at the distance 2
+        np.testing.assert_allclose(scores, scores[0])
+    assert (power(rotation(1) / 0.98, -9).T @ q) @ k == pytest.approx(0.98**9 * (rotation(9) @ q) @ k)
+
+
+def test_the_example_ends_with_the_published_pair() -> None:
+    assert topics.find("example").report().tables[0].rows[-1][2] == "27.7086, 29.2785"
+    data = topics.find("example").figure("example").data()
+    expected = rotation(1) @ np.arange(24, 32)
+    np.testing.assert_allclose(data["real"][data["step"] == 6], expected, atol=2e-5)
+
+
+def test_the_wrong_layout_ruins_the_tiny_model() -> None:
+    right, wrong = pairing.perplexities("tiny-kjv")
+    assert right < 3
+    assert wrong > 20
+
+
+@pytest.mark.slow
+def test_the_wrong_layout_ruins_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lesson 5: perplexity 392 instead of 17.7 on the first 400 words of the Apache license."""
+    words = (Path(llama.__file__).parent.parent / "LICENSE").read_text().split()
+    monkeypatch.setattr(pairing, "TEXT", " ".join(words[:400]))
+    right, wrong = pairing.perplexities(DEFAULT)
+    assert (round(right, 1), round(wrong)) == (17.7, 392)
+
+
+def test_errors_of_angles_are_those_of_their_rounded_factors() -> None:
+    at, theta = torch.tensor([255, 8191, 131071]), 500000.0
+    exact = theta ** (-np.arange(0, 128, 2) / 128)
+    coarse = torch.tensor(exact, dtype=torch.float32).bfloat16().float().numpy()
+    for way, rounded in (("float32", exact.astype(np.float32)), ("bfloat16 frequencies", coarse)):
+        angles = (at.numpy()[:, None].astype(np.float32) * rounded).astype(np.float64)
+        expected = np.maximum(*(np.abs(f(angles) - f(np.outer(at, exact))) for f in (np.cos, np.sin))).max(-1)
+        np.testing.assert_allclose(precision.errors(precision.WAYS[way], at, 128, theta), expected, atol=2.0**-23)
+    finished = precision.errors(precision.WAYS["bfloat16 cos, sin"], at, 128, theta)
+    assert (finished < 2.0**-9 * 1.001 + precision.errors(precision.WAYS["float32"], at, 128, theta)).all()
+
+
+def test_a_cast_model_keeps_its_float32_table() -> None:
+    assert Transformer(tiny.CONFIG).to(torch.bfloat16).rope.table[0].dtype == torch.complex64
+
+
+@pytest.mark.parametrize("width", [16, 1024])
+def test_scores_have_the_distribution_of_normals_times_the_length_of_the_query(width: int) -> None:
+    """Given q, the scores of random keys are independent normals with variance |q|^2, which is chi-squared."""
+    found, draw = sqrtd.measured(*sqrtd.drawn(width)), np.random.default_rng(0)
+    normals = draw.standard_normal((4000, sqrtd.KEYS)) * np.sqrt(draw.chisquare(width, (4000, 1)))
+    for kind, scores in (("raw", normals), ("scaled", normals / width**0.5)):
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        assert found[f"largest {kind}"] == pytest.approx((p.max(1) / p.sum(1)).mean(), abs=0.03)
+        assert found[f"variance {kind}"] == pytest.approx(scores.var(), rel=0.05)
