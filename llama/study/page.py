@@ -1,6 +1,7 @@
 """The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
 
-Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html. The file also contains the
+Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html; shared.js and shared.css are
+also parts of the page of a trace. The file also contains the
 library's results at some settings. When the page opens, it compares its own numbers with them.
 """
 
@@ -56,9 +57,9 @@ def html() -> str:
     """The page as text. The same version of the library produces the same text."""
     data = json.dumps({"reference": reference(), **vectors()}, separators=(",", ":"), allow_nan=False)
     parts = {
-        "page.css": part("page.css"),
+        "page.css": part("shared.css") + part("page.css"),
         "rope.js": part("rope.js"),
-        "view.js": part("view.js"),
+        "view.js": part("shared.js") + part("view.js"),
         "data": data.replace("<", "\\u003c"),  # so that no text can close the script element
         "version": __version__,
     }

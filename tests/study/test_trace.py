@@ -27,6 +27,7 @@ from llama.cli import main
 from llama.errors import UsageError
 from llama.loader import load_model
 from llama.model import Transformer
+from llama.study import page as rope_page
 from llama.study import trace as tracing
 from llama.study import trace_page
 from llama.study.intervene import Intervention
@@ -401,7 +402,7 @@ def v8() -> Iterator[MiniRacer]:
       }
       return out;
     }""")
-    context.eval((Path(trace_page.__file__).parent / "page.js").read_text())
+    context.eval(rope_page.part("shared.js") + (Path(trace_page.__file__).parent / "page.js").read_text())
     yield context
     context.close()
 
@@ -419,8 +420,9 @@ def test_the_script_unpacks_the_maps(v8: MiniRacer) -> None:
     ("call", "expected"),
     [
         ("[share(0.98), share(0.0123), share(0), share(0.00004)].join()", "0.98,0.012,0,4e−5"),
-        ("[figures(12345.6), figures(0.1234), figures(0.00012)].join(' ')", "12,346 0.123 1.2e−4"),
-        ("JSON.stringify(ticks(0.83, 4))", "[0,0.5,1]"),
+        ("[figures(12345.6), figures(0.1234), figures(0.00001)].join(' ')", "12,346 0.123 1.00e−5"),
+        ("JSON.stringify(niceTicks(0, 0.83, 4, true))", "[0,0.5,1]"),
+        ("JSON.stringify(niceTicks(0, 63, 8))", "[0,10,20,30,40,50,60]"),
         ("[visible(' a\\n'), visible(''), visible('\\u202eab'), visible('猫')].join()", "·a⏎,∅,U+202Eab,猫"),
         ("headline('The capital of France is', ' Paris').join(' → ')", "The capital of France is → Paris"),
         ("headline('word '.repeat(99), ' x')[0]", "… " + "word " * 13 + "word"),
