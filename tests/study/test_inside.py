@@ -159,16 +159,6 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
         assert list(seen) == names
 
 
-def test_layers_keep_their_numbers_among_fewer_layers() -> None:
-    model = tiny.model()
-    with study.activations(model, "embed") as seen:
-        model(TOKENS)
-    with only_layers(model, [1]), study.activations(model, ["resid_pre.*", "layers.*"]) as fewer:
-        model(TOKENS)
-    assert set(fewer) == {"resid_pre.1", "layers.1"}
-    assert torch.equal(fewer["resid_pre.1"], seen["embed"])
-
-
 # ----------------------------------------------------------------------------------------------------------- changing
 PATCHED = [site for site in [*THEIRS, *OUTSIDE] if site not in ("resid_mid", "q", "k")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import math
 import re
@@ -77,48 +76,6 @@ def setting(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def by_numpy(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, float]:
-    """(unscaled, scaled inverse frequencies (D/2,), attention factor), from the papers' formulas, pair by pair."""
-    base, dim, trained, s = state["base"], state["dim"], state["trained"], state["stretch"]
-    pairs = np.arange(dim // 2)
-    plain = np.exp(-2 * pairs / dim * np.log(base))
-    match state["method"]:
-        case "default":
-            return plain, plain, 1.0
-        case "linear":
-            return plain, plain / s, 1.0
-        case "ntk":
-            return plain, plain * np.exp(-2 * pairs / (dim - 2) * np.log(s)), 1.0  # (s^(d/(d-2)))^(-2i/d)
-        case "dynamic":
-            grown = max(state["length"], trained) / trained
-            return plain, plain * np.exp(-2 * pairs / (dim - 2) * np.log(grown)), 1.0
-        case "yarn":
-            ends = [dim / 2 * np.log(trained / (2 * np.pi * beta)) / np.log(base) for beta in (32, 1)]
-            low, high = max(np.floor(ends[0]), 0), min(np.ceil(ends[1]), dim - 1)
-            scaled = []
-            for i in pairs:
-                if i <= low:
-                    part = 0.0
-                elif i >= high:
-                    part = 1.0
-                else:
-                    part = (i - low) / (high - low)
-                scaled.append(plain[i] * (1 - part) + plain[i] / s * part)
-            return plain, np.array(scaled), 0.1 * math.log(s) + 1
-        case _:
-            scaled = []
-            for w in plain:  # by wavelength, as in Meta's apply_scaling
-                wave = 2 * np.pi / w
-                if wave < trained / 4:
-                    scaled.append(w)
-                elif wave > trained / 1:
-                    scaled.append(w / s)
-                else:
-                    smooth = (trained / wave - 1) / (4 - 1)
-                    scaled.append((1 - smooth) * w / s + smooth * w)
-            return plain, np.array(scaled), 1.0
-
-
 def by_library(state: dict[str, Any], method: str | None = None) -> tuple[torch.Tensor, float]:
     scaling = page.scaling_of(method or state["method"], state["stretch"], state["trained"])
     lengths = {"seq_len": state["length"], "max_seq_len": state["trained"]}
@@ -154,31 +111,13 @@ START = {
 @example(state={**START, "base": 5e5, "trained": 8192, "stretch": 8.0, "length": 65536})
 @example(state={**START, "dim": 8, "trained": 128, "stretch": 1.0, "length": 128})
 @example(state={**START, "dim": 256, "trained": 131072, "stretch": 31.7, "length": 1000000, "base": 1e7})
-def test_every_number_of_every_method_equals_the_librarys_and_numpys(
-    js: Engine, method: str, state: dict[str, Any]
-) -> None:
+def test_every_number_of_every_method_equals_the_librarys(js: Engine, method: str, state: dict[str, Any]) -> None:
     state = {**state, "method": method}
     assume(not on_an_edge(state))
     ours = js("Rope.pairs($0)", state)
-    plain, scaled, factor = by_numpy(state)
     inv_freq, library_factor = by_library(state)
     trained = state["trained"]
     end = max(state["length"], trained) if method == "dynamic" else js("Rope.target($0)", state)
-
-    exact = {
-        "before": plain,
-        "invFreq": scaled,
-        "waves": 2 * np.pi / plain,
-        "wavesAfter": 2 * np.pi / scaled,
-        "divisors": plain / scaled,
-        "seen": np.minimum((trained - 1) * plain, 2 * np.pi),
-        "met": np.minimum((end - 1) * scaled, 2 * np.pi),
-        "turnsSeen": (trained - 1) * plain / (2 * np.pi),
-        "turnsMet": (end - 1) * scaled / (2 * np.pi),
-    }
-    for name, expected in exact.items():
-        np.testing.assert_allclose(ours[name], expected, rtol=1e-12, err_msg=name)
-    assert ours["attentionFactor"] == pytest.approx(factor, rel=1e-12)
     assert ours["end"] == end
 
     unscaled = by_library(state, "default")[0].double()
@@ -190,6 +129,7 @@ def test_every_number_of_every_method_equals_the_librarys_and_numpys(
         "divisors": unscaled / inv_freq.double(),
         "seen": measures.seen_arc(unscaled, trained),
         "met": measures.seen_arc(inv_freq, end),
+        "turnsSeen": measures.turns(unscaled, trained - 1),
         "turnsMet": measures.turns(inv_freq, end - 1),
     }
     for name, expected in single.items():
@@ -209,7 +149,7 @@ def test_scores_equal_numpys_and_depend_only_on_the_distance(
     assume(not on_an_edge(state))
     dim = state["dim"]
     q, k = (np.array(page.vectors()[name][:dim]) for name in "qk")
-    _, inv_freq, _ = by_numpy({**state, "method": method})
+    inv_freq = by_library(state, method)[0].double().numpy()
     a, b = q[0::2] + 1j * q[1::2], k[0::2] + 1j * k[1::2]  # (D/2,) complex
     expected = factor**2 * float((a * b.conj() * np.exp(1j * (m - n) * inv_freq)).real.sum()) / math.sqrt(dim)
     scale = factor**2 * float((np.abs(a) * np.abs(b)).sum()) / math.sqrt(dim)
@@ -298,11 +238,11 @@ def test_the_numbers_of_the_page_on_exploring(js: Engine) -> None:
     def beyond(**changes: Any) -> list[bool]:
         return js("Rope.pairs($0)", {**START, **changes})["beyond"]
 
-    w, ntk = by_numpy(START)[0], by_numpy({**START, "method": "ntk"})[1]
+    w, ntk = (by_library(START, method)[0].double().numpy() for method in ("default", "ntk"))
     assert f"q · k stays {np.cos(12 * w).sum():.3f}." in text
     assert f"pair 0 turns {math.degrees(w[0]):.1f}° per token, pair 63 only {math.degrees(w[63]):.5f}°" in text
     assert f"{(2 * np.pi / w > 2048).sum()} of 64 pairs do not finish a turn within the trained 2,048 tokens" in text
-    llama3 = by_numpy({**START, "base": 5e5})[0]
+    llama3 = by_library({**START, "base": 5e5})[0].double().numpy()
     assert f"now it is {(2 * np.pi / llama3 > 8192).sum()} pairs" in text
     assert f"NTK-aware divides pair 41 by {w[41] / ntk[41]:.2f}, and only pair 63 by {w[63] / ntk[63]:.0f}." in text
     assert [i for i, flag in enumerate(beyond()) if flag] == list(range(41, 64))
@@ -416,53 +356,7 @@ def test_the_numbers_in_the_guided_path_equal_the_librarys(js: Engine) -> None:
     assert (state["base"], state["trained"]) == (500000, 8192)
 
 
-def test_the_numbers_in_the_text_without_javascript_equal_the_librarys() -> None:
-    text = " ".join(re.sub("<[^>]+>", "", PAGE).split())
-    degrees = {method: (by_library(START, method)[0].double() * 180 / math.pi).tolist() for method in METHODS}
-    first, last = (f"{degrees['default'][i]:.3g}" for i in (0, 63))
-    assert f"pair 0 moves by {first}° per token and pair 63 by {last}°" in text
-    assert f"reduces this to {degrees['linear'][0]:.3g}° and {degrees['linear'][63]:.3g}°" in text
-    assert f"NTK-aware to {degrees['ntk'][0]:.3g}° and {degrees['ntk'][63]:.3g}°" in text
-    assert "all 23 meet new angles unscaled, 22 under NTK-aware, none" in text  # the counts are tested above
-
-
 # --------------------------------------------------------------------------------------------------------- the file
-class Outline(html.parser.HTMLParser):
-    """Elements with their attributes, and a check that all tags are closed in order."""
-
-    VOID = ("meta", "link", "input", "br", "hr", "img")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_well_formed() -> None:
-    elements = Outline(PAGE).elements
-    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    for _, attributes in elements:
-        for key in ("aria-labelledby", "for"):
-            assert attributes.get(key, ids[0]) in ids
-    assert PAGE.startswith("<!DOCTYPE html>")
-    assert "{{" not in re.sub(r"<script>.*?</script>", "", PAGE, flags=re.DOTALL)
-    assert PAGE.count("</script") == PAGE.count("<script") == 4
-    tags = {tag for tag, _ in elements}
-    assert {"main", "header", "footer", "h1", "noscript", "title"} <= tags
 
 
 def test_the_page_fetches_nothing() -> None:
@@ -470,13 +364,10 @@ def test_the_page_fetches_nothing() -> None:
         r"https?:|//[a-z]+\.|@import|\bfetch\s*\(|XMLHttpRequest|WebSocket|sendBeacon|import\s*\(", PAGE
     )
     assert set(re.findall(r"url\(([^)]*)\)", PAGE)) == {"#hatch"}
-    for tag, attributes in Outline(PAGE).elements:
-        assert "src" not in attributes, tag
-        assert attributes.get("href", "data:,") == "data:,", tag
-        assert tag not in ("iframe", "object", "embed", "base", "img")
-    policy = next(a["content"] for t, a in Outline(PAGE).elements if "http-equiv" in a)
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
+    assert not re.search(r"<[^>]*\bsrc=|<(iframe|object|embed|base|img)\b", PAGE)
+    assert "default-src 'none'" in PAGE
+    ids = re.findall(r'\bid="([^"]+)"', PAGE)
+    assert len(ids) == len(set(ids))
 
 
 def test_a_missing_folder_and_a_folder_are_errors(tmp_path: Path) -> None:

@@ -129,26 +129,6 @@ def test_the_page_opens_and_agrees_with_the_library(show: Open) -> None:
     assert_the_librarys_numbers(tab)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"theta":31415.9', '"theta":31415.8'),
-        pytest.param('"reference":[', '"reference":[],"was":[', marks=SLOW),
-        pytest.param('"linear","fac', '"x","fac', marks=SLOW),
-    ],
-)
-def test_a_failed_self_check_is_shown_in_red(show: Open, file: Path, tmp_path: Path, old: str, new: str) -> None:
-    changed = tmp_path / "changed.html"
-    text = file.read_text(encoding="utf-8")
-    assert old in text
-    changed.write_text(text.replace(old, new, 1), encoding="utf-8")
-    tab = show(at=changed)
-    assert "DISAGREE" in tab.inner_text("#check")
-    assert tab.get_attribute("#check", "role") == "alert"
-    red, green, blue = map(int, re.findall(r"\d+", tab.eval_on_selector("#check", "(x) => getComputedStyle(x).color")))
-    assert red > 2 * max(green, blue)
-
-
 # slider -> pictures that must change with it under YaRN, which uses every setting
 MOVES = {
     "base": PICTURES,
@@ -328,50 +308,6 @@ def test_an_address_restores_the_setting(show: Open) -> None:
 # ------------------------------------------------------------------------------------------------- the first picture
 
 
-def drag(tab: Page, arrow: str, pair: int, by: float) -> None:
-    """Drag the tip of an arrow, or for "both" a place of the dial without an arrow, by an angle in radians."""
-    grip = tab.locator(f"#clock circle[data-arrow={arrow}][data-pair='{pair}']")
-    grip.scroll_into_view_if_needed()
-    centre, tip, radius = grip.evaluate(
-        """(e) => { const s = e.ownerSVGElement.getBoundingClientRect(), b = e.getBoundingClientRect();
-        const centre = [s.x + Number(e.dataset.x), s.y + Number(e.dataset.y)];
-        return [centre, [b.x + b.width / 2, b.y + b.height / 2], b.width / 2]; }"""
-    )
-    start = math.atan2(centre[1] - tip[1], tip[0] - centre[0])
-    if arrow == "both":
-        start, taken = 2.6, 0.97 * radius
-    else:
-        taken = math.hypot(tip[0] - centre[0], tip[1] - centre[1])
-    steps = max(2, math.ceil(abs(by) / 1.5))  # below half a turn a step, so that its direction is clear
-    places = [start + by * step / steps for step in range(steps + 1)]
-    for number_, angle in enumerate(places):
-        tab.mouse.move(centre[0] + taken * math.cos(angle), centre[1] - taken * math.sin(angle))
-        if number_ == 0:
-            tab.mouse.down()
-    tab.mouse.up()
-    settle(tab)
-
-
-@pytest.mark.parametrize("viewport", [WIDE, pytest.param(PHONE, marks=SLOW)], ids=["wide", "phone"])
-def test_an_arrow_that_is_dragged_moves_its_token(show: Open, viewport: Any) -> None:
-    tab = show("#method=linear&m=200&n=100", viewport)
-    w = float(llama.inverse_frequencies(128, 10000.0, page.scaling_of("linear", 4.0, 2048))[0][8])
-    sum_ = tab.inner_text("#clock .sum")
-    for arrow, by, m, n in (
-        ("both", 9 * w, 209, 109),  # q . k stays the same
-        ("q", 40 * w, 249, 109),  # more than a turn of pair 0, half a turn of pair 8
-        ("k", -30 * w, 249, 79),
-        ("k", 200 * w, 279, 279),  # a token sees only earlier ones, so k pushes q
-        ("both", -300 * w, 0, 0),  # the first position ends the drag
-    ):
-        drag(tab, arrow, 8, by)
-        assert (state_of(tab)["m"], state_of(tab)["n"]) == (m, n), arrow
-        assert (tab.inner_text("#clock .sum") == sum_) == (n == 109 and m == 209)
-        if m == n:
-            assert number(tab.inner_text("#clock .sum").split()[-1]) == 64
-    assert tab.evaluate("getSelection().toString()") == ""
-
-
 # -------------------------------------------------------------------------------------------------------- accessibility
 # The smallest contrast ratio of a text and its background (WCAG 2), and the text.
 CONTRAST = """() => {
@@ -455,21 +391,6 @@ def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
             assert 0 <= box["y"] <= box["y"] + box["height"] <= 740.5
             tab.tap(".side summary")
             settle(tab)
-
-
-def test_pictures_have_descriptions_and_do_not_rely_on_colour_alone(show: Open) -> None:
-    tab = show()
-    for name in PICTURES:
-        svg = tab.locator(f"#{name} .plot svg")
-        assert svg.get_attribute("role") == "img"
-        assert len(svg.get_attribute("aria-label") or "") > 80
-        assert tab.inner_text(f"#{name} .try").startswith("Try:")
-    dashes = tab.eval_on_selector_all(
-        "#divisors path[data-method]", "(x) => x.map((e) => getComputedStyle(e).strokeDasharray)"
-    )
-    assert len(dashes) == len(set(dashes)) == 5  # dynamic and ntk have the same curve
-    labels = tab.eval_on_selector_all("#divisors svg text.halo", "(x) => x.map((e) => e.textContent)")
-    assert sorted(labels) == ["NTK-aware = dynamic", "YaRN", "linear (PI)", "llama3", "none"]
 
 
 def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:

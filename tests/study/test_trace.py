@@ -24,7 +24,6 @@ from torch import Tensor
 
 from llama.checkpoint.write import to_layout
 from llama.cli import main
-from llama.errors import UsageError
 from llama.loader import load_model
 from llama.model import Transformer
 from llama.study import page as rope_page
@@ -276,18 +275,6 @@ def test_two_scalings_are_compared_on_one_text(tiny_llm: Llama) -> None:
     for intervention, side in ((linear, "before"), (yarn, "after")):
         assert facts(model, tiny_llm, IDS, intervention)["tokens"] == found["change"][side]
     assert "compared with: rope scaling linear, factor 4.0" in tracing.summary(found)
-
-
-def test_one_token_and_an_empty_text(tiny_llm: Llama) -> None:
-    found = facts(tiny_llm.model, tiny_llm, IDS[:1])
-    assert found["tokens"]["surprisal"] == [None]
-    assert found["heads"]["profile"] == [[[1.0]] * 4] * 2
-    assert found["heads"]["profile_without_first"] == [[[]] * 4] * 2
-    assert found["heads"]["previous"] is None
-    assert "one token sees only itself" in tracing.summary(found)
-    assert facts(tiny_llm.model, tiny_llm, tiny_llm.tokenizer.encode_prompt(""))["tokens"]["ids"] == [1]
-    with pytest.raises(UsageError, match="no tokens"):
-        tracing.trace(tiny_llm.model, [])
 
 
 def test_every_token_has_a_visible_text(tiny_llm: Llama) -> None:
