@@ -51,6 +51,16 @@ class Recording:
         """(T, C) each: the embedding, then the output of each block."""
         return [self.tensors["embed"][0], *self.rows("resid_post")]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """(H, T, T) float32 each: row t has the weights of token t on tokens 0 .. t."""
+        return self.rows("pattern")
+
+    @property
+    def pair_norms(self) -> list[Tensor]:
+        """(H, D/2) float64 each, see `pair_norms`."""
+        return [pair_norms(q, k) for q, k in zip(self.rows("rot_q"), self.rows("rot_k"), strict=True)]
+
 
 @contextlib.contextmanager
 def recording(model: Transformer) -> Iterator[Recording]:
@@ -231,8 +241,7 @@ def trace(
             raise NumericalError(
                 "the logits are not finite under this intervention, but they are finite without it; choose another one"
             )
-        norms = [pair_norms(q, k) for q, k in zip(seen.rows("rot_q"), seen.rows("rot_k"), strict=True)]
-        maps, pairs = torch.stack(seen.rows("pattern")), torch.stack(norms)
+        maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
     return Trace(tokens[0], logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, config, change)
 
 
