@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         if not plain or args.adapter or args.tokenizer or args.quantize:
             raise UsageError("the tiny random model runs in float32 on the CPU; other options of a model need --model")
         config = with_rope(explain.TINY, arguments.rope_scaling(args), args.rope_theta)
-        net = explain.tiny_model(config, args.rope, args.max_seq_len)
+        net = explain.random_model(config, args.rope, max_seq_len=args.max_seq_len)
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
@@ -49,4 +49,4 @@ def run(args: argparse.Namespace) -> int:
         streams.write_json(explain.as_dict(explanation))
     else:
         streams.write(explain.text(explanation))
-    return 0 if explanation.report.passed else 1
+    return 0 if explanation.passed else 1

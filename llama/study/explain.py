@@ -12,9 +12,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
 from .inside import activations
-from .report import Check, Report, below
 
 Array = np.ndarray[Any, Any]
+Code = list[tuple[Callable[..., Any], str]]  # functions, and expressions in them
 
-# Its numbers fit on a screen, and all sizes differ, so that shapes are not equal by chance.
+# Its tokens are bytes, its numbers fit on a screen, and all sizes differ, so that shapes are not equal by chance.
 TINY = ModelConfig(
     dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=12, vocab_size=256, max_seq_len=256
 )
@@ -42,7 +43,7 @@ LONGEST = 256  # tokens; all steps are stored, including the scores of all heads
 TOLERANCE = 1e-5  # relative to the largest number of a step: float32 has an error of about 1e-6 after a block
 
 
-def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
+def random_model(config: ModelConfig = TINY, rope: str = "complex", **options: Any) -> Transformer:
     """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
     model = Transformer(config, rope, **options).requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(0)
@@ -51,11 +52,6 @@ def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> 
         value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
         weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
     return model
-
-
-def tiny_model(config: ModelConfig = TINY, form: str = "complex", max_seq_len: int | None = None) -> Transformer:
-    """A random model whose tokens are the 256 bytes."""
-    return random_model(config, form, max_seq_len=max_seq_len)
 
 
 # ------------------------------------------------------------------------------------------ the block in numpy
@@ -201,129 +197,68 @@ ROTATIONS = {
 class Recipe:
     """The definition of a step.
 
-    values   the results, each as its letter in `reference` and its shape in letters
-    given    inputs in the same form, which are shown and not compared
-    code     (function, expression in the function) pairs: where the model computes the results
-    claim    id in docs/evidence/claims.md
+    values  the results, each as its letter in `reference` and its shape in letters; "h" is an input and not compared
+    code    where the model computes the results
     """
 
     name: str
     equation: str
     values: tuple[tuple[str, str], ...]
-    code: tuple[tuple[Callable[..., Any], str], ...]
-    claim: str
-    given: tuple[tuple[str, str], ...] = ()
+    code: Code
 
 
-def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tuple[Recipe, ...]:
-    """The steps in order, for a form of rope.FORMS with its function `apply`, and a kind of rope_scaling.SCALINGS.
+def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list[Recipe]:
+    """The twelve steps, for a form of rope.FORMS with its function `apply`, and a kind of rope_scaling.SCALINGS.
 
     Functions are looked up at each call and not at import, so that the quoted code is the code that runs.
     """
-    # above 100 lines: a table of the twelve steps
-    forward = model.Attention.forward
-    normed = "y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)"
-    return (
-        Recipe(
-            "embedding",
-            "e = the token's row of the embedding matrix, the input h of block 0",
-            (("e", "(T, C)"),),
-            ((model.Runner.run, "model.tok_embeddings(tokens)"),),
-            "000-01",
-        ),
-        Recipe(
-            "RMSNorm",
-            "x = h / sqrt(mean(h²) + eps) · w_norm",
-            (("x", "(T, C)"),),
-            ((model.RMSNorm.forward, normed), (model.RMSNorm.forward, "y.type_as(x) * self.weight")),
-            "002-31",
-            given=(("h", "(T, C)"),),
-        ),
-        Recipe(
-            "projections",
-            "q = W_q x,  k = W_k x,  v = W_v x, cut into heads of D",
-            (("q", "(H, T, D)"), ("k", "(KV, T, D)"), ("v", "(KV, T, D)")),
-            tuple((forward, f"self.w{name}(x).unflatten(-1, (-1, self.head_dim))") for name in "qkv"),
-            "000-06",
-        ),
-        Recipe(
-            "RoPE",
-            "q'_i = q_i e^(j m ω_i),  k'_i = k_i e^(j m ω_i),  ω_i = θ^(-2i/D)"
-            + (f" scaled by {kind}" if kind != "default" else "")
-            + ": pair i at position m; v is unchanged",
-            (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
-            (
-                (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
-                (forward, "self.apply_rotary_emb(q, k, freqs_cis)"),
-                (apply if form != "half" else rope.apply_rotary_pos_emb, ROTATIONS[form]),
-            ),
-            "000-31",
-        ),
-        Recipe(
-            "scores",
-            "s_mn = q'_m · k'_n / sqrt(D) for n <= m, else -inf; query head h reads key head h // (H / KV)",
-            (("s", "(H, T, T)"),),
-            (
-                (attention.reference_weights, "(q.float() @ k.float().transpose(-2, -1)) / q.shape[-1] ** 0.5"),
-                (attention.reference_weights, "scores.masked_fill(~mask, -torch.inf)"),
-            ),
-            "000-07",
-        ),
-        Recipe(
-            "softmax",
-            "p_mn = e^(s_mn) / sum over n of e^(s_mn)",
-            (("p", "(H, T, T)"),),
-            ((attention.reference_weights, "scores.softmax(dim=-1)"),),
-            "000-07",
-        ),
-        Recipe(
-            "weighted sum",
-            "y_m = sum over n of p_mn v_n",
-            (("y", "(H, T, D)"),),
-            ((attention.reference, "reference_weights(q, k, mask) @ v.float()"),),
-            "000-08",
-        ),
-        Recipe(
-            "output projection",
-            "o = W_o (y of all heads, concatenated)",
-            (("o", "(T, C)"),),
-            ((forward, "self.wo(y.transpose(1, 2).flatten(-2))"),),
-            "002-40",
-        ),
-        Recipe(
-            "residual",
-            "a = h + o",
-            (("a", "(T, C)"),),
-            (
-                (
-                    model.TransformerBlock.forward,
-                    "h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)",
-                ),
-            ),
-            "002-31",
-        ),
-        Recipe(
-            "second RMSNorm",
-            "z = a / sqrt(mean(a²) + eps) · w_norm, with other weights",
-            (("z", "(T, C)"),),
-            ((model.TransformerBlock.forward, "self.ffn_norm(h)"), (model.RMSNorm.forward, normed)),
-            "002-31",
-        ),
-        Recipe(
-            "SwiGLU",
-            "f = W_down (silu(W_gate z) * W_up z),  silu(t) = t / (1 + e^(-t))",
-            (("f", "(T, C)"),),
-            ((model.FeedForward.forward, "self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))"),),
-            "003-04",
-        ),
-        Recipe(
-            "second residual",
-            "h' = a + f, the input of the next block",
-            (("h'", "(T, C)"),),
-            ((model.TransformerBlock.forward, "h + self.feed_forward(self.ffn_norm(h))"),),
-            "002-31",
-        ),
+    forward, block, norm, scores = (
+        model.Attention.forward,
+        model.TransformerBlock.forward,
+        model.RMSNorm.forward,
+        attention.reference_weights,
     )
+    normed = "y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)"
+    projections = [(forward, f"self.w{name}(x).unflatten(-1, (-1, self.head_dim))") for name in "qkv"]
+    attended = "h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)"
+    rotations: Code = [
+        (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
+        (forward, "self.apply_rotary_emb(q, k, freqs_cis)"),
+        (apply if form != "half" else rope.apply_rotary_pos_emb, ROTATIONS[form]),
+    ]
+    scaled = f" scaled by {kind}" if kind != "default" else ""
+    T, D = "(T, C)", "(H, T, D)"
+    # name, equation, "letter shape; letter shape", [(function, expression), ...]
+    rows: list[tuple[str, str, str, Code]] = [
+        ("embedding", "e = the token's row of the embedding matrix, the input h of block 0", f"e {T}",
+         [(model.Runner.run, "model.tok_embeddings(tokens)")]),
+        ("RMSNorm", "x = h / sqrt(mean(h²) + eps) · w_norm", f"h {T}; x {T}",
+         [(norm, normed), (norm, "y.type_as(x) * self.weight")]),
+        ("projections", "q = W_q x,  k = W_k x,  v = W_v x, cut into heads of D",
+         f"q {D}; k (KV, T, D); v (KV, T, D)", projections),
+        ("RoPE", f"q'_i = q_i e^(j m ω_i),  k'_i = k_i e^(j m ω_i),  ω_i = θ^(-2i/D){scaled}: pair i at position m;"
+         " v is unchanged", f"q' {D}; k' (KV, T, D)", rotations),
+        ("scores", "s_mn = q'_m · k'_n / sqrt(D) for n <= m, else -inf; query head h reads key head h // (H / KV)",
+         "s (H, T, T)", [(scores, "(q.float() @ k.float().transpose(-2, -1)) / q.shape[-1] ** 0.5"),
+                         (scores, "scores.masked_fill(~mask, -torch.inf)")]),
+        ("softmax", "p_mn = e^(s_mn) / sum over n of e^(s_mn)", "p (H, T, T)", [(scores, "scores.softmax(dim=-1)")]),
+        ("weighted sum", "y_m = sum over n of p_mn v_n", f"y {D}",
+         [(attention.reference, "reference_weights(q, k, mask) @ v.float()")]),
+        ("output projection", "o = W_o (y of all heads, concatenated)", f"o {T}",
+         [(forward, "self.wo(y.transpose(1, 2).flatten(-2))")]),
+        ("residual", "a = h + o", f"a {T}", [(block, attended)]),
+        ("second RMSNorm", "z = a / sqrt(mean(a²) + eps) · w_norm, with other weights", f"z {T}",
+         [(block, "self.ffn_norm(h)"), (norm, normed)]),
+        ("SwiGLU", "f = W_down (silu(W_gate z) * W_up z),  silu(t) = t / (1 + e^(-t))", f"f {T}",
+         [(model.FeedForward.forward, "self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))")]),
+        ("second residual", "h' = a + f, the input of the next block", f"h' {T}",
+         [(block, "h + self.feed_forward(self.ffn_norm(h))")]),
+    ]  # fmt: skip
+
+    def split(values: str) -> tuple[tuple[str, str], ...]:
+        return tuple((letter, shape) for letter, shape in (value.split(" ", 1) for value in values.split("; ")))
+
+    return [Recipe(name, equation, split(values), code) for name, equation, values, code in rows]
 
 
 # -------------------------------------------------------------------------------------------- the explanation
@@ -331,34 +266,48 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
 class Value:
     """A result of a step: its letter, its shape in letters and in numbers, and the numbers of the selected token.
 
-    numbers  at most `SHOWN`, of head 0 if there are heads
+    numbers  at most `SHOWN`, of head 0 if there are heads; more: whether some are left out
     """
 
     letter: str
     letters: str
     shape: tuple[int, ...]
     numbers: list[float]
+    more: bool = False
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that ran; sources has None where the quoted expression is no longer in the code."""
+    """A step that ran; sources has None where the quoted expression is no longer in the code.
+
+    difference  from `reference`, relative to the largest number
+    """
 
     recipe: Recipe
     values: list[Value]
     sources: list[Source | None]
-    check: Check
+    difference: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference < TOLERANCE  # False for NaN
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """All steps, and the report of their checks."""
+    """All steps; settings are the model's sizes and the chosen token, notes say how the numbers are to be read."""
 
     steps: list[Step]
-    report: Report
+    settings: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return all(step.passed for step in self.steps)
 
 
 SHOWN = 8  # numbers per row
+QUESTION = "what happens to one token in one block?"
 
 
 def explain(
@@ -371,8 +320,8 @@ def explain(
 ) -> Explanation:
     """Follow one token (by default the last) through one block of a float32 model.
 
-    The settings of the report include `about` and the token's text from `texts`. Raises UsageError on a token or layer
-    that does not exist, an empty or long text, or a model in another dtype.
+    The settings include `about` and the token's text from `texts`. Raises UsageError on a token or layer that does not
+    exist, an empty or long text, or a model in another dtype.
     """
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
@@ -388,46 +337,32 @@ def explain(
     ours = _computed(net, ids, layer)
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
-    angles, factor = _angles(net, len(ids))
-    if not _rotates(net, layer):
-        angles, factor = np.zeros_like(angles), 1.0
+    block: Any = net.layers[layer]
+    rotary = block.attention.apply_rotary_emb
+    angles, factor = _angles(net, len(ids)) if rotary.rotates else (np.zeros((len(ids), config.head_dim // 2)), 1.0)
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
-    block: Any = net.layers[layer]
-    rotate = block.attention.apply_rotary_emb.rotate
-    for recipe in recipes(net.rope.form, rotate, kind_of(config.rope_scaling)):
+    for recipe in recipes(net.rope.form, rotary.rotate, kind_of(config.rope_scaling)):
+        compared = [letter for letter, _ in recipe.values if letter != "h"]
         # numpy's maximum returns NaN if there is one; Python's may not
-        apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values]))
-        steps.append(
-            Step(
-                recipe,
-                [_value(letter, letters, ours.get(letter), token) for letter, letters in recipe.given + recipe.values],
-                [find_source(function, expression) for function, expression in recipe.code],
-                below(recipe.claim, f"{recipe.name}: largest difference / largest number", apart, TOLERANCE),
-            )
-        )
+        apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter in compared]))
+        values = [_value(letter, letters, ours.get(letter), token) for letter, letters in recipe.values]
+        steps.append(Step(recipe, values, [find_source(*code) for code in recipe.code], apart))
     read = {} if texts is None else {"text": texts[token]}
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
     settings = {**(about or {}), "layer": layer, "token": token, **read, **sizes}
-    says = ["each step is compared with an independent float64 computation of the block in numpy"]
+    notes = ["each step is compared with an independent float64 computation of the block in numpy"]
     if layer:
-        says.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
-    if not _rotates(net, layer):
-        says.append("this block has no RoPE: all frequencies ω_i are 0, so q' = q and k' = k")
+        notes.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
+    if not rotary.rotates:
+        notes.append("this block has no RoPE: all frequencies ω_i are 0, so q' = q and k' = k")
     if net.rope.layout == "half":
-        says.append("q and k are shown in Meta's layout; --rope half stores entry 2i + r of a head at index i + r D/2")
+        notes.append("q and k are shown in Meta's layout; --rope half stores entry 2i + r of a head at index i + r D/2")
     if config.rope_scaling is not None:
-        says.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
-    checks = [step.check for step in steps]
-    return Explanation(steps, Report("explain", "what happens to one token in one block?", checks, (), says, settings))
-
-
-def _rotates(net: Transformer, layer: int) -> bool:
-    """Whether a block rotates queries and keys."""
-    block: Any = net.layers[layer]
-    return bool(block.attention.apply_rotary_emb.rotates)
+        notes.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
+    return Explanation(steps, settings, notes)
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:
@@ -454,15 +389,14 @@ def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:
         return Value(letter, letters, (), [])
     row = ours[0] if ours.ndim == 3 else ours  # head 0: (T, ..)
     numbers = row[token][: token + 1] if letters.endswith("T)") else row[token]
-    return Value(letter, letters, ours.shape, numbers[:SHOWN].tolist())
+    return Value(letter, letters, ours.shape, numbers[:SHOWN].tolist(), len(numbers) > SHOWN)
 
 
 def text(explanation: Explanation) -> str:
     """An explanation as text for a terminal."""
-    report = explanation.report
-    lines = [f"{report.topic}: {report.question}"]
-    lines.append("  " + ", ".join(f"{key} {show(value)}" for key, value in report.settings.items()))
-    lines += [f"  {line}" for line in report.says]
+    lines = [f"explain: {QUESTION}"]
+    lines.append("  " + ", ".join(f"{key} {show(value)}" for key, value in explanation.settings.items()))
+    lines += [f"  {line}" for line in explanation.notes]
     lines.append(
         f"  the numbers shown belong to this token and, in steps with heads, to head 0; at most {SHOWN} per row"
     )
@@ -470,15 +404,14 @@ def text(explanation: Explanation) -> str:
         lines += ["", f"{number:>2} {step.recipe.name}: {step.recipe.equation}"]
         for value in step.values:
             numbers = " ".join(f"{x:.4f}" if abs(x) < 1e3 else f"{x:.4g}" for x in value.numbers)
-            more = " .." if _longer(value, report.settings["token"]) else ""
             shape = "(" + ", ".join(map(str, value.shape)) + ")" if value.shape else "not recorded"
-            lines.append(f"   {value.letter:<2} {value.letters} = {shape}: {numbers}{more}")
+            lines.append(f"   {value.letter:<2} {value.letters} = {shape}: {numbers}{' ..' if value.more else ''}")
         for source in step.sources:
             lines.append(f"   {source.file}:{source.line}  {source.text}" if source else "   (line not found)")
-        word = "PASS" if step.check.passed else "FAIL"
-        lines.append(f"   {word}  difference {step.check.computed:.1e}, at most {step.check.expected:.0e} allowed")
-    count = sum(check.passed for check in report.checks)
-    lines += ["", f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"]
+        word = "PASS" if step.passed else "FAIL"
+        lines.append(f"   {word}  difference {step.difference:.1e}, at most {TOLERANCE:.0e} allowed")
+    count = sum(step.passed for step in explanation.steps)
+    lines += ["", f"{'PASS' if explanation.passed else 'FAIL'}: {count} of {len(explanation.steps)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -487,35 +420,25 @@ def show(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-def _longer(value: Value, token: int) -> bool:
-    return bool(value.shape) and (token + 1 if value.letters.endswith("T)") else value.shape[-1]) > len(value.numbers)
+def plain(value: float) -> float | str:
+    """A number that JSON has; one that is not finite as its name."""
+    return value if math.isfinite(value) else str(value)
 
 
 def as_dict(explanation: Explanation) -> dict[str, Any]:
-    """An explanation for JSON: the report, and the steps with their numbers and lines of code."""
-    from .report import as_dict as report_as_dict
-    from .report import plain
-
-    steps = [
-        {
-            "name": step.recipe.name,
-            "equation": step.recipe.equation,
-            "values": [
-                {
-                    "letter": value.letter,
-                    "letters": value.letters,
-                    "shape": list(value.shape),
-                    "numbers": [plain(x) for x in value.numbers],
-                }
-                for value in step.values
-            ],
-            "sources": [
-                None if source is None else {"file": source.file, "line": source.line, "text": source.text}
-                for source in step.sources
-            ],
-            "difference": plain(step.check.computed),
-            "passed": step.check.passed,
-        }
-        for step in explanation.steps
-    ]
-    return {**report_as_dict(explanation.report), "steps": steps}
+    """An explanation for JSON: the steps with their numbers and lines of code, and their checks in a list."""
+    bound = {"relation": "<", "expected": TOLERANCE, "tolerance": 0.0}
+    steps, checks = [], []
+    for step in explanation.steps:
+        name, difference = step.recipe.name, plain(step.difference)
+        values = [
+            {"letter": v.letter, "letters": v.letters, "shape": list(v.shape), "numbers": [plain(x) for x in v.numbers]}
+            for v in step.values
+        ]
+        sources = [source and asdict(source) for source in step.sources]
+        step_facts = {"name": name, "equation": step.recipe.equation, "values": values, "sources": sources}
+        steps.append({**step_facts, "difference": difference, "passed": step.passed})
+        what = f"{name}: largest difference / largest number"
+        checks.append({"what": what, "computed": difference, **bound, "passed": step.passed})
+    about = {"topic": "explain", "question": QUESTION, "settings": explanation.settings, "says": explanation.notes}
+    return {**about, "tables": [], "checks": checks, "passed": explanation.passed, "steps": steps}

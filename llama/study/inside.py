@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import checks
 from ..attention import dequantized, reference_weights
 from ..errors import UsageError
 from ..model import Transformer
@@ -136,11 +135,8 @@ def tensors_of(model: Transformer) -> dict[str, Tensors]:
 
 def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors]:
     """The tensors that names and patterns stand for. Raises UsageError for one that stands for none."""
-    chosen = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
-    if not all(isinstance(name, str) for name in chosen):
-        raise UsageError(f"expected the name of a tensor or several names, got {checks.shown(names)}")
     known, found = tensors_of(model), dict[str, Tensors]()
-    for name in chosen:
+    for name in [names] if isinstance(names, str) else names:
         pattern = re.compile(re.escape(name).replace(r"\*", "[^.]*"))
         matches = {one: tensors for one, tensors in known.items() if pattern.fullmatch(one)}
         if not matches:
@@ -157,8 +153,6 @@ def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors
 def transformer(model: Transformer | Llama) -> Transformer:
     """The model itself. Raises UsageError if processes share it: this process would see a part of each tensor."""
     model = model.model if isinstance(model, Llama) else model
-    if not isinstance(model, Transformer):
-        raise UsageError(f"expected a model from llama.load or llama.load_model, got {checks.shown(model)}")
     if model.runner.world is not None:
         raise UsageError("the tensors of a model in several processes can't be read or changed; run it in one process")
     return model
@@ -238,14 +232,10 @@ class Activations(Mapping[str, Tensor]):
     def __init__(self, names: Iterable[str]):
         self.calls: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def __repr__(self) -> str:
-        return f"Activations({', '.join(f'{name}: {tuple(tensor.shape)}' for name, tensor in self.items())})"
-
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.calls:
-            raise KeyError(f"{name} was not recorded; recorded: {', '.join(self.calls)}")
-        if not self.calls[name]:
-            raise KeyError(f"{name}: nothing was recorded, since the model did not run; run it in the with block")
+        if not self.calls.get(name):
+            recorded = ", ".join(self) or "nothing, since the model did not run in the with block"
+            raise KeyError(f"{name} was not recorded; recorded: {recorded}")
         return self.calls[name][-1]
 
     def __iter__(self) -> Iterator[str]:
@@ -253,11 +243,6 @@ class Activations(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def clear(self) -> None:
-        """Forget the tensors recorded so far."""
-        for tensors in self.calls.values():
-            tensors.clear()
 
 
 @contextlib.contextmanager
@@ -289,11 +274,9 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
               same identity; None: only in this `with` block
 
     Raises UsageError for an unknown name, for a tensor that can only be read, for a model in several processes, and,
-    when the model runs, for a result of another shape.
+    when the model runs, for a result of another shape or type.
     """
     model = transformer(model)
-    if not isinstance(changes, Mapping) or not all(callable(function) for function in changes.values()):
-        raise UsageError(f"expected {{name: function(x, at)}}, got {checks.shown(changes)}")
     now = local()  # .positions: those of the pass that this thread runs
     with contextlib.ExitStack() as stack:
         stack.enter_context(marked(model, identity or uuid.uuid4().hex))
@@ -343,10 +326,8 @@ def _mark(model: Transformer, change: Callable[[list[str], str], None], identity
     with MARKING:
         identities = model.__dict__.setdefault("_identities", [])  # of the changes in force
         change(identities, identity)
-        if not identities:
+        if identities:
+            digest = hashlib.sha256("\0".join(identities).encode()).digest()
+            model.register_buffer("patched", torch.frombuffer(bytearray(digest), dtype=torch.uint8), persistent=False)
+        else:
             del model._identities, model.patched
-            return
-        digest = b""
-        for one in identities:
-            digest = hashlib.sha256(one.encode() + digest).digest()
-        model.register_buffer("patched", torch.frombuffer(bytearray(digest), dtype=torch.uint8), persistent=False)

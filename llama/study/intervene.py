@@ -75,38 +75,28 @@ class _ZeroAngles(Rope):
 
 
 @contextlib.contextmanager
-def without_rope(model: Transformer) -> Iterator[None]:
-    """Rotate nothing: attention has no positions, and only the causal mask depends on the order of the tokens."""
-    with _replaced_rope(model, model.config, _ZeroAngles), marked(model, "no rope"):
-        yield
-
-
-@contextlib.contextmanager
 def other_rope(
-    model: Transformer, theta: float | None = None, scaling: Mapping[str, Any] | None = None
+    model: Transformer,
+    theta: float | None = None,
+    scaling: Mapping[str, Any] | None = None,
+    kind: type[Rope] = Rope,
 ) -> Iterator[None]:
     """Use another base or scaling of the rotation, in the form that `llama.load` has; None leaves it unchanged."""
-    with _replaced_rope(model, with_rope(model.config, scaling, theta), Rope):
+    rope, before = model.rope, model.config
+    config = with_rope(before, scaling, theta)
+    table = config.rope_theta, config.rope_scaling, config.max_seq_len
+    model.rope, model.config = kind(rope.form, config.head_dim, rope.max_seq_len, *table), config
+    try:
         yield
+    finally:
+        model.rope, model.config = rope, before
 
 
 @contextlib.contextmanager
-def _replaced_rope(model: Transformer, config: ModelConfig, kind: type[Rope]) -> Iterator[None]:
-    """Replace the model's table of freqs_cis, and the config that describes it."""
-    before = model.rope, model.config
-    rope = kind(
-        before[0].form,
-        config.head_dim,
-        before[0].max_seq_len,
-        config.rope_theta,
-        config.rope_scaling,
-        config.max_seq_len,
-    )
-    try:
-        model.rope, model.config = rope, config
+def without_rope(model: Transformer) -> Iterator[None]:
+    """Rotate nothing: attention has no positions, and only the causal mask depends on the order of the tokens."""
+    with other_rope(model, kind=_ZeroAngles), marked(model, "no rope"):
         yield
-    finally:
-        model.rope, model.config = before
 
 
 # ------------------------------------------------------------------------------------------- several changes at once
@@ -166,46 +156,25 @@ class Intervention:
 
 def parse_head(text: str, config: ModelConfig) -> tuple[int, int]:
     """ "3.5" -> (3, 5): layer and head, from 0. Raises UsageError with the valid range."""
-    try:
-        layer, head = head_numbers(text)
-    except UsageError as error:
-        raise UsageError(f"{error}; {_ranges(config)}") from None
-    _check_head(layer, head, config)
-    return layer, head
-
-
-def head_numbers(text: str) -> tuple[int, int]:
-    """ "3.5" -> (3, 5), for any model. Raises UsageError on any other form."""
     match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})", text)
     if match is None:
-        raise UsageError(f"expected a head as LAYER.HEAD, both from 0, for example 3.5; got {text!r:.60}")
+        raise UsageError(
+            f"expected a head as LAYER.HEAD, both from 0, for example 3.5; got {text!r:.60}; {_ranges(config)}"
+        )
+    _check_head(int(match[1]), int(match[2]), config)
     return int(match[1]), int(match[2])
 
 
 def parse_layers(text: str, config: ModelConfig) -> range:
     """ "0:8" -> range(0, 8), like a Python slice: either end may be left out. UsageError with the valid range."""
-    try:
-        first, last = layer_numbers(text)
-    except UsageError as error:
-        raise UsageError(f"{error}; {_ends(config)}") from None
-    end = config.n_layers if last is None else last
-    if end > config.n_layers:
-        raise UsageError(f"layers {text} end after the last layer of the model; {_ends(config)}")
-    if first >= end:
-        raise UsageError(f"layers {text} select no layer; {_ends(config)}, and FIRST must be below END")
-    return range(first, end)
-
-
-def layer_numbers(text: str) -> tuple[int, int | None]:
-    """ "2:8" -> (2, 8), ":8" -> (0, 8), "2:" -> (2, None), for any model. UsageError on any other form."""
     match = re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})", text)
-    if match is None:
-        raise UsageError(f"expected layers as FIRST:END, for example 0:8 for layers 0 to 7; got {text!r:.60}")
-    return int(match[1] or 0), int(match[2]) if match[2] else None
-
-
-def _ends(config: ModelConfig) -> str:
-    return f"FIRST and END must be from 0 to {config.n_layers}"
+    first, end = (int(match[1] or 0), int(match[2] or config.n_layers)) if match else (0, 0)
+    if not first < end <= config.n_layers:
+        raise UsageError(
+            f"expected layers as FIRST:END, for example 0:8 for layers 0 to 7; got {text!r:.60}; FIRST must be below"
+            f" END, and END at most {config.n_layers}"
+        )
+    return range(first, end)
 
 
 def _ranges(config: ModelConfig) -> str:

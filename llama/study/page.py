@@ -1,20 +1,18 @@
 """The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
 
-Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html. The file also contains the
+Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html; shared.js and shared.css are
+also parts of the page of a trace. The file also contains the
 library's results at some settings. When the page opens, it compares its own numbers with them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from .. import __version__
 from ..errors import UsageError
@@ -59,13 +57,11 @@ def html() -> str:
     """The page as text. The same version of the library produces the same text."""
     data = json.dumps({"reference": reference(), **vectors()}, separators=(",", ":"), allow_nan=False)
     parts = {
-        "page.css": part("page.css"),
+        "page.css": part("shared.css") + part("page.css"),
         "rope.js": part("rope.js"),
-        "view.js": part("view.js"),
+        "view.js": part("shared.js") + part("view.js"),
         "data": data.replace("<", "\\u003c"),  # so that no text can close the script element
         "version": __version__,
-        "waves.svg": _waves(),
-        "divisors.svg": _divisors(),
     }
     return re.sub(r"\{\{([\w.]+)\}\}", lambda match: parts[match[1]], part("page.html"))
 
@@ -113,57 +109,3 @@ def vectors() -> dict[str, list[float]]:
     """One query and one key (256,) of normal random numbers with a fixed seed, to three decimals."""
     q, k = np.random.default_rng(0).standard_normal((2, WIDEST)).round(3).tolist()
     return {"q": q, "k": k}
-
-
-# ---------------------------------------------------------------------- two pictures for a browser without JavaScript
-def _frequencies() -> dict[str, torch.Tensor]:
-    dim, theta, trained, stretch = CHECKED[0]
-    lengths = {"seq_len": round(trained * stretch), "max_seq_len": trained}
-    return {
-        method: inverse_frequencies(dim, theta, scaling_of(method, stretch, trained), **lengths)[0].double()
-        for method in METHODS
-    }
-
-
-def _waves() -> str:
-    curves = {name: (2 * math.pi / inv_freq).tolist() for name, inv_freq in _frequencies().items()}
-    shown = {"unscaled": curves["default"], "NTK-aware x4": curves["ntk"]}
-    return _picture("wavelength (tokens)", (4, 400000), (10, 100, 1000, 10000, 100000), shown)
-
-
-def _divisors() -> str:
-    inv_freq = _frequencies()
-    names = {"default": "none", "linear": "linear", "ntk": "ntk, dynamic", "yarn": "yarn", "llama3": "llama3"}
-    curves = {name: (inv_freq["default"] / inv_freq[method]).tolist() for method, name in names.items()}
-    return _picture("divisor", (0.93, 4.6), (1, 2, 4), curves)
-
-
-def _picture(
-    title: str, limits: tuple[float, float], ticks: Sequence[float], curves: Mapping[str, Sequence[float]]
-) -> str:
-    """Curves over the pair index on a logarithmic axis, each with its own dashes, as an inline SVG of 640 x 300."""
-    left, right, top, bottom = 56, 500, 24, 260
-
-    def y(value: float) -> float:
-        return bottom - (bottom - top) * math.log(value / limits[0]) / math.log(limits[1] / limits[0])
-
-    parts = []
-    for tick in ticks:
-        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"></line>')
-        parts.append(f'<text x="{left - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,}</text>')
-    for number, (name, values) in enumerate(curves.items()):
-        points = [(left + (right - left) * i / (len(values) - 1), y(value)) for i, value in enumerate(values)]
-        dashes = ("", "12 4", "6 4", "8 3 2 3", "3 3")[number]
-        coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline class="other" stroke-dasharray="{dashes}" points="{coordinates}"></polyline>')
-        row = top + 20 * number  # the names go in a legend, since all curves end in the same point
-        parts.append(f'<line class="other" stroke-dasharray="{dashes}" x1="512" x2="540" y1="{row}" y2="{row}"></line>')
-        parts.append(f'<text x="546" y="{row + 4}">{name}</text>')
-    parts.append(
-        f'<text x="8" y="12">{title}</text><text x="{right}" y="{bottom + 34}" text-anchor="end">pair i</text>'
-    )
-    parts += [
-        f'<text x="{left + (right - left) * i / 63:.1f}" y="{bottom + 18}" text-anchor="middle">{i}</text>'
-        for i in (0, 16, 32, 48, 63)
-    ]
-    return f'<svg viewBox="0 0 640 300" role="img" aria-label="{title} by pair">{"".join(parts)}</svg>'

@@ -56,15 +56,13 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
             f"patching compares texts token by token: expected equally many tokens, got {len(source)} and"
             f" {len(target)}; reword one of the texts"
         )
-    blocks: list[Any] = list(model.layers)
-    layers = [block.attention.layer for block in blocks]
-    device, T = model.tok_embeddings.weight.device, len(target)
-    sites = [f"resid_pre.{layer}" for layer in layers]
+    device = model.tok_embeddings.weight.device
     runs, logits = [], []
     for ids in (source, target):
-        with activations(model, sites) as seen:
+        with activations(model, "resid_pre.*") as seen:
             logits.append(_last_logits(model, torch.tensor([ids], device=device))[0])  # (V,)
         runs.append(seen)
+    sites = list(seen)
     if not all(bool(torch.isfinite(row).all()) for row in logits):
         raise NumericalError("the logits of these texts are not finite; try --dtype float32")
     first, second = (int(row.argmax()) for row in logits)
@@ -75,7 +73,7 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
         )
     ours, theirs = (float(row[first] - row[second]) for row in logits)
     tokens = torch.tensor([target], device=device).expand(ROWS, -1)  # (ROWS, T)
-    restored = torch.zeros(len(layers), T, dtype=torch.float64)
+    restored = torch.zeros(len(sites), len(target), dtype=torch.float64)
     for row, site in enumerate(sites):
         put, old = (run[site][0] for run in runs)  # (T, C) each
         differ = (put != old).any(-1).nonzero().flatten().tolist()  # elsewhere, patching changes nothing
@@ -90,6 +88,7 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
                 patched = _last_logits(model, tokens[: len(at)])  # (rows, V)
             found = (patched[:, first] - patched[:, second]).double().cpu()  # (rows,)
             restored[row, at] = (found - theirs) / (ours - theirs)
+    layers = [int(site.split(".")[1]) for site in sites]
     return Grid(list(source), list(target), (first, second), (ours, theirs), layers, restored)
 
 
@@ -100,18 +99,10 @@ def _last_logits(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 def facts(grid: Grid, texts: Mapping[int, str]) -> dict[str, Any]:
-    """The grid for JSON; texts: the text of each id.
-
-    source, target  the tokens' texts; answers and differences as in `Grid`, layers, restored (L, T)
-    """
-    return {
-        "source": [texts[id] for id in grid.source],
-        "target": [texts[id] for id in grid.target],
-        "answers": [texts[id] for id in grid.answers],
-        "differences": list(grid.differences),
-        "layers": grid.layers,
-        "restored": [[round(value, 6) for value in row] for row in grid.restored.tolist()],
-    }
+    """The grid for JSON, with the texts of the ids in place of the ids; restored (L, T)."""
+    named = {name: [texts[id] for id in getattr(grid, name)] for name in ("source", "target", "answers")}
+    restored = [[round(value, 6) for value in row] for row in grid.restored.tolist()]
+    return {**named, "differences": list(grid.differences), "layers": grid.layers, "restored": restored}
 
 
 def cell(value: float) -> str:

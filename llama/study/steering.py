@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.gguf import GGUFFile
-from ..checks import number
 from ..errors import CheckpointError, UsageError
 from ..model import Transformer
 from ..system.temporary import write_atomically
@@ -30,7 +29,6 @@ from ..text import Llama
 from .inside import Place, activations, patch, transformer
 
 ARCHITECTURE = "controlvector"
-LARGEST_SCALE = 1e6
 
 
 @dataclass(frozen=True)
@@ -97,25 +95,19 @@ def control_vector(model: Transformer | Llama, pairs: Iterable[tuple[Sequence[in
     pairs  (ids of the prompt to move towards, ids of the prompt to move away from). The residual stream is read at the
            last token, after each layer. The difference keeps its length.
 
-    Raises UsageError if there are no pairs, or if a prompt has no tokens.
+    Raises UsageError if a prompt has no tokens.
     """
     model = transformer(model)
-    layers, sums, count = range(1, len(model.layers)), dict[int, Tensor](), 0
-    if not layers:
-        raise UsageError("a control vector starts at layer 1, and this model has only layer 0")
-    for pair in pairs:
-        for ids, sign in zip(pair, (1, -1), strict=True):
-            if not ids:
-                raise UsageError("a prompt of the control vector has no tokens; pass some text")
-            with activations(model, [f"resid_post.{layer}" for layer in layers]) as seen:
-                model.hidden(torch.tensor([ids], device=model.tok_embeddings.weight.device))
-            for layer in layers:
-                last = sign * seen[f"resid_post.{layer}"][0, -1].double().cpu()  # (C,)
-                sums[layer] = sums[layer] + last if layer in sums else last
-        count += 1
-    if not count:
-        raise UsageError("a control vector needs at least one pair of prompts")
-    return ControlVector({layer: (total / count).float() for layer, total in sums.items()})
+
+    def last(ids: Sequence[int]) -> Tensor:  # the residual streams, (layers, C)
+        if not ids:
+            raise UsageError("a prompt of the control vector has no tokens; pass some text")
+        with activations(model, "resid_post.*") as seen:
+            model.hidden(torch.tensor([ids], device=model.tok_embeddings.weight.device))
+        return torch.stack([h[0, -1].double().cpu() for h in seen.values()])
+
+    mean = torch.stack([last(towards) - last(away) for towards, away in pairs]).mean(0).float()
+    return ControlVector({layer: mean[layer] for layer in range(1, len(mean))})
 
 
 @contextlib.contextmanager
@@ -126,14 +118,16 @@ def steer(
 
     Yields the numbers of the layers that are steered.
 
-    Raises UsageError if the scale is not finite, or if the vector does not fit the model.
+    Raises UsageError if the vector does not fit the model.
     """
     model = transformer(model)
-    number("the scale of a control vector", scale, -LARGEST_SCALE, LARGEST_SCALE)
     check_fit(model, vector)
     used = sorted(vector.directions) if layers is None else sorted({*layers} & {*vector.directions})
     if not used:
-        raise UsageError(f"the control vector has no direction for these layers; it has {_layers(vector)}")
+        raise UsageError(
+            f"the control vector has no direction for these layers; it has layers {min(vector.directions)} to"
+            f" {max(vector.directions)}"
+        )
     moves = {layer: scale * vector.directions[layer] for layer in used}  # (C,) float32 each
 
     def add(h: Tensor, at: Place) -> Tensor:
@@ -153,7 +147,3 @@ def check_fit(model: Transformer, vector: ControlVector) -> None:
                 f"direction.{layer} of the control vector has {len(direction)} numbers; expected {C} for layers 1 to"
                 f" {last} of this model: the vector was made for another model"
             )
-
-
-def _layers(vector: ControlVector) -> str:
-    return f"layers {min(vector.directions)} to {max(vector.directions)}"

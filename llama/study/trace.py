@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import ModelConfig
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
@@ -40,31 +41,25 @@ class Recording:
     layers: list[int]
     tensors: Activations
 
-    def _rows(self, name: str) -> list[Tensor]:
-        """The first row of a tensor of each layer."""
+    def rows(self, name: str) -> list[Tensor]:
+        """The first row of a tensor of each layer: "pattern" (H, T, T), "z" (T, H, D), .."""
         calls = {layer: iter(self.tensors.calls[f"{name}.{layer}"]) for layer in self.layers}
         return [next(calls[layer])[0] for layer in self.layers]
 
     @property
     def hidden(self) -> list[Tensor]:
         """(T, C) each: the embedding, then the output of each block."""
-        return [self.tensors["embed"][0], *self._rows("resid_post")]
+        return [self.tensors["embed"][0], *self.rows("resid_post")]
 
     @property
     def weights(self) -> list[Tensor]:
         """(H, T, T) float32 each: row t has the weights of token t on tokens 0 .. t."""
-        return self._rows("pattern")
-
-    @property
-    def last(self) -> list[Tensor]:
-        """(H * D,) each: the outputs of all heads at the last token, before wo."""
-        return [z[-1].flatten() for z in self._rows("z")]
+        return self.rows("pattern")
 
     @property
     def pair_norms(self) -> list[Tensor]:
         """(H, D/2) float64 each, see `pair_norms`."""
-        rotated = zip(self._rows("rot_q"), self._rows("rot_k"), strict=True)
-        return [pair_norms(q.transpose(0, 1), k.transpose(0, 1)) for q, k in rotated]
+        return [pair_norms(q, k) for q, k in zip(self.rows("rot_q"), self.rows("rot_k"), strict=True)]
 
 
 @contextlib.contextmanager
@@ -78,13 +73,13 @@ def recording(model: Transformer) -> Iterator[Recording]:
 def pair_norms(q: Tensor, k: Tensor) -> Tensor:
     """Mean of |q_i| |k_i| over all T (T + 1) / 2 combinations of a query and a visible key, for each pair i.
 
-    q (H, T, D), k (KV, T, D), rotated or not, since rotations preserve lengths. Returns (H, D/2) float64.
+    q (T, H, D), k (T, KV, D), rotated or not, since rotations preserve lengths. Returns (H, D/2) float64.
     |q_i| |k_i| / sqrt(D) is the most that pair i can add to a score, so it shows which frequencies a head uses.
     """
-    k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)  # (H, T, D)
-    lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (H, T, D/2) each
-    products = (lengths_q * lengths_k.cumsum(dim=1)).sum(dim=1)  # (H, D/2): query t sees keys 0 .. t
-    return products / (q.shape[1] * (q.shape[1] + 1) / 2)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (T, H, D)
+    lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (T, H, D/2) each
+    products = (lengths_q * lengths_k.cumsum(dim=0)).sum(dim=0)  # (H, D/2): query t sees keys 0 .. t
+    return products / (len(q) * (len(q) + 1) / 2)
 
 
 # -------------------------------------------------------------------------------------------- derived quantities
@@ -148,9 +143,8 @@ def direct_effects(model: Transformer, seen: Recording, answer: int) -> Tensor:
     scale = torch.rsqrt(final.square().mean() + model.norm.eps)
     blocks: list[Any] = list(model.layers)
     effects = []
-    for block, last in zip(blocks, seen.last, strict=True):
-        by_head = last.unflatten(-1, (-1, block.attention.head_dim))  # (H, D)
-        alone = torch.eye(len(by_head), device=last.device, dtype=last.dtype)[..., None] * by_head  # (H, H, D)
+    for block, z in zip(blocks, seen.rows("z"), strict=True):
+        alone = torch.eye(z.shape[1], device=z.device, dtype=z.dtype)[..., None] * z[-1]  # (H, H, D)
         wo, alone = block.attention.wo, alone.flatten(-2)[None]  # (1, H, H * D), as in a forward pass
         added = (wo(alone) - wo(torch.zeros_like(alone)))[0]  # (H, C), without the bias
         normed = (added.float() * scale).type_as(added) * model.norm.weight  # (H, C)
@@ -183,7 +177,7 @@ def spread(weights: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the complete trace
 @dataclass(frozen=True)
 class Change:
-    """The logits (T, V) float32 of the model that a trace is compared with, and descriptions of the changes.
+    """What a trace is compared with: logits (T, V) float32, and descriptions of the changes.
 
     against describes the changes of the model compared with; it is empty for the unchanged model.
     """
@@ -198,7 +192,7 @@ class Trace:
     """A text and the record of the model's pass over it.
 
     ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,); effects (L, H) on
-    the logit of the most probable token after the last one, see `direct_effects`
+    the logit of the most probable token after the last one, see `direct_effects`; config of the changed model
     """
 
     ids: Tensor
@@ -210,8 +204,7 @@ class Trace:
     effects: Tensor
     inv_freq: Tensor
     attention_factor: float
-    rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
+    config: ModelConfig
     change: Change | None = None
 
 
@@ -229,39 +222,27 @@ def trace(
     """
     if not ids:
         raise UsageError("the prompt has no tokens, so there is nothing to trace; expected a text")
-    tokens = torch.tensor([ids], device=model.tok_embeddings.weight.device)  # (1, T)
+    tokens, change = torch.tensor([ids], device=model.tok_embeddings.weight.device), None  # (1, T)
     with torch.inference_mode():
-        with (against or Intervention()).on(model):
-            untouched = model(tokens)[0] if intervention else None  # (T, V)
+        if intervention:
+            with (against or Intervention()).on(model):
+                told = intervention.descriptions(), against.descriptions() if against else []
+                change = Change(model(tokens)[0], *told)
         with (intervention or Intervention()).on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)
             lens = logit_lens(model, seen.hidden, logits)
             effects = direct_effects(model, seen, int(logits[-1].argmax()))
             inv_freq, factor = model.rope.frequencies(len(ids))
-            rope_theta, rope_scaling = model.config.rope_theta, model.config.rope_scaling
-        if not bool(torch.isfinite(logits if untouched is None else untouched).all()):
+            config = model.config
+        if not bool((change.logits if change else logits).isfinite().all()):
             raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
-        if not bool(torch.isfinite(logits).all()):
+        if not bool(logits.isfinite().all()):
             raise NumericalError(
                 "the logits are not finite under this intervention, but they are finite without it; choose another one"
             )
-    return Trace(
-        tokens[0],
-        logits,
-        seen.layers,
-        lens,
-        torch.stack(seen.weights),
-        torch.stack(seen.pair_norms),
-        effects,
-        inv_freq,
-        factor,
-        rope_theta,
-        rope_scaling,
-        Change(untouched, intervention.descriptions(), against.descriptions() if against else [])
-        if intervention and untouched is not None
-        else None,
-    )
+        maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
+    return Trace(tokens[0], logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, config, change)
 
 
 # 40 tokens of the default model. The answer is Paris; its form can be copied from the sentences before.
@@ -293,10 +274,10 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
     tokens = _predictions(trace.logits, trace.ids)
     lens = trace.lens
     change = None
-    used = {*tokens["ids"], *_flat(tokens["next_ids"]), *_flat(lens.top_ids.tolist())}
+    used = {*tokens["ids"], *(id for row in tokens["next_ids"] for id in row), *lens.top_ids.flatten().tolist()}
     if trace.change is not None:
         before = _predictions(trace.change.logits, trace.ids)
-        used |= set(_flat(before["next_ids"]))
+        used |= {id for row in before["next_ids"] for id in row}
         kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
         changes, against = trace.change.descriptions, trace.change.against
         change = {"told": changes, "against": against, "kl": _numbers(kl), "before": before, "after": tokens}
@@ -305,12 +286,8 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
         "layers": trace.layers,
         "texts": {str(id): spelled(tokenizer, id) for id in sorted(used)},
         "tokens": tokens,
-        "lens": {
-            "top_ids": lens.top_ids.tolist(),
-            "top_p": _numbers(lens.top_p),
-            "rank": lens.rank.tolist(),
-            "kl": _numbers(lens.kl),
-        },
+        "lens": {"top_ids": lens.top_ids.tolist(), "top_p": _numbers(lens.top_p), "rank": lens.rank.tolist()}
+        | {"kl": _numbers(lens.kl)},
         "heads": {
             "sink": _numbers(sink(weights)),
             "previous": _numbers(weights.diagonal(-1, -2, -1).mean(-1)) if length > 1 else None,
@@ -322,8 +299,8 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
             "effects": _numbers(trace.effects),
         },
         "rope": {
-            "theta": trace.rope_theta,
-            "scaling": None if trace.rope_scaling is None else dict(trace.rope_scaling),
+            "theta": trace.config.rope_theta,
+            "scaling": trace.config.rope_scaling and dict(trace.config.rope_scaling),
             "attention_factor": trace.attention_factor,
             "inv_freq": _numbers(trace.inv_freq, 9),
             "turns": _numbers(turns(trace.inv_freq, length - 1)),
@@ -380,14 +357,6 @@ def _numbers(tensor: Tensor, digits: int = 6) -> Any:
         exponents = np.floor(np.log10(np.abs(values)))
     scale = 10.0 ** (digits - 1 - np.where(np.isfinite(exponents), exponents, 0))
     return (np.round(values * scale) / scale).tolist()
-
-
-def _flat(nested: Any) -> Iterator[int]:
-    for part in nested:
-        if isinstance(part, list):
-            yield from _flat(part)
-        else:
-            yield part
 
 
 # -------------------------------------------------------------------------------------------------------- as text

@@ -20,7 +20,7 @@ from llama.engine import compiled
 from llama.engine.cpu_runner import KernelRunner
 from llama.errors import UsageError
 from llama.generate import generate
-from llama.generation.speculative import ModelDraft, NGramDraft
+from llama.generation.speculative import NGramDraft
 from llama.loader import load
 from llama.model import Runner, Transformer
 from llama.rope import half_to_interleaved
@@ -30,7 +30,6 @@ from llama.study.intervene import only_layers
 from llama.text import Llama, Session
 
 from .. import tiny
-from ..server.serving import running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,16 +159,6 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
         assert list(seen) == names
 
 
-def test_layers_keep_their_numbers_among_fewer_layers() -> None:
-    model = tiny.model()
-    with study.activations(model, "embed") as seen:
-        model(TOKENS)
-    with only_layers(model, [1]), study.activations(model, ["resid_pre.*", "layers.*"]) as fewer:
-        model(TOKENS)
-    assert set(fewer) == {"resid_pre.1", "layers.1"}
-    assert torch.equal(fewer["resid_pre.1"], seen["embed"])
-
-
 # ----------------------------------------------------------------------------------------------------------- changing
 PATCHED = [site for site in [*THEIRS, *OUTSIDE] if site not in ("resid_mid", "q", "k")]
 
@@ -227,18 +216,6 @@ def test_a_patched_pattern_weighs_the_values(kind: str) -> None:
         torch.testing.assert_close(model(TOKENS), tiny.model()(TOKENS), rtol=0, atol=1e-5)
 
 
-def test_what_is_recorded_depends_on_which_began_first() -> None:
-    model = tiny.model()
-    for name in ("resid_post.0", "pattern.0", "z.0"):
-        with (
-            study.activations(model, name) as before,
-            study.patch(model, {name: lambda x, at: 2 * x}),
-            study.activations(model, name) as after,
-        ):
-            model(TOKENS)
-        assert torch.equal(after[name], 2 * before[name])
-
-
 @pytest.mark.parametrize("name", ["resid_post.0", "q.1", "pattern.0", "z.0", "logits"])
 def test_a_change_in_place_is_a_change_of_a_copy(name: str) -> None:
     model = tiny.model()
@@ -276,8 +253,6 @@ def test_a_function_is_told_the_name_the_layer_and_the_positions() -> None:
         ({"z.2": lambda x, at: x}, r"no tensor is named 'z.2'"),
         ({"layers.0.attention.apply_rotary_emb": lambda x, at: x}, "no tensor is named"),
         ({"z.1": lambda x, at: x[:, :1]}, r"must return a tensor of shape \(1, 9, 4, 16\), got shape \(1, 1, 4, 16\)"),
-        ({"z.1": 0}, r"expected \{name: function\(x, at\)\}, got \{'z.1': 0\}"),
-        (["z.1"], r"expected \{name: function\(x, at\)\}, got \['z.1'\]"),
         ({"z.1": lambda x, at: None}, r"must return a tensor of shape \(1, 9, 4, 16\), got NoneType"),
     ],
 )
@@ -289,24 +264,16 @@ def test_a_wrong_change_is_one_line_and_leaves_the_model_unchanged(changes: Any,
     assert not hasattr(model, "patched")
 
 
-def test_a_wrong_argument_or_name_is_one_line() -> None:
+def test_a_tensor_that_was_not_recorded_is_named() -> None:
     model = tiny.model()
-    for arguments, message in (
-        (("x", "embed"), r"expected a model from llama.load or llama.load_model, got 'x'"),
-        ((model, 5), "expected the name of a tensor or several names, got 5"),
-        ((model, ["z.0", 1]), r"expected the name of a tensor or several names, got \['z.0', 1\]"),
-    ):
-        with pytest.raises(UsageError, match=message), study.activations(*arguments):  # type: ignore[arg-type]
-            pass
     with study.activations(model, "z.*") as seen:
         pass
-    with pytest.raises(KeyError, match=r"z.0: nothing was recorded, since the model did not run"):
+    with pytest.raises(KeyError, match=r"z.0 was not recorded; recorded: nothing, since the model did not run"):
         seen["z.0"]
-    with pytest.raises(KeyError, match=r"q.0 was not recorded; recorded: z.0, z.1"):
-        seen["q.0"]
     with study.activations(model, "z.*") as seen:
         model(TOKENS)
-    assert repr(seen) == "Activations(z.0: (1, 9, 4, 16), z.1: (1, 9, 4, 16))"
+    with pytest.raises(KeyError, match=r"q.0 was not recorded; recorded: z.0, z.1"):
+        seen["q.0"]
 
 
 def test_a_model_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,14 +289,6 @@ def add(x: Tensor, at: study.Place) -> Tensor:
 
 
 STEERED = {"resid_post.0": add}
-
-
-def continued(model: Transformer, ids: list[int], count: int) -> list[int]:
-    """Greedy tokens from complete passes, without a cache."""
-    ids, start = list(ids), len(ids)
-    while len(ids) < start + count:
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[start:]
 
 
 def test_hooks_run_in_generate_batches_and_speculative_decoding(tiny_llm: Llama) -> None:
@@ -362,44 +321,6 @@ def test_hooks_run_in_generate_batches_and_speculative_decoding(tiny_llm: Llama)
     torch.testing.assert_close(torch.cat(one.calls["resid_post.1"], 1), whole["resid_post.1"], rtol=0, atol=1e-4)
     assert max(x.shape[0] for x in many.calls["resid_post.1"]) >= 3  # a row for each prompt
     assert [tiny_llm.generate(prompt, **options).tokens for prompt in prompts] == plain
-
-
-@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
-def test_every_way_to_run_a_file_uses_the_patched_tensor(tmp_path: Path, quantization: str) -> None:
-    """With the row of one token as the last residual stream, every answer repeats that token."""
-    llm = load(tiny.write_gguf(tmp_path / "m.gguf", tiny.WIDE, quantization=quantization), device="cpu")
-    other = load(tiny.write_gguf(tmp_path / "f.gguf", tiny.WIDE), device="cpu", dtype="float32")
-    (wanted,) = llm.tokenizer.encode("k")
-    row = tiny.weights(tiny.WIDE)["output.weight"][wanted]
-    drafts: list[Any] = [NGramDraft(), ModelDraft(other.model)]
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
-    passes: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def recorded(way: str) -> Iterator[None]:
-        with study.activations(llm, "z.0") as seen:
-            yield
-        passes[way] = len(seen.calls["z.0"])
-
-    with study.patch(llm, {"resid_post.1": lambda x, at: row.expand_as(x)}):
-        with recorded("generate"):
-            answers = [llm.generate("hello", **options)]
-        with recorded("batch"):
-            answers += llm.generate(["hello", "the", "a"], **options)
-        for draft in drafts:
-            with recorded(type(draft).__name__):
-                answers.append(llm.generate("hello", draft=draft, **options))
-        with recorded("server"), running(llm) as server:
-            served = server.client().completions.create(
-                model="tiny", prompt=["hello", "the"], max_tokens=6, temperature=0
-            )
-    assert [answer.tokens for answer in answers] == [[wanted] * 6] * 6
-    assert [choice.text for choice in served.choices] == ["k" * 6] * 2
-    assert drafts[0].accepted > 0  # "k" follows "k"
-    assert (drafts[1].drafted > 0, drafts[1].accepted) == (True, 0)  # the draft model is not patched
-    assert (passes["generate"], passes["ModelDraft"]) == (6, 6)
-    assert all(1 < count <= 12 for count in passes.values()), passes
-    assert llm.generate("hello", **options).tokens != [wanted] * 6
 
 
 def test_a_session_is_not_shared_across_a_patch(tiny_llm: Llama) -> None:
@@ -475,18 +396,6 @@ def test_the_fused_kernels_are_switched_off_with_one_line(tmp_path: Path, caplog
     assert "without the fused C++ kernels; its logits differ in rounding" in line
 
 
-def test_reading_a_tensor_changes_no_result_of_a_model_without_fast_code(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    file = tiny.write_gguf(tmp_path / "m.gguf", tiny.WIDE, quantization="Q8_0")
-    for model in (load(file, dtype="float32").model, llama.load_model(file), llama.load_model(file, dtype="bfloat16")):
-        before = model(TOKENS)
-        with study.activations(model, ["embed", "resid_post.*"]):
-            assert torch.equal(model(TOKENS), before)
-    assert not lines(caplog)
-
-
 # ------------------------------------------------------------------------------------------------ overlapping patches
 def test_patches_may_end_in_any_order() -> None:
     model = tiny.model()
@@ -518,19 +427,6 @@ def test_a_patch_that_begins_within_a_layer_applies_from_the_next() -> None:
         hook = model.layers[0].attention.wq.register_forward_hook(begin)
         model(TOKENS)
     assert visited == ["z.1"]
-
-
-def test_names_may_come_from_a_generator() -> None:
-    model = tiny.model()
-    with study.activations(model, (f"z.{layer}" for layer in range(2))) as seen:
-        model(TOKENS)
-    assert list(seen) == ["z.0", "z.1"]
-
-
-def test_a_patch_may_make_a_tensor_require_its_gradient() -> None:
-    model = tiny.model()
-    with torch.enable_grad(), study.patch(model, {"embed": lambda x, at: x.requires_grad_()}):
-        assert model(TOKENS).requires_grad
 
 
 # ---------------------------------------------------------------------------------------------------------- documents

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from py_mini_racer import MiniRacer
 
 import llama
-from llama.errors import ConfigError, UsageError
+from llama.errors import UsageError
 from llama.study import measures, page
 
 PAGE = page.html()
@@ -78,48 +76,6 @@ def setting(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def by_numpy(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, float]:
-    """(unscaled, scaled inverse frequencies (D/2,), attention factor), from the papers' formulas, pair by pair."""
-    base, dim, trained, s = state["base"], state["dim"], state["trained"], state["stretch"]
-    pairs = np.arange(dim // 2)
-    plain = np.exp(-2 * pairs / dim * np.log(base))
-    match state["method"]:
-        case "default":
-            return plain, plain, 1.0
-        case "linear":
-            return plain, plain / s, 1.0
-        case "ntk":
-            return plain, plain * np.exp(-2 * pairs / (dim - 2) * np.log(s)), 1.0  # (s^(d/(d-2)))^(-2i/d)
-        case "dynamic":
-            grown = max(state["length"], trained) / trained
-            return plain, plain * np.exp(-2 * pairs / (dim - 2) * np.log(grown)), 1.0
-        case "yarn":
-            ends = [dim / 2 * np.log(trained / (2 * np.pi * beta)) / np.log(base) for beta in (32, 1)]
-            low, high = max(np.floor(ends[0]), 0), min(np.ceil(ends[1]), dim - 1)
-            scaled = []
-            for i in pairs:
-                if i <= low:
-                    part = 0.0
-                elif i >= high:
-                    part = 1.0
-                else:
-                    part = (i - low) / (high - low)
-                scaled.append(plain[i] * (1 - part) + plain[i] / s * part)
-            return plain, np.array(scaled), 0.1 * math.log(s) + 1
-        case _:
-            scaled = []
-            for w in plain:  # by wavelength, as in Meta's apply_scaling
-                wave = 2 * np.pi / w
-                if wave < trained / 4:
-                    scaled.append(w)
-                elif wave > trained / 1:
-                    scaled.append(w / s)
-                else:
-                    smooth = (trained / wave - 1) / (4 - 1)
-                    scaled.append((1 - smooth) * w / s + smooth * w)
-            return plain, np.array(scaled), 1.0
-
-
 def by_library(state: dict[str, Any], method: str | None = None) -> tuple[torch.Tensor, float]:
     scaling = page.scaling_of(method or state["method"], state["stretch"], state["trained"])
     lengths = {"seq_len": state["length"], "max_seq_len": state["trained"]}
@@ -155,31 +111,13 @@ START = {
 @example(state={**START, "base": 5e5, "trained": 8192, "stretch": 8.0, "length": 65536})
 @example(state={**START, "dim": 8, "trained": 128, "stretch": 1.0, "length": 128})
 @example(state={**START, "dim": 256, "trained": 131072, "stretch": 31.7, "length": 1000000, "base": 1e7})
-def test_every_number_of_every_method_equals_the_librarys_and_numpys(
-    js: Engine, method: str, state: dict[str, Any]
-) -> None:
+def test_every_number_of_every_method_equals_the_librarys(js: Engine, method: str, state: dict[str, Any]) -> None:
     state = {**state, "method": method}
     assume(not on_an_edge(state))
     ours = js("Rope.pairs($0)", state)
-    plain, scaled, factor = by_numpy(state)
     inv_freq, library_factor = by_library(state)
     trained = state["trained"]
     end = max(state["length"], trained) if method == "dynamic" else js("Rope.target($0)", state)
-
-    exact = {
-        "before": plain,
-        "invFreq": scaled,
-        "waves": 2 * np.pi / plain,
-        "wavesAfter": 2 * np.pi / scaled,
-        "divisors": plain / scaled,
-        "seen": np.minimum((trained - 1) * plain, 2 * np.pi),
-        "met": np.minimum((end - 1) * scaled, 2 * np.pi),
-        "turnsSeen": (trained - 1) * plain / (2 * np.pi),
-        "turnsMet": (end - 1) * scaled / (2 * np.pi),
-    }
-    for name, expected in exact.items():
-        np.testing.assert_allclose(ours[name], expected, rtol=1e-12, err_msg=name)
-    assert ours["attentionFactor"] == pytest.approx(factor, rel=1e-12)
     assert ours["end"] == end
 
     unscaled = by_library(state, "default")[0].double()
@@ -191,6 +129,7 @@ def test_every_number_of_every_method_equals_the_librarys_and_numpys(
         "divisors": unscaled / inv_freq.double(),
         "seen": measures.seen_arc(unscaled, trained),
         "met": measures.seen_arc(inv_freq, end),
+        "turnsSeen": measures.turns(unscaled, trained - 1),
         "turnsMet": measures.turns(inv_freq, end - 1),
     }
     for name, expected in single.items():
@@ -210,7 +149,7 @@ def test_scores_equal_numpys_and_depend_only_on_the_distance(
     assume(not on_an_edge(state))
     dim = state["dim"]
     q, k = (np.array(page.vectors()[name][:dim]) for name in "qk")
-    _, inv_freq, _ = by_numpy({**state, "method": method})
+    inv_freq = by_library(state, method)[0].double().numpy()
     a, b = q[0::2] + 1j * q[1::2], k[0::2] + 1j * k[1::2]  # (D/2,) complex
     expected = factor**2 * float((a * b.conj() * np.exp(1j * (m - n) * inv_freq)).real.sum()) / math.sqrt(dim)
     scale = factor**2 * float((np.abs(a) * np.abs(b)).sum()) / math.sqrt(dim)
@@ -235,24 +174,6 @@ def test_scores_equal_numpys_and_depend_only_on_the_distance(
     assert mean == js("Rope.meanCosine($0, $1)", frequencies, m - n)
     theirs = measures.mean_cosine(torch.tensor(inv_freq), torch.tensor([m - n]))
     assert mean == pytest.approx(float(theirs), abs=1e-12)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=20)
-@given(state=setting())
-def test_the_product_of_the_arrows_equals_numpys_and_the_librarys(
-    js: Engine, method: str, state: dict[str, Any]
-) -> None:
-    state = {**state, "method": method}
-    assume(not on_an_edge(state))
-    m, n = state["m"], state["n"]
-    _, inv_freq, factor = by_numpy(state)
-    found = js("Rope.product($0, $1, $2, $3)", m, n, inv_freq.tolist(), factor)
-    rounding = 1e-15 * (m + 10) * factor**2
-    np.testing.assert_allclose(found["each"], factor**2 * np.cos((m - n) * inv_freq), rtol=0, atol=10 * rounding)
-    mean = float(measures.mean_cosine(torch.tensor(inv_freq), torch.tensor([m - n])))
-    assert found["sum"] == pytest.approx(found["most"] * mean, abs=10 * rounding * len(inv_freq))
-    assert found["most"] == pytest.approx(factor**2 * state["dim"] / 2)
 
 
 @given(angle=st.floats(-1e4, 1e4))
@@ -280,31 +201,6 @@ def test_a_turned_arrow_moves_its_token_by_the_angle(
         "both": lambda: (m + (x := min(max(tokens, -n), last - m)), n + x),
     }[arrow]()
     assert (found["m"], found["n"]) == expected
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("m", "n"), [(0, 0), (7, 0), (8, 5)])
-def test_scores_equal_those_of_apply_rotary_emb(js: Engine, method: str, m: int, n: int) -> None:
-    state = {**START, "method": method}
-    q, k = page.vectors()["q"][:128], page.vectors()["k"][:128]
-    scaling = page.scaling_of(method, 4.0, 2048)
-    inv_freq, factor = llama.inverse_frequencies(128, 10000.0, scaling, seq_len=8192, max_seq_len=2048)
-    angles = torch.arange(9.0)[:, None] * inv_freq  # (T, D/2)
-    table = torch.polar(torch.full_like(angles, factor), angles)
-    xq, xk = (torch.tensor(x).expand(1, 9, 1, 128) for x in (q, k))  # (B, T, H, D)
-    turned_q, turned_k = llama.apply_rotary_emb(xq, xk, table)
-    expected = float(turned_q[0, m, 0] @ turned_k[0, n, 0]) / math.sqrt(128)
-    scale = factor**2 * sum(abs(a * b) for a, b in zip(q, k, strict=True)) / math.sqrt(128)
-
-    ours = js("(({invFreq, attentionFactor}) => Rope.score($1, $2, $3, $4, invFreq, attentionFactor))(Rope.pairs($0))",
-              state, q, k, m, n)  # fmt: skip
-    assert abs(ours - expected) < 1e-6 * scale
-
-
-def test_rotate_agrees_with_the_worked_example(js: Engine) -> None:
-    """000-48: pair (28, 29) of position 1 at frequency 0.01."""
-    turned = js("Rope.rotate([28, 29], 1, [0.01])")
-    assert turned == pytest.approx([27.708604844975795, 29.27854534543996], rel=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -336,28 +232,17 @@ def test_which_pairs_meet_angles_that_did_not_occur_in_training(
     assert outside == list(beyond)
 
 
-def test_the_numbers_of_the_notes(js: Engine) -> None:
-    ntk, yarn = js("Rope.pairs($0)", {**START, "method": "ntk"}), js("Rope.pairs($0)", {**START, "method": "yarn"})
-    assert ntk["divisors"][41] == pytest.approx(2.46, abs=0.005)  # E21
-    assert ntk["divisors"][62] == pytest.approx(3.91, abs=0.005)
-    assert ntk["divisors"][63] == pytest.approx(4, rel=1e-12)  # 001-30
-    assert ntk["turnsMet"][41] * 2 * math.pi == pytest.approx(9.10, abs=0.005)  # E21
-    assert ntk["seen"][41] == pytest.approx(5.61, abs=0.005)
-    assert yarn["attentionFactor"] == pytest.approx(1.1386, abs=5e-5)  # E32
-    assert yarn["attentionFactor"] ** 2 == pytest.approx(1.2965, abs=5e-5)
-
-
 def test_the_numbers_of_the_page_on_exploring(js: Engine) -> None:
     text = " ".join((Path(__file__).parents[2] / "docs" / "learn" / "explore.md").read_text().split())
 
     def beyond(**changes: Any) -> list[bool]:
         return js("Rope.pairs($0)", {**START, **changes})["beyond"]
 
-    w, ntk = by_numpy(START)[0], by_numpy({**START, "method": "ntk"})[1]
+    w, ntk = 1e4 ** (-np.arange(64) / 64), by_library({**START, "method": "ntk"})[0].double().numpy()
     assert f"q · k stays {np.cos(12 * w).sum():.3f}." in text
     assert f"pair 0 turns {math.degrees(w[0]):.1f}° per token, pair 63 only {math.degrees(w[63]):.5f}°" in text
     assert f"{(2 * np.pi / w > 2048).sum()} of 64 pairs do not finish a turn within the trained 2,048 tokens" in text
-    llama3 = by_numpy({**START, "base": 5e5})[0]
+    llama3 = by_library({**START, "base": 5e5})[0].double().numpy()
     assert f"now it is {(2 * np.pi / llama3 > 8192).sum()} pairs" in text
     assert f"NTK-aware divides pair 41 by {w[41] / ntk[41]:.2f}, and only pair 63 by {w[63] / ntk[63]:.0f}." in text
     assert [i for i, flag in enumerate(beyond()) if flag] == list(range(41, 64))
@@ -370,78 +255,6 @@ def test_the_numbers_of_the_page_on_exploring(js: Engine) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
-@pytest.mark.parametrize(
-    ("arguments", "python"),
-    [
-        ("7, 10000", (7, 10000.0)),
-        ("0, 10000", (0, 10000.0)),
-        ("-2, 10000", (-2, 10000.0)),
-        ("131074, 10000", (131074, 10000.0)),
-        ("8, NaN", (8, math.nan)),
-        ("8, 0", (8, 0.0)),
-        ("8, -1", (8, -1.0)),
-        ("8, Infinity", (8, math.inf)),
-        ("8, '10000'", (8, "10000")),
-        ("8, 1e4, {rope_type: 'nonsense'}", (8, 1e4, {"rope_type": "nonsense"})),
-        ("8, 1e4, {rope_type: 'linear'}", (8, 1e4, {"rope_type": "linear"})),
-        ("8, 1e4, {rope_type: 'linear', factor: NaN}", (8, 1e4, {"rope_type": "linear", "factor": math.nan})),
-        ("8, 1e4, {rope_type: 'linear', factor: 0}", (8, 1e4, {"rope_type": "linear", "factor": 0})),
-        ("8, 1e4, {rope_type: 'linear', factor: '4'}", (8, 1e4, {"rope_type": "linear", "factor": "4"})),
-        ("8, 1e4, {rope_type: 'linear', factor: true}", (8, 1e4, {"rope_type": "linear", "factor": True})),
-        ("2, 1e4, {rope_type: 'ntk', factor: 4}", (2, 1e4, {"rope_type": "ntk", "factor": 4})),
-        ("8, 1e300, {rope_type: 'ntk', factor: 1e299}", (8, 1e300, {"rope_type": "ntk", "factor": 1e299})),
-        ("8, 1e4, {rope_type: 'dynamic', factor: 1}", (8, 1e4, {"rope_type": "dynamic", "factor": 1})),
-        ("8, 1, {rope_type: 'yarn', factor: 4, original_max_position_embeddings: 8}",
-         (8, 1.0, {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 8})),
-        ("8, 1e4, {rope_type: 'yarn', factor: 4}", (8, 1e4, {"rope_type": "yarn", "factor": 4})),
-        ("8, 1e4, {rope_type: 'llama3', factor: 4, low_freq_factor: 4, high_freq_factor: 1}, {maxSeqLen: 8}",
-         (8, 1e4, {"rope_type": "llama3", "factor": 4, "low_freq_factor": 4, "high_freq_factor": 1,
-                   "original_max_position_embeddings": 8})),
-    ],
-)  # fmt: skip
-def test_the_page_rejects_what_the_library_rejects(js: Engine, arguments: str, python: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigError):
-        llama.inverse_frequencies(*python)
-    with pytest.raises(ValueError, match=r"rope|RoPE"):
-        js(f"Rope.inverseFrequencies({arguments})")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("dim", "7", "head_dim D must be an even integer from 8 to 256; got 7"),
-        ("dim", "", "the field is empty"),
-        ("dim", "   ", "the field is empty"),
-        ("dim", "NaN", "got NaN"),
-        ("dim", "258", "from 8 to 256; got 258"),
-        ("dim", "64.5", "got 64.5"),
-        ("base", "Infinity", "base θ must be a number from 1000 to 10000000; got Infinity"),
-        ("base", "999", "got 999"),
-        ("base", "0x2710", "got 0x2710"),
-        ("base", "1e400", "got 1e400"),
-        ("base", "-10000", "got -10000"),
-        ("trained", "2048.5", "an integer"),
-        ("stretch", "0", "stretch s must be a number from 1 to 32; got 0"),
-        ("stretch", "four", "got four"),
-        ("m", "8192", "query position m must be an integer from 0 to 8191; got 8192"),
-        ("pair", "64", "from 0 to 63; got 64"),
-        ("n", "<script>alert(1)</script>", "got <script>alert(1)</sc"),
-    ],
-)
-def test_an_invalid_field_has_an_error_message(js: Engine, name: str, text: str, message: str) -> None:
-    answer = js("Rope.read($0, $1, $2)", name, text, START)
-    assert message in answer["error"]
-    assert "value" not in answer
-
-
-def test_a_field_with_a_text_that_is_not_a_number_is_not_called_empty(js: Engine) -> None:
-    error = js("Rope.read('base', '', $0, true)", START)["error"]
-    assert error == "base θ must be a number from 1000 to 10000000; the text is too large or not a number"
-
-
-@pytest.mark.parametrize(("text", "value"), [("1e6", 1e6), (" 20000 ", 2e4), ("1000.5", 1000.5), ("+1e3", 1000)])
-def test_a_field_accepts_the_usual_notations_of_a_number(js: Engine, text: str, value: float) -> None:
-    assert js("Rope.read('base', $0, $1)", text, START) == {"value": value}
 
 
 def valid(js: Engine, state: dict[str, Any]) -> None:
@@ -470,38 +283,6 @@ def test_no_address_breaks_the_page(js: Engine, address: str) -> None:
     valid(js, answer["state"])
 
 
-def test_invalid_keys_of_an_address_are_listed(js: Engine) -> None:
-    answer = js("Rope.fromHash('#dim=7&method=best&stretch=8&colour=red')")
-    assert sorted(answer["ignored"]) == ["colour", "dim", "method"]
-    assert (answer["state"]["dim"], answer["state"]["stretch"], answer["state"]["method"]) == (128, 8, "default")
-
-
-@pytest.mark.parametrize(
-    ("address", "ignored"),
-    [("#n=9&m=3", ["n"]), ("#m=3&n=9", ["n"]), ("#m=3", []), ("#n=500", []), ("#m=9&n=9", []),
-     ("#stretch=1&m=2047", []), ("#method=dynamic&length=50&m=100", ["length"]), ("#method=dynamic&length=50", [])],
-)  # fmt: skip
-def test_of_two_settings_in_conflict_one_is_ignored(js: Engine, address: str, ignored: list[str]) -> None:
-    answer = js("Rope.fromHash($0)", address)
-    assert answer["ignored"] == ignored
-    for key, value in (part.split("=") for part in address[1:].split("&")):
-        assert (str(answer["state"][key]) == value) == (key not in ignored)
-
-
-def test_under_dynamic_the_frequencies_do_not_depend_on_the_stretch(js: Engine) -> None:
-    for method, same in (("dynamic", True), ("ntk", False), ("yarn", False)):
-        found = [
-            js("Rope.pairs($0).invFreq", {**START, "method": method, "length": 4000, "stretch": stretch})
-            for stretch in (2, 8)
-        ]
-        assert (found[0] == found[1]) == same, method
-    plain = measures.frequencies(
-        128, scaling={"rope_type": "dynamic", "factor": 1.0}, seq_len=4000, max_seq_len=START["trained"]
-    )
-    dynamic = js("Rope.pairs($0).invFreq", {**START, "method": "dynamic", "length": 4000})
-    assert dynamic == pytest.approx(plain.tolist(), rel=1e-6)
-
-
 @settings(max_examples=80)
 @given(setting(), setting(), st.sampled_from(sorted(START)))
 def test_after_any_change_the_setting_is_valid(
@@ -510,19 +291,6 @@ def test_after_any_change_the_setting_is_valid(
     if name != "method" and "error" in js("Rope.read($0, String($1), $2)", name, other[name], state):
         return  # a control only sets values in range
     valid(js, js("Rope.change($0, $1)", state, {name: other[name]}))
-
-
-def test_moving_one_token_past_the_other_moves_both(js: Engine) -> None:
-    assert js("Rope.change($0, {n: 500})", START)["m"] == 500
-    assert js("Rope.change($0, {m: 10})", START)["n"] == 10
-
-
-def test_a_full_text_stays_full_and_a_text_includes_position_m(js: Engine) -> None:
-    assert js("Rope.change($0, {stretch: 8})", START)["length"] == 16384
-    dynamic = {**START, "method": "dynamic", "length": 5000}
-    assert js("Rope.change($0, {stretch: 2})", dynamic)["length"] == 4096
-    assert js("Rope.change($0, {m: 6000})", dynamic)["length"] == 6001
-    assert js("Rope.change($0, {length: 50})", dynamic)["m"] == 49
 
 
 # ----------------------------------------------------------------------------------------------------- the self-check
@@ -536,33 +304,6 @@ def test_the_self_check_agrees_with_the_library(js: Engine) -> None:
     assert result["agrees"] is True
     assert result["settings"] == len(page.CHECKED) * len(METHODS)
     assert 1e-9 < result["worst"] < 2**-24 * 1.01  # half a unit in the last place of float32
-
-
-@pytest.mark.parametrize(
-    "defect",
-    [
-        "rows[7].invFreq[3] *= 1 + 1e-5",
-        "rows[47].factor = 1.01",
-        "rows[0].invFreq.pop()",
-        "rows[0].invFreq.push(1)",
-        "rows[20].invFreq[0] = NaN",
-        "rows[20].invFreq[0] = null",
-        "rows[1].scaling.factor = 5",
-        "rows[13].theta = 10001",
-        "rows.length = 0",
-    ],
-)
-def test_the_self_check_can_fail(js: Engine, defect: str) -> None:
-    rows = data()["reference"]
-    assert js(f"((rows) => {{ {defect}; return Rope.selfCheck(rows).agrees; }})($0)", rows) is False
-
-
-def test_the_reference_on_the_page_equals_the_librarys_float32() -> None:
-    for row in data()["reference"]:
-        lengths = {"seq_len": row["seqLen"], "max_seq_len": row["maxSeqLen"]}
-        inv_freq, factor = llama.inverse_frequencies(row["dim"], row["theta"], row["scaling"], **lengths)
-        assert torch.equal(torch.tensor(row["invFreq"], dtype=torch.float32), inv_freq)
-        assert row["factor"] == factor
 
 
 def test_python_and_the_page_have_the_same_methods(js: Engine) -> None:
@@ -615,53 +356,7 @@ def test_the_numbers_in_the_guided_path_equal_the_librarys(js: Engine) -> None:
     assert (state["base"], state["trained"]) == (500000, 8192)
 
 
-def test_the_numbers_in_the_text_without_javascript_equal_the_librarys() -> None:
-    text = " ".join(re.sub("<[^>]+>", "", PAGE).split())
-    degrees = {method: (by_library(START, method)[0].double() * 180 / math.pi).tolist() for method in METHODS}
-    first, last = (f"{degrees['default'][i]:.3g}" for i in (0, 63))
-    assert f"pair 0 moves by {first}° per token and pair 63 by {last}°" in text
-    assert f"reduces this to {degrees['linear'][0]:.3g}° and {degrees['linear'][63]:.3g}°" in text
-    assert f"NTK-aware to {degrees['ntk'][0]:.3g}° and {degrees['ntk'][63]:.3g}°" in text
-    assert "all 23 meet new angles unscaled, 22 under NTK-aware, none" in text  # the counts are tested above
-
-
 # --------------------------------------------------------------------------------------------------------- the file
-class Outline(html.parser.HTMLParser):
-    """Elements with their attributes, and a check that all tags are closed in order."""
-
-    VOID = ("meta", "link", "input", "br", "hr", "img")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_well_formed() -> None:
-    elements = Outline(PAGE).elements
-    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    for _, attributes in elements:
-        for key in ("aria-labelledby", "for"):
-            assert attributes.get(key, ids[0]) in ids
-    assert PAGE.startswith("<!DOCTYPE html>")
-    assert "{{" not in re.sub(r"<script>.*?</script>", "", PAGE, flags=re.DOTALL)
-    assert PAGE.count("</script") == PAGE.count("<script") == 4
-    tags = {tag for tag, _ in elements}
-    assert {"main", "header", "footer", "h1", "noscript", "title"} <= tags
 
 
 def test_the_page_fetches_nothing() -> None:
@@ -669,37 +364,10 @@ def test_the_page_fetches_nothing() -> None:
         r"https?:|//[a-z]+\.|@import|\bfetch\s*\(|XMLHttpRequest|WebSocket|sendBeacon|import\s*\(", PAGE
     )
     assert set(re.findall(r"url\(([^)]*)\)", PAGE)) == {"#hatch"}
-    for tag, attributes in Outline(PAGE).elements:
-        assert "src" not in attributes, tag
-        assert attributes.get("href", "data:,") == "data:,", tag
-        assert tag not in ("iframe", "object", "embed", "base", "img")
-    policy = next(a["content"] for t, a in Outline(PAGE).elements if "http-equiv" in a)
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
-
-
-def test_the_page_is_small_and_reproducible() -> None:
-    assert len(PAGE.encode()) < 200_000
-    assert page.html() == PAGE
-
-
-def test_an_existing_page_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "rope.html"
-    target.write_text("before")
-    link = tmp_path / "link.html"
-    link.symlink_to(target)
-    assert page.write(link) == len(PAGE.encode())
-    assert link.is_symlink()
-    assert target.read_text(encoding="utf-8") == PAGE
-
-    target.write_text("before")
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device", "other")))
-        with pytest.raises(OSError, match="No space left") as caught:
-            page.write(target)
-    assert caught.value.filename == str(target)
-    assert target.read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "rope.html"]
+    assert not re.search(r"<[^>]*\bsrc=|<(iframe|object|embed|base|img)\b", PAGE)
+    assert "default-src 'none'" in PAGE
+    ids = re.findall(r'\bid="([^"]+)"', PAGE)
+    assert len(ids) == len(set(ids))
 
 
 def test_a_missing_folder_and_a_folder_are_errors(tmp_path: Path) -> None:
@@ -707,14 +375,6 @@ def test_a_missing_folder_and_a_folder_are_errors(tmp_path: Path) -> None:
         page.write(tmp_path / "missing" / "rope.html")
     with pytest.raises(UsageError, match="is not a file"):
         page.write(tmp_path)
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
-def test_a_folder_without_permission_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    with pytest.raises(PermissionError) as caught:
-        page.write(tmp_path / "rope.html")
-    assert caught.value.filename == str(tmp_path / "rope.html")
 
 
 def test_the_command_writes_the_page_and_reports_it_in_one_line(clearllama: Any, tmp_path: Path) -> None:

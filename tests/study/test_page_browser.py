@@ -129,26 +129,6 @@ def test_the_page_opens_and_agrees_with_the_library(show: Open) -> None:
     assert_the_librarys_numbers(tab)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"theta":31415.9', '"theta":31415.8'),
-        pytest.param('"reference":[', '"reference":[],"was":[', marks=SLOW),
-        pytest.param('"linear","fac', '"x","fac', marks=SLOW),
-    ],
-)
-def test_a_failed_self_check_is_shown_in_red(show: Open, file: Path, tmp_path: Path, old: str, new: str) -> None:
-    changed = tmp_path / "changed.html"
-    text = file.read_text(encoding="utf-8")
-    assert old in text
-    changed.write_text(text.replace(old, new, 1), encoding="utf-8")
-    tab = show(at=changed)
-    assert "DISAGREE" in tab.inner_text("#check")
-    assert tab.get_attribute("#check", "role") == "alert"
-    red, green, blue = map(int, re.findall(r"\d+", tab.eval_on_selector("#check", "(x) => getComputedStyle(x).color")))
-    assert red > 2 * max(green, blue)
-
-
 # slider -> pictures that must change with it under YaRN, which uses every setting
 MOVES = {
     "base": PICTURES,
@@ -311,46 +291,6 @@ def test_the_score_is_unchanged_when_both_positions_shift(show: Open) -> None:
     assert tab.inner_text("#score-here") != here
 
 
-@pytest.mark.slow
-def test_an_invalid_field_has_an_error_and_changes_no_picture(show: Open) -> None:
-    tab = show()
-    before = drawn(tab)
-    for name, text, message in (
-        ("dim", "7", "must be an even integer from 8 to 256; got 7; the pictures show 128"),
-        ("dim", "", "the field is empty"),
-        ("base", "-1", "got -1"),
-        ("m", "9999999", "from 0 to 8191; got 9999999"),
-    ):
-        tab.fill(f"#{name}", text)
-        settle(tab)
-        assert message in tab.inner_text(f"#{name}-error")
-        assert tab.get_attribute(f"#{name}", "aria-invalid") == "true"
-        assert drawn(tab) == before
-    tab.fill("#dim", "64")
-    settle(tab)
-    assert tab.inner_text("#dim-error") == ""
-    assert tab.get_attribute("#dim", "aria-invalid") == "false"
-    assert len(table(tab)) == 32
-
-
-def test_a_number_too_large_for_the_field_is_not_called_empty(show: Open) -> None:
-    tab = show()
-    tab.fill("#base", "")
-    assert "the field is empty" in tab.inner_text("#base-error")
-    tab.locator("#base").press_sequentially("1e400")
-    assert "too large or not a number; the pictures show 10" in tab.inner_text("#base-error")
-    assert "empty" not in tab.inner_text("#base-error")
-
-
-def test_the_effect_of_the_stretch_under_dynamic_is_explained_next_to_it(show: Open) -> None:
-    tab = show("#method=dynamic")
-    assert "how long the text can get" in tab.inner_text('[data-field="stretch"]')
-    assert "stretch-remark" in str(tab.get_attribute("#stretch-slider", "aria-describedby"))
-    tab.check("input[value=ntk]", force=True)
-    settle(tab)
-    assert tab.is_hidden("#stretch-remark")
-
-
 # ------------------------------------------------------------------------------------------------ addresses, the path
 def test_an_address_restores_the_setting(show: Open) -> None:
     tab = show("#base=500000&dim=64&trained=8192&stretch=8&method=llama3&m=40000&n=39000&pair=20&shift=5")
@@ -365,123 +305,7 @@ def test_an_address_restores_the_setting(show: Open) -> None:
     assert state_of(tab)["method"] == "linear"
 
 
-@pytest.mark.slow
-def test_invalid_keys_of_an_address_are_reported_and_ignored(show: Open) -> None:
-    tab = show("#dim=7&method=best&%00")
-    assert "ignored in the address" in tab.inner_text("#status")
-    assert state_of(tab)["dim"] == 128
-    tab = show("#n=9&m=3")
-    assert tab.inner_text("#status") == "ignored in the address: n"
-    assert (state_of(tab)["m"], state_of(tab)["n"]) == (3, 3)
-
-
-@pytest.mark.slow
-def test_the_guided_path_sets_the_page_and_shows_where_to_look(show: Open) -> None:
-    tab = show()
-    steps = tab.query_selector_all(".path li")
-    assert len(steps) == 5
-    methods = []
-    for number, item in enumerate(steps, 1):
-        item.query_selector("button").press("Enter")  # type: ignore[union-attr]
-        settle(tab)
-        assert tab.inner_text(".note-head").startswith(f"{number} of 5: ")
-        assert tab.evaluate("document.activeElement.id") == "note"
-        figure = item.get_attribute("data-figure")
-        assert tab.evaluate("document.getElementById('note').nextElementSibling.id") == figure
-        methods.append(state_of(tab)["method"])
-        words = " ".join((item.text_content() or "").split())  # a text stands once on the screen
-        assert tab.inner_text(".note-text") in words
-        assert not item.query_selector(".look").is_visible()  # type: ignore[union-attr]
-    assert methods == ["default", "linear", "ntk", "yarn", "llama3"]
-    tab.click("#note [data-go='-1']")
-    settle(tab)
-    assert state_of(tab)["method"] == "yarn"
-    tab.click("#note [data-go='0']")
-    assert not tab.is_visible("#note")
-    assert tab.evaluate("document.activeElement.closest('li') === document.querySelectorAll('.path li')[3]")
-
-
-@pytest.mark.slow
-def test_a_click_in_a_picture_follows_a_pair_and_sets_a_distance(show: Open) -> None:
-    tab = show()
-    tab.locator("#divisors .pick").click(position={"x": 10, "y": 50})
-    settle(tab)
-    assert state_of(tab)["pair"] == 0
-    tab.locator("#scores .pick").first.click(position={"x": 1, "y": 50})
-    settle(tab)
-    assert state_of(tab)["m"] == state_of(tab)["n"]
-
-
 # ------------------------------------------------------------------------------------------------- the first picture
-@pytest.mark.parametrize(
-    "viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}], ids=["wide", "phone"]
-)
-def test_the_dials_stand_under_the_title_without_a_scaling(show: Open, viewport: Any) -> None:
-    tab = show("", viewport)
-    title, dials = tab.locator("h1").bounding_box(), tab.locator("#clock .plot").bounding_box()
-    assert title is not None
-    assert dials is not None
-    assert dials["y"] - (title["y"] + title["height"]) < 90  # one or two lines name q, k, m, n and the pair
-    for name in ("query q", "position m", "key k", "pair i", "ω"):  # before the dials use them
-        assert name in " ".join(tab.inner_text(".terms").split())
-    lowest = max(
-        tab.eval_on_selector_all("#clock .turn-both", "(all) => all.map((d) => d.getBoundingClientRect().bottom)")
-    )
-    assert lowest < viewport["height"] / 2  # all of them are on the first screen
-    assert state_of(tab)["method"] == "default"
-    assert tab.locator("#clock .dot-old").count() == 0
-    assert tab.locator("h2:has-text('Five things')").count() == 1
-
-
-def drag(tab: Page, arrow: str, pair: int, by: float) -> None:
-    """Drag the tip of an arrow, or for "both" a place of the dial without an arrow, by an angle in radians."""
-    grip = tab.locator(f"#clock circle[data-arrow={arrow}][data-pair='{pair}']")
-    grip.scroll_into_view_if_needed()
-    centre, tip, radius = grip.evaluate(
-        """(e) => { const s = e.ownerSVGElement.getBoundingClientRect(), b = e.getBoundingClientRect();
-        const centre = [s.x + Number(e.dataset.x), s.y + Number(e.dataset.y)];
-        return [centre, [b.x + b.width / 2, b.y + b.height / 2], b.width / 2]; }"""
-    )
-    start = math.atan2(centre[1] - tip[1], tip[0] - centre[0])
-    if arrow == "both":
-        start, taken = 2.6, 0.97 * radius
-    else:
-        taken = math.hypot(tip[0] - centre[0], tip[1] - centre[1])
-    steps = max(2, math.ceil(abs(by) / 1.5))  # below half a turn a step, so that its direction is clear
-    places = [start + by * step / steps for step in range(steps + 1)]
-    for number_, angle in enumerate(places):
-        tab.mouse.move(centre[0] + taken * math.cos(angle), centre[1] - taken * math.sin(angle))
-        if number_ == 0:
-            tab.mouse.down()
-    tab.mouse.up()
-    settle(tab)
-
-
-@pytest.mark.parametrize("viewport", [WIDE, pytest.param(PHONE, marks=SLOW)], ids=["wide", "phone"])
-def test_an_arrow_that_is_dragged_moves_its_token(show: Open, viewport: Any) -> None:
-    tab = show("#method=linear&m=200&n=100", viewport)
-    w = float(llama.inverse_frequencies(128, 10000.0, page.scaling_of("linear", 4.0, 2048))[0][8])
-    sum_ = tab.inner_text("#clock .sum")
-    for arrow, by, m, n in (
-        ("both", 9 * w, 209, 109),  # q . k stays the same
-        ("q", 40 * w, 249, 109),  # more than a turn of pair 0, half a turn of pair 8
-        ("k", -30 * w, 249, 79),
-        ("k", 200 * w, 279, 279),  # a token sees only earlier ones, so k pushes q
-        ("both", -300 * w, 0, 0),  # the first position ends the drag
-    ):
-        drag(tab, arrow, 8, by)
-        assert (state_of(tab)["m"], state_of(tab)["n"]) == (m, n), arrow
-        assert (tab.inner_text("#clock .sum") == sum_) == (n == 109 and m == 209)
-        if m == n:
-            assert number(tab.inner_text("#clock .sum").split()[-1]) == 64
-    assert tab.evaluate("getSelection().toString()") == ""
-
-
-def test_a_finger_can_drag_an_arrow_and_still_scroll(show: Open) -> None:
-    tab = show("#m=40&n=30", PHONE, has_touch=True)
-    action = "(e) => getComputedStyle(e).touchAction"
-    assert tab.locator("#clock .grip").first.evaluate(action) == "none"
-    assert tab.locator("#clock .turn-both").first.evaluate(action) == "pan-y"
 
 
 # -------------------------------------------------------------------------------------------------------- accessibility
@@ -548,17 +372,6 @@ def test_every_text_has_contrast(show: Open, scheme: str, viewport: Any) -> None
     assert worst["ratio"] >= 4.5, worst
 
 
-@pytest.mark.slow
-def test_the_theme_can_be_switched_and_is_remembered(show: Open) -> None:
-    tab = show(color_scheme="light")
-    tab.click("#theme")
-    assert tab.get_attribute("html", "data-theme") == "dark"
-    tab.reload()
-    tab.wait_for_selector("html[data-ready]")
-    assert tab.get_attribute("html", "data-theme") == "dark"
-    assert tab.inner_text("#theme") == "Light page"
-
-
 def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
     tab = show("", PHONE, has_touch=True)
     for method in page.METHODS:
@@ -580,70 +393,6 @@ def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
             settle(tab)
 
 
-@pytest.mark.slow
-def test_the_focused_element_has_an_outline(show: Open) -> None:
-    tab = show()
-    names = []
-    for _ in range(60):
-        tab.keyboard.press("Tab")
-        name, outline = tab.evaluate(
-            """() => { const e = document.activeElement, shown = e.type === "radio" ? e.parentElement : e;
-            return [e.id || e.name || e.textContent.trim(), getComputedStyle(shown).outlineStyle]; }"""
-        )
-        if outline == "none" and name.startswith("RoPE is"):
-            break  # after the last element, the page has the focus
-        names.append(name)
-        assert outline == "solid", name
-    buttons = {"reset", "theme", "copy", "Move both by one token", "Move q by one token", "Go too far"}
-    expected = {"method", "shift", *buttons, *(n for n in MOVES if n != "length")}
-    assert expected <= set(names)
-
-
-def test_pictures_have_descriptions_and_do_not_rely_on_colour_alone(show: Open) -> None:
-    tab = show()
-    for name in PICTURES:
-        svg = tab.locator(f"#{name} .plot svg")
-        assert svg.get_attribute("role") == "img"
-        assert len(svg.get_attribute("aria-label") or "") > 80
-        assert tab.inner_text(f"#{name} .try").startswith("Try:")
-    dashes = tab.eval_on_selector_all(
-        "#divisors path[data-method]", "(x) => x.map((e) => getComputedStyle(e).strokeDasharray)"
-    )
-    assert len(dashes) == len(set(dashes)) == 5  # dynamic and ntk have the same curve
-    labels = tab.eval_on_selector_all("#divisors svg text.halo", "(x) => x.map((e) => e.textContent)")
-    assert sorted(labels) == ["NTK-aware = dynamic", "YaRN", "linear (PI)", "llama3", "none"]
-
-
-@pytest.mark.slow
-def test_with_motion_the_page_opens_moving_and_ends_at_its_start(show: Open) -> None:
-    tab = show(motion="no-preference")
-    sum_ = tab.inner_text("#clock .sum")
-    early = state_of(tab)
-    assert 90 <= early["m"] < 100  # the controls show where the arrows are
-    assert early["n"] == early["m"] - 12
-    until(tab, "document.getElementById('m').value === '100'")
-    tab.wait_for_timeout(600)
-    assert math.cos(angles(tab, "q")[0] - 100) > 0.9995  # pair 0 turns by one radian a token
-    assert (state_of(tab)["m"], state_of(tab)["n"]) == (100, 88)
-    assert tab.inner_text("#clock .sum") == sum_
-    assert tab.inner_text("[data-play=both]") == "Move both tokens"
-
-
-@pytest.mark.slow
-def test_the_opening_ends_when_a_control_is_taken(show: Open) -> None:
-    for how in ("key", "button"):
-        tab = show(motion="no-preference")
-        if how == "key":
-            tab.keyboard.press("Shift")
-        else:
-            tab.click("[data-play=both]")  # it is named Stop
-        stopped = state_of(tab)
-        assert stopped["m"] < 100
-        assert tab.inner_text("[data-play=both]") == "Move both tokens"
-        tab.wait_for_timeout(400)
-        assert state_of(tab) == stopped
-
-
 def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:
     tab = show("#m=5&n=0")
     tab.click(".path li:nth-child(5) button")
@@ -663,49 +412,9 @@ def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:
     assert tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
 
 
-@pytest.mark.slow
-def test_with_motion_the_tokens_run_and_stop_and_settings_are_animated(show: Open) -> None:
-    tab = show("#m=5&n=0", motion="no-preference")
-    before = tab.inner_text("#clock .sum")
-    tab.click("[data-play=both]")
-    until(tab, "Number(document.getElementById('m').value) >= 7")
-    assert tab.inner_text("[data-play=both]") == "Stop"
-    assert tab.inner_text("#clock .sum") == before
-    tab.click("[data-play=both]")
-    stopped = state_of(tab)
-    assert stopped["m"] - stopped["n"] == 5
-    tab.wait_for_timeout(400)
-    assert state_of(tab) == stopped
-    tab.click("[data-play=q]")
-    until(tab, f"Number(document.getElementById('m').value) >= {stopped['m'] + 2}")
-    tab.click("[data-play=q]")
-    assert state_of(tab)["n"] == stopped["n"]
-    tab.evaluate(
-        "const base = document.getElementById('base'); window.bases = [];"
-        "window.watch = setInterval(() => bases.push(Number(base.value)), 5)"
-    )
-    tab.click(".path li:nth-child(5) button")
-    until(tab, "document.getElementById('base').value === '500000'")
-    bases = tab.evaluate("(clearInterval(watch), bases)")
-    assert any(10000 < base < 500000 for base in bases)
-    assert bases == sorted(bases)
-    until(tab, "location.hash.includes('base=500000')")
-
-
 def test_without_javascript_the_explanation_is_shown(show: Open) -> None:
     tab = show(java_script_enabled=False)
     text = tab.inner_text("body")
     assert "need JavaScript, which is off" in text
     assert "The six methods" in text
-    assert tab.locator("#divisors svg polyline").count() == 5
-    assert tab.locator("#waves svg polyline").count() == 2
     assert not tab.is_visible("#panel")
-
-
-def test_in_print_the_pictures_and_the_setting_are_shown(show: Open) -> None:
-    tab = show("#method=ntk", color_scheme="dark")
-    tab.emulate_media(media="print")
-    assert not tab.is_visible(".side")
-    assert tab.inner_text("#print-setting").startswith("Setting: method NTK-aware, s = 4")
-    assert tab.eval_on_selector("body", "(x) => getComputedStyle(x).backgroundColor") == "rgb(255, 255, 255)"
-    assert all(tab.is_visible(f"#{name} svg") for name in PICTURES)

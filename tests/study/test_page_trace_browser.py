@@ -105,21 +105,6 @@ def test_the_embedding_can_be_selected_in_the_lens(tab: Page) -> None:
     assert f"has rank {row[3]}; KL from the last row {row[4]} nats" in tab.inner_text("#lens-readout")
 
 
-def test_tab_stops_once_at_the_strip_and_the_focus_follows_the_token(tab: Page) -> None:
-    assert tab.eval_on_selector_all("#strip [role=option]", "(all) => all.filter((b) => b.tabIndex === 0).length") == 1
-    tab.focus("#strip [tabindex='0']")
-    last = setting(tab)[0]
-    for key, token in (("ArrowLeft", last - 1), ("Home", 0), ("ArrowRight", 1), ("End", last)):
-        tab.keyboard.press(key)
-        assert setting(tab)[0] == token
-        assert tab.evaluate("[...document.getElementById('strip').children].indexOf(document.activeElement)") == token
-        assert tab.get_attribute(f"#strip > :nth-child({token + 1})", "aria-selected") == "true"
-    tab.keyboard.press("Tab")
-    assert focused(tab) != "strip"
-    tab.keyboard.press("Shift+Tab")
-    assert focused(tab) == "strip"
-
-
 def test_keys_change_the_selection_and_not_in_fields(tab: Page) -> None:
     assert "in a focused picture, the arrow keys move within it" in tab.inner_text(".keys")
     for name in ("token", "layer", "head"):
@@ -137,22 +122,6 @@ def test_keys_change_the_selection_and_not_in_fields(tab: Page) -> None:
     tab.keyboard.press("ArrowLeft")
     assert tab.input_value("main > input") == "wasd"
     assert setting(tab) == (0, 1, 1)
-
-
-def test_tab_reaches_every_control_and_leaves_the_page(tab: Page) -> None:
-    seen = []
-    for _ in range(60):
-        tab.keyboard.press("Tab")
-        seen.append(focused(tab))
-        if len(seen) > 1 and tab.evaluate("document.activeElement === document.body"):
-            break
-    assert {"token", "layer", "head", "strip", "lens", "heads", "map"} <= set(seen)
-    assert seen.index("strip") < seen.index("lens") < seen.index("heads") < seen.index("map")
-
-
-def test_only_the_strip_has_the_role_of_a_list(tab: Page) -> None:
-    assert tab.locator("[aria-selected]").count() == tab.locator("#strip > [role=option]").count()
-    assert tab.locator("#row [role], #lens-table [role]").count() == 0
 
 
 def test_the_title_shows_the_text_and_the_prediction(tab: Page, found: dict[str, Any]) -> None:
@@ -191,24 +160,3 @@ def test_a_phone_needs_no_sideways_scroll(browser: Browser, file: Path, scheme: 
     )
     assert all(name.strip() for name in names)
     tab.close()
-
-
-def test_the_prompt_shows_control_characters_by_their_codes(tab: Page) -> None:
-    assert tab.evaluate("document.getElementById('prompt').textContent") == "the cat\nU+001B[1m U+202Esat"
-
-
-def test_the_lens_explains_its_inner_rows(tab: Page) -> None:
-    words = tab.inner_text("main")
-    for sentence in (
-        "Only the last row was trained as a prediction",
-        "intermediate state",
-        "(tied), the top token of the row emb is mostly the current token",
-        "0 nats if both are equal",
-        "even if the text continues with another one",
-    ):
-        assert sentence in words
-    assert words.index("1 nat = 1.44 bits") < words.index("nats)")  # explained before it is used
-    assert "The word is the top token of the row" in words
-    tab.set_viewport_size({"width": 300, "height": 700})
-    tab.wait_for_timeout(100)
-    assert "There is no room for words here" in tab.inner_text("#lens-reads")

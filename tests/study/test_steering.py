@@ -18,7 +18,6 @@ from llama.cli import main
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.generation.session import settings_of
 from llama.loader import load
-from llama.study.steering import check_fit
 from llama.text import Llama
 from llama.tools.convert import convert
 
@@ -76,24 +75,6 @@ def test_the_vector_is_the_mean_difference_after_each_layer_at_the_last_token() 
         torch.testing.assert_close(vector.directions[layer], (one - other).mean(0), rtol=0, atol=1e-5)
 
 
-def test_scale_one_at_the_last_layer_moves_the_last_logits_from_one_prompt_to_the_other() -> None:
-    model = tiny.model(DEEP)
-    one, other = [5, 6, 7], [8, 9, 3]
-    with study.steer(model, study.control_vector(model, [(one, other)]), 1.0, [3]):
-        moved = model(torch.tensor([other]))[0, -1]
-    torch.testing.assert_close(moved, model(torch.tensor([one]))[0, -1], rtol=0, atol=1e-4)
-
-
-def test_bfloat16_is_rounded_once() -> None:
-    model = tiny.model(DEEP).bfloat16()
-    with study.activations(model, "resid_post.2") as before:
-        model(TOKENS)
-    with study.steer(model, a_vector(), 3.0, [2]), study.activations(model, "resid_post.2") as after:
-        model(TOKENS)
-    expected = (before["resid_post.2"].float() + 3.0 * a_vector().directions[2]).bfloat16()
-    assert torch.equal(after["resid_post.2"], expected)
-
-
 def test_the_same_steering_is_the_same_model_for_sessions() -> None:
     model = tiny.model(DEEP)
 
@@ -118,7 +99,6 @@ def test_the_same_steering_is_the_same_model_for_sessions() -> None:
         ),
         (a_vector(range(3, 5)), 1.0, None, "direction.4 .*made for another model"),
         (a_vector(range(1, 3)), 1.0, [3], "no direction for these layers; it has layers 1 to 2"),
-        (a_vector(), float("nan"), None, "scale of a control vector must be a number"),
     ],
 )
 def test_a_vector_that_does_not_fit_is_refused(
@@ -143,14 +123,6 @@ def test_the_file_is_read_by_the_gguf_package_and_comes_back_equal(tmp_path: Pat
     again = study.ControlVector.read(path)
     assert again.digest() == vector.digest()
     assert all(torch.equal(again.directions[layer], vector.directions[layer]) for layer in (1, 2, 3))
-
-
-def test_a_file_of_repeng_is_read_in_any_order_of_layers(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
-    path = foreign(tmp_path / "v.gguf", direction_3=rows[1], direction_1=rows[0])
-    vector = study.ControlVector.read(path)
-    check_fit(tiny.model(DEEP), vector)
-    assert np.array_equal(vector.directions[3].numpy(), rows[1])
 
 
 ROW = np.ones(64, np.float32)
@@ -268,9 +240,8 @@ def test_the_command_makes_a_vector_and_generate_applies_it(
         (("generate", "x", "--steer", "FILE", "--compile"), "leave --compile out"),
         (("generate", "x", "--steer-scale", "2"), "need --steer FILE"),
         (("chat", "--steer-layers", "0:1"), "need --steer FILE"),
-        (("generate", "x", "--steer", "FILE", "--steer-scale", "inf"), "control vector must be a number"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:1"), "no direction for these layers"),
-        (("generate", "x", "--steer", "FILE", "--steer-layers", "0:9"), "after the last layer"),
+        (("generate", "x", "--steer", "FILE", "--steer-layers", "0:9"), "END at most 2"),
         (("steer", "--positive", "a", "--positive", "b", "--negative", "c", "-o", "NEW"), "got 2 --positive, but 1"),
         (("steer", "--positive", "a", "--negative", "c", "-o", "NEW", "--compile"), "leave --compile out"),
         (("steer", "--positive", "a", "--negative", "c", "-o", "/nowhere/at.all"), "existing folder"),

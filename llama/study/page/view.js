@@ -1,4 +1,4 @@
-/* The view of the page: controls, five pictures, the guided path. All numbers come from rope.js. */
+/* The view of the page: controls, five pictures, the guided path. All numbers come from rope.js; shared.js stands before. */
 "use strict";
 
 (() => {
@@ -14,13 +14,7 @@
 
   // --------------------------------------------------------------------------------------------- numbers as text
   const integer = (x) => Math.round(x).toLocaleString("en-US");
-  function figures(x, digits = 3) {
-    if (x === 0) return "0";
-    if (Math.abs(x) >= Math.min(1000, 10 ** digits)) return Math.abs(x) < 1e7 ? integer(x) : x.toExponential(digits - 1);
-    return Math.abs(x) < 1e-4 ? x.toExponential(digits - 1) : String(Number(x.toPrecision(digits)));
-  }
   const times = (x) => String(Number(x.toPrecision(3)));
-  const degrees = (radians) => `${figures((radians * 180) / Math.PI)}°`;
   const turns = (count) => `${figures(count)} ${count === 1 ? "turn" : "turns"}`;
   const short = (x) => (x >= 1e6 ? `${times(x / 1e6)}M` : x >= 1e3 ? `${times(x / 1e3)}k` : integer(x));
   const signed = (x, digits) => x.toFixed(digits).replace("-", "−");
@@ -46,15 +40,6 @@
 
   const linear = (from, to, low, high) => (x) => low + ((x - from) / (to - from || 1)) * (high - low);
   const log = (from, to, low, high) => (x) => linear(Math.log(from), Math.log(to), low, high)(Math.log(x));
-
-  function niceTicks(from, to, about) {
-    const rough = (to - from) / about;
-    const unit = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((f) => f * unit).find((s) => s >= rough);
-    const ticks = [];
-    for (let x = Math.ceil(from / step - 1e-9) * step; x <= to + step * 1e-9; x += step) ticks.push(Number(x.toPrecision(12)));
-    return ticks;
-  }
 
   const COLUMN = 6;
   /** The range [top, bottom] of a curve in each column of COLUMN pixels, null where the curve is absent. */

@@ -21,23 +21,6 @@ function share(p) {
   return p === 0 ? "0" : p.toExponential(0).replace("-", "−");
 }
 
-/** Format a number with three significant digits. */
-function figures(x) {
-  if (x === 0) return "0";
-  const size = Math.abs(x);
-  if (size >= 1000) return Math.round(x).toLocaleString("en");
-  return size < 0.001 ? x.toExponential(1).replace("-", "−") : String(Number(x.toPrecision(3)));
-}
-
-/** About `count` round numbers from 0 up to at least max. */
-function ticks(max, count) {
-  if (!(max > 0)) return [0];
-  const rough = max / count;
-  const unit = 10 ** Math.floor(Math.log10(rough));
-  const step = unit * [1, 2, 5, 10].find((m) => m * unit >= rough);
-  return Array.from({ length: Math.ceil(max / step - 1e-9) + 1 }, (_, i) => Number((i * step).toPrecision(6)));
-}
-
 /** The parts of a token's text, with invisible characters replaced by signs: [[text, is a sign], ...]. */
 function parts(text) {
   const signs = new Map([[" ", "·"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"], ["\u00a0", "⍽"], ["", "∅"]]);
@@ -93,8 +76,6 @@ function runningMean(values, count) {
 function plus(x) {
   return (x < 0 ? "−" : "+") + figures(Math.abs(x));
 }
-
-const degrees = (radians) => `${figures((radians * 180) / Math.PI)}°`;
 
 /** How far the pairs that finish no turn are rotated from one token to the next, in words. */
 function aboutSlowPairs(rope) {
@@ -308,7 +289,7 @@ function start() {
     put("change-reads", long ? `Above: mean surprisal of the last 16 tokens; dashed: ${reference}, solid: changed model.`
       : `Above: surprisal of each token; outlined: ${reference}, filled: changed model.`,
     T > 1 ? ` The means over the text are ${pairs.map((side) => (side.reduce((a, b) => a + b, 0) / (T - 1)).toFixed(2)).join(" and ")} bits.` : "");
-    const yTicks = ticks(most, 4);
+    const yTicks = niceTicks(0, most, 4, true);
     const above = chart("change-chart", { height: 170, yMax: yTicks.at(-1), yTicks, yLabel: "surprisal, bits", xLabel: "token" });
     const step = above.width / T;
     if (long) {
@@ -322,7 +303,7 @@ function start() {
       });
     }
     axisLabels(above, T);
-    const klTicks = ticks(Math.max(1e-9, ...change.kl), 3);
+    const klTicks = niceTicks(0, Math.max(1e-9, ...change.kl), 3, true);
     const holder = make("div");
     const below = chart("change-chart", { height: 130, yMax: klTicks.at(-1), yTicks: klTicks, yLabel: "KL, nats",
       xLabel: "prediction after token" });
@@ -594,7 +575,7 @@ function start() {
 
   function drawProfile() {
     const all = heads.profile[chosen.layer][chosen.head], rest = heads.profile_without_first[chosen.layer][chosen.head];
-    const yTicks = ticks(Math.max(...all, ...rest), 4);
+    const yTicks = niceTicks(0, Math.max(...all, ...rest), 4, true);
     const far = T > 48; // on a linear axis the bars would be too thin, so each doubling has the same width
     const plot = chart("profile", { height: 180, yMax: yTicks.at(-1), yTicks, yLabel: "mean weight",
       xLabel: far ? "tokens back (log scale)" : "tokens back" });
@@ -664,7 +645,7 @@ function start() {
 
   function drawNorms() {
     put("norms-title", `Frequencies used by head ${data.layers[chosen.layer]}.${chosen.head}`);
-    const own = heads.pair_norms[chosen.layer][chosen.head], yTicks = ticks(Math.max(...own, ...meanNorms), 4);
+    const own = heads.pair_norms[chosen.layer][chosen.head], yTicks = niceTicks(0, Math.max(...own, ...meanNorms), 4, true);
     const plot = chart("norms", { height: 180, yMax: yTicks.at(-1), yTicks, yLabel: "mean |qᵢ| |kᵢ|", xLabel: "pair, fast to slow", left: 64 });
     bars(plot, own, { tooltip: (i) => `pair ${i}: ${figures(own[i])}, mean of all heads ${figures(meanNorms[i])}` });
     line(plot, meanNorms);
