@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -141,7 +141,7 @@ def _circle(axes: Axes, seen: float, met: float) -> None:
     axes.add_patch(Wedge((0, 0), 1, 0, 360, facecolor="none", edgecolor="#999999", linewidth=0.6))
     axes.add_patch(Wedge((0, 0), 1, 0, seen * degrees, facecolor="#bbbbbb", edgecolor="none"))
     if new:
-        red = {"facecolor": "none", "edgecolor": "#b2182b", "hatch": "////", "lw": 0}
+        red: dict[str, Any] = {"facecolor": "none", "edgecolor": "#b2182b", "hatch": "////", "lw": 0}
         axes.add_patch(Wedge((0, 0), 1, seen * degrees, met * degrees, **red))
     axes.add_patch(Wedge((0, 0), 1.18, 0, met * degrees, width=0.01, facecolor="none", edgecolor="#000000", lw=1.2))
     full = 2 * math.pi - 1e-9
