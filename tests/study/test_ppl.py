@@ -267,22 +267,3 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], args: list
 
 def test_tiny_is_found_by_name() -> None:
     assert tiny_folder().name == TINY
-
-
-@pytest.mark.parametrize("name", ["tiny-kjv", "smollm2"])
-def test_the_tables_of_the_page_are_those_of_the_csv_files(name: str) -> None:
-    """docs/evidence/perplexity.md, to the three digits that it shows."""
-    evidence = Path(__file__).resolve().parents[2] / "docs" / "evidence"
-    sums: dict[str, dict[float, tuple[float, int]]] = {}
-    for row in csv.DictReader((evidence / f"perplexity-{name}.csv").open()):
-        method, end = sums.setdefault(row["method"], {}), (int(row["last"]) + 1) / int(row["trained"])
-        nats, count = method.get(end, (0.0, 0))
-        method[end] = nats + float(row["nats"]), count + int(row["last"]) - int(row["first"]) + 1
-    section = (evidence / "perplexity.md").read_text().split(f"(perplexity-{name}.csv)")[1]
-    lines = section[section.index("| end / trained length |") :].split("\n\n")[0].splitlines()
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
-    assert len(rows) == len(sums)
-    for cells, (method, ends) in zip(rows, sums.items(), strict=True):
-        assert [float(end) for end in head] == list(ends), method
-        for cell, (nats, count) in zip(cells, ends.values(), strict=True):
-            assert float(cell.replace(",", "")) == pytest.approx(math.exp(nats / count), rel=6e-3), method
