@@ -8,10 +8,12 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from ...errors import UsageError
 from ..figure import Data, Figure, draw_lines
 from ..needle import Found, Recall, measure
-from ..report import Report, Table, wrapped
+from ..report import Report, Table, Value, wrapped
 from ..results import table as stored_table
 from . import TOPICS
 from .base import Topic, columns
@@ -67,21 +69,26 @@ def _of(answer: Callable[[Found], Answer]) -> Callable[..., Answer]:
     return found
 
 
-def _means(found: Found) -> dict[tuple[str, int], tuple[float, float]]:
-    """Method and tokens read -> recall of the facts within the trained length, and perplexity of the text."""
-    groups: dict[tuple[str, int], list[Recall]] = {}
-    for answer in found.answers:
-        if answer.at < found.trained:
-            groups.setdefault((answer.method, answer.read), []).append(answer)
-    return {key: (sum(a.right for a in group) / len(group), math.exp(group[0].text)) for key, group in groups.items()}
+def _means(table: Data) -> Data:
+    """Recall of the facts within the first trained length, and perplexity of the text, by method and tokens read."""
+    rows = []
+    for method in dict.fromkeys(table["method"].tolist()):
+        for read in np.unique(table["read"]):
+            asked = (table["method"] == method) & (table["read"] == read) & (table["at"] < table["trained"])
+            recall, nats = float(table["right"][asked].mean()), float(table["text"][asked].mean())
+            rows.append((label(method), read / table["trained"][0], recall, math.exp(nats)))
+    return columns(("method", "read", "recall", "perplexity"), rows)
 
 
 def _report(found: Found) -> Report:
     """Recall and perplexity by method and length."""
-    means = _means(found)
-    lengths = sorted({read for _, read in means})
-    heads = ("method", *(f"{read / found.trained:.3g}x" for read in lengths))
-    names = list(dict.fromkeys(name for name, _ in means))
+    means = _means(_data(found))
+    names, lengths = (dict.fromkeys(means[column].tolist()) for column in ("method", "read"))
+
+    def rows(column: str, digits: int) -> list[tuple[Value, ...]]:
+        return [(name, *(round(x, digits) for x in means[column][means["method"] == name].tolist())) for name in names]
+
+    heads = ("method", *(f"{length:.3g}x" for length in lengths))
     return Report(
         "needle",
         TOPICS["needle"],
@@ -92,16 +99,8 @@ def _report(found: Found) -> Report:
             " 10 cases. Without -m MODEL, the results are those stored in the package."
         ),
         tables=(
-            Table(
-                "digits that are right, share",
-                heads,
-                [(label(name), *(round(means[name, read][0], 2) for read in lengths)) for name in names],
-            ),
-            Table(
-                "perplexity of the text before that length",
-                heads,
-                [(label(name), *(round(means[name, read][1], 1) for read in lengths)) for name in names],
-            ),
+            Table("digits that are right, share", heads, rows("recall", 2)),
+            Table("perplexity of the text before that length", heads, rows("perplexity", 1)),
         ),
     )
 
@@ -113,20 +112,13 @@ def _data(found: Found) -> Data:
 
 def draw(table: Data, canvas: Canvas) -> None:
     """Perplexity of the text, and recall below it, over the tokens read."""
-    fields = ("method", "read", "at", "nats", "right", "text")
-    answers = tuple(Recall(*row) for row in zip(*(table[name].tolist() for name in fields), strict=True))
-    trained = int(table["trained"][0])
-    means = _means(Found("", trained, answers))
-    rows = columns(
-        ("method", "read", "recall", "perplexity"),
-        [(label(name), read / trained, *pair) for (name, read), pair in means.items()],
-    )
+    means = _means(table)
     upper, lower = canvas.subplots(2, 1)
     for axes, column, title in (
         (upper, "perplexity", "perplexity of the text"),
         (lower, "recall", "digits that are right (share)"),
     ):
-        draw_lines(axes, rows, "read", column, "method", dict.fromkeys(rows["method"].tolist()), markevery=(0, 1))
+        draw_lines(axes, means, "read", column, "method", dict.fromkeys(means["method"].tolist()), markevery=(0, 1))
         axes.axvline(1, color="#999999", linewidth=0.8)
         axes.set_xlabel("tokens read (trained lengths)")
         axes.set_ylabel(title)
