@@ -9,7 +9,7 @@ import torch
 
 from llama.study import measures
 from llama.study.figure import LINES, Data, Figure, draw_lines
-from llama.study.topics import example, order, scale, sqrtd
+from llama.study.topics import example, order, ppl, scale, sqrtd
 from llama.study.topics.base import columns
 
 if TYPE_CHECKING:
@@ -131,43 +131,17 @@ def block_draw(data: Data, canvas: Canvas) -> None:
             axes.text(x + 0.1 + 0.15 * (end[0] > x), y - 0.55, word, style="italic")
 
 
-# ------------------------------------------------------------------------------------------ lesson 7: four methods
+# ------------------------------------------------------------------------------------------ lesson 7: five methods
+def reach_data() -> Data:
+    """The measurement of the lesson; both use the same windows."""
+    return ppl.TOPIC.figure().data(windows=4, length=512, methods=("none", "linear:4", "ntk:4", "ntk:16", "yarn:4"))
+
+
 def divisors_data() -> Data:
-    """The divisors of `clearllama study scale`, without the methods that depend on the length or on a search."""
+    """The divisors of `clearllama study scale`, without the method that depends on the length."""
     data = scale.divisor_data()
-    rows = np.isin(data["method"], ["PI", "NTK-aware", "YaRN", "llama3"])
+    rows = data["method"] != "dynamic"
     return {name: column[rows] for name, column in data.items()}
-
-
-def divisors_draw(data: Data, canvas: Canvas) -> None:
-    scale.divisor_draw(data, canvas)
-    canvas.axes[0].legend(loc="upper left", bbox_to_anchor=(0.0, 0.9))  # below the line of PI
-
-
-# -------------------------------------------------------------------------------------------- lesson 8: dynamic scaling
-def stretch_data() -> Data:
-    """The divisor of the slowest pair by the length of the text, for dynamic NTK with two factors and for YaRN x4."""
-    plain, rows = measures.frequencies(128), []
-    for length in range(256, 8193, 256):
-        for factor in (1.0, 4.0):
-            scaling = {"rope_type": "dynamic", "factor": factor}
-            w = measures.frequencies(128, scaling=scaling, seq_len=length, max_seq_len=2048)
-            rows.append((f"dynamic, factor {factor:g}", length, float(plain[-1] / w[-1])))
-        rows.append(("YaRN, factor 4", length, 4.0))
-        rows.append(("needed: length / 2048", length, max(1.0, length / 2048)))
-    return dict(zip(("method", "length", "divisor"), map(np.array, zip(*rows, strict=True)), strict=True))
-
-
-def stretch_draw(data: Data, canvas: Canvas) -> None:
-    axes = canvas.subplots()
-    for i, method in enumerate(dict.fromkeys(data["method"].tolist())):
-        rows = data["method"] == method
-        axes.plot(data["length"][rows], data["divisor"][rows], label=method, **LINES[i])
-    axes.axvline(2048, color="#999999", linewidth=0.8)
-    axes.text(2000, 2, "trained length ", ha="right")
-    axes.set_xlabel("length of the text (tokens)")
-    axes.set_ylabel("divisor of the lowest frequency")
-    axes.legend(loc="upper left", bbox_to_anchor=(0.27, 1.0))
 
 
 # ------------------------------------------------------------------------------------------------ lesson 8: the bound
@@ -227,22 +201,18 @@ FIGURES = {
             size=(4.2, 4.6),
         ),
         Figure(
-            "divisors",
-            "By how much each method divides the frequency of each pair of LLaMA 1 (D = 128, trained on 2048 tokens),"
-            " for four times the trained length. The shaded pairs meet new angles and need 4, the others need 1. In the"
-            " shaded part YaRN and llama3 lie on the line of PI. NTK-aware reaches 4 only at the last pair.",
-            divisors_data,
-            divisors_draw,
-            size=(5.6, 3.6),
+            "reach",
+            "Perplexity by position. Right of the line: positions that training did not have.",
+            reach_data,
+            ppl.draw,
+            size=(6.4, 3.2),
         ),
         Figure(
-            "stretch",
-            "By how much the lowest frequency of a model trained on 2048 tokens is divided, by the length of the text."
-            " YaRN divides always, dynamic NTK only in long texts. Factor 1 follows what the length needs; factor 4"
-            " divides by far more.",
-            stretch_data,
-            stretch_draw,
-            size=(5.6, 3.4),
+            "divisors",
+            "Divisor of each frequency of LLaMA 1, for four times its length. Shaded: the slow pairs, which need 4.",
+            divisors_data,
+            scale.divisor_draw,
+            size=(5.6, 3.6),
         ),
         Figure(
             "decay",

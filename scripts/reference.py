@@ -52,7 +52,7 @@ GUIDES = {
     "doctor": [],
     "evaluate": ["guides/evaluate.md"],
     "bench": ["evidence/performance.md"],
-    "perplexity": ["guides/extend-context.md", "evidence/perplexity.md"],
+    "perplexity": ["guides/extend-context.md"],
     "study": ["learn/README.md"],
     "trace": ["guides/inside.md", "guides/prompts.md"],
     "steer": ["guides/inside.md"],

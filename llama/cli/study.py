@@ -24,7 +24,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
         "model",
         str,
         "PATH_OR_NAME",
-        "the checkpoint to take the settings from (scale, wavelengths, clock), or the model to run (heads and ppl;"
+        "the checkpoint to take the settings from (scale, clock), or the model to run (heads and ppl;"
         " default: tiny-kjv, which comes with the package)",
     ),
     "text": ("text", Path, "FILE", "a long text (heads and ppl; default: the test text of tiny-kjv)"),
@@ -35,8 +35,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
         lambda text: tuple(text.split(",")),
         "LIST",
         "comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " when the text grows, dynamic uses the frequencies of the new length for the new tokens only, and"
-        " dynamic-whole computes all tokens again with them",
+        " dynamic rotates only the new tokens of a growing text by the frequencies of the new length",
     ),
     "output": ("output", Path, "FILE.csv", "save the results of each window; the next run resumes after the last one"),
     "dtype": ("dtype", str, "TYPE", "auto, float32, bfloat16, float16"),

@@ -127,8 +127,12 @@ def draw_lines(
         rows = data[line] == name
         marks: dict[str, Any] = {}
         if markevery is not None:
-            marks = {"marker": MARKERS[number], "markersize": 4, "markevery": (number * markevery[0], markevery[1])}
-        axes.plot(data[x][rows], data[y][rows], label=name, **marks, **LINES[number])
+            marks = {
+                "marker": MARKERS[number % len(MARKERS)],
+                "markersize": 4,
+                "markevery": (number * markevery[0], markevery[1]),
+            }
+        axes.plot(data[x][rows], data[y][rows], label=name, **marks, **LINES[number % len(LINES)])
 
 
 def image(figure: Figure, data: Data, kind: str, *, caption: bool = True) -> bytes:

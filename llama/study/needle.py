@@ -94,28 +94,25 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
     own = tokenizer.encode(text)
     ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     plain, facts, used = [True] * len(ids), [], 0
-    for i in range(count):
+    for i, place in enumerate(PLACES[:count]):
         upto = i * every + every // 2 - len(ids)
-        ids += own[used : used + upto]
-        plain += [True] * upto
-        used += upto
         number = "".join(draw.choice("0123456789") for _ in range(DIGITS))
-        fact = tokenizer.encode(FACT.format(PLACES[i], number))
+        fact = tokenizer.encode(FACT.format(place, number))
         if len(fact) > every // 2:
             raise UsageError(
                 f"a fact has {len(fact)} tokens, at most {every // 2} fit; use a model that was trained for at least"
                 f" {2 * PER_LENGTH * len(fact)} tokens"
             )
-        facts.append((PLACES[i], number, len(ids), len(ids) + len(fact)))
-        ids += fact
-        plain += [False] * len(fact)
+        ids += own[used : used + upto] + fact
+        plain += [True] * upto + [False] * len(fact)
+        facts.append((place, number, len(ids) - len(fact), len(ids)))
+        used += upto
     rest = length - len(ids)
     if used + rest > len(own):
         raise UsageError(
             f"the text has {len(own)} tokens, but {used + rest} are needed; use a longer --text, or lower --length"
         )
-    ids += own[used : used + rest]
-    return Haystack(torch.tensor(ids), torch.tensor(plain + [True] * rest), tuple(facts))
+    return Haystack(torch.tensor(ids + own[used : used + rest]), torch.tensor(plain + [True] * rest), tuple(facts))
 
 
 def question(tokenizer: Tokenizer, place: str, number: str) -> tuple[list[int], int]:
@@ -152,7 +149,6 @@ def measure(
     length: int | None = None,
     methods: Sequence[str] = METHODS,
     dtype: str | None = None,
-    device: str | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Found:
     """Read a text of `length` tokens under each method, and ask for its facts.
@@ -169,11 +165,11 @@ def measure(
     length = trained * 7 // 4 if length is None else length
     if length < trained // 2:
         raise UsageError(f"--length must be at least half the trained length, {trained // 2}, got {length}")
-    scalings = {method.strip(): scaling_of(method.strip()) for method in methods}
+    scalings = {method: scaling_of(method) for method in map(str.strip, methods)}
     tokenizer = checkpoint.tokenizer()
     hay = haystack(tokenizer, read_text(text).decode(), length, trained // PER_LENGTH)
     asked = [(question(tokenizer, place, number), at, end) for place, number, at, end in hay.facts]
-    torch_device = pick_device(device)
+    torch_device = pick_device(None)
     torch_dtype = pick_dtype(dtype, torch_device)
     room = length + max(len(ids) for (ids, _), *_ in asked)
     answers = []

@@ -24,7 +24,6 @@ from ..engine.runtime import pick_device, pick_dtype
 from ..errors import CheckpointError, UsageError
 from ..hub import resolve
 from ..loader import build
-from ..model import Transformer
 from ..rope_scaling import trained_length
 from ..system.temporary import write_atomically
 from ..tools.evaluate import token_logprobs
@@ -77,12 +76,11 @@ class Measurement:
 
 
 def scaling_of(method: str) -> dict[str, Any]:
-    """The scaling of a method: "none", or KIND:FACTOR as in "yarn:4". A suffix "-whole" of KIND is ignored.
+    """The scaling of a method: "none", or KIND:FACTOR as in "yarn:4".
 
     Raises UsageError on any other form.
     """
     kind, _, factor = method.partition(":")
-    kind = kind.removesuffix("-whole")
     if kind == "none" and not factor:
         return {"rope_type": "default"}
     try:
@@ -90,9 +88,7 @@ def scaling_of(method: str) -> dict[str, Any]:
             return {"rope_type": kind, "factor": float(factor), **(LLAMA3 if kind == "llama3" else {})}
     except ValueError:
         pass
-    raise UsageError(
-        f"method {method!r}: expected none or KIND:FACTOR, as in yarn:4; kinds: {', '.join(STRETCHING)}, dynamic-whole"
-    )
+    raise UsageError(f"method {method!r}: expected none or KIND:FACTOR, as in yarn:4; kinds: {', '.join(STRETCHING)}")
 
 
 def tiny_folder() -> Path:
@@ -172,48 +168,24 @@ def measure(
         mine = [window for name, window in todo if name == method]
         if not mine:
             continue
-        net = build(
-            checkpoint,
-            torch_device,
-            torch_dtype,
-            max_seq_len=length,
-            fast=model != TINY,
-            rope_scaling=scalings[method],
-        )
+        setup: dict[str, Any] = {"max_seq_len": length, "fast": model != TINY, "rope_scaling": scalings[method]}
+        net = build(checkpoint, torch_device, torch_dtype, **setup)
+        # where frequencies depend on the length they must change often, as they do in decoding
+        chunk = max(1 if net.rope.by_length else 256, trained // 8)
         for start in range(0, len(mine), at_once):
             part = mine[start : start + at_once]
 
-            def advance(tokens: int, method: str = method, rows: int = len(part), before: int = finished) -> None:
+            def advance(read: int, _: int, method: str = method, rows: int = len(part), before: int = finished) -> None:
                 if progress is not None:
-                    progress(method, before + tokens * rows, total)
+                    progress(method, before + (read - 1) * rows, total)
 
-            logprobs = _logprobs(net, tokens[part], method, trained, advance)  # (windows of this batch, length)
+            logprobs = token_logprobs(net, tokens[part].to(torch_device), chunk=chunk, progress=advance)
             rows += _rows(method, part, logprobs, trained)
             finished += len(part) * length
             if output is not None:
                 _write(output, setting, rows)
     order = {method: index for index, method in enumerate(methods)}
     return Measurement(setting, tuple(sorted((r for r in rows if r.method in order), key=lambda r: order[r.method])))
-
-
-def _logprobs(net: Transformer, tokens: Tensor, method: str, trained: int, advance: Callable[[int], object]) -> Tensor:
-    """log p of every token except the first, given all tokens before it: (B, length + 1) -> (B, length).
-
-    Where frequencies depend on the length, the text is read in chunks of an eighth of the trained length. So the
-    frequencies change as they do in decoding, and cached keys keep the frequencies of their own chunk. A "-whole"
-    method instead rereads the text for each bucket, from the start to the end of the bucket in one piece, under the
-    frequencies of that end. `advance` is called with the number of completed tokens of each window.
-    """
-    tokens = tokens.to(net.tok_embeddings.weight.device)
-    if not method.partition(":")[0].endswith("-whole"):
-        chunk = max(1, trained // 8) if net.rope.by_length else max(256, trained // 8)
-        return token_logprobs(net, tokens, chunk=chunk, progress=lambda done, total: advance(done - 1))
-    parts, first = [], 0
-    for last in _ends(trained, tokens.shape[1] - 1):
-        parts.append(token_logprobs(net, tokens[:, : last + 1], chunk=last)[:, first:])
-        first = last
-        advance(last)
-    return torch.cat(parts, dim=1)
 
 
 def _ends(trained: int, length: int) -> list[int]:
@@ -263,47 +235,30 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 def _read(path: Path, setting: dict[str, str], ends: Sequence[int]) -> list[Row]:
     """Rows of an earlier run, none if there is no file yet. Raises UsageError if damaged or of another setting."""
-    if not path.parent.is_dir():
-        raise UsageError(f"--output {path}: there is no folder {path.parent}; create it first")
-    if path.is_dir():
-        raise UsageError(f"--output {path} is a folder; expected a file name")
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"--output {path}: expected a file name in an existing folder")
     if not path.exists() or path.stat().st_size == 0:
         return []
     other = "choose another file for --output, or delete this one"
     try:
         with path.open(newline="", encoding="utf-8") as stream:
-            header, *lines = list(csv.reader(stream))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} can't be read as a table ({error}); {other}") from None
-    if tuple(header) != COLUMNS:
-        raise UsageError(f"{path} is not a table of perplexities: its header differs; {other}")
-    found: dict[tuple[str, int], list[Row]] = {}
-    for number, line in enumerate(lines, 2):
-        row = dict(zip(COLUMNS, line, strict=False))
-        if len(line) != len(COLUMNS):
-            raise UsageError(
-                f"{path} is damaged: line {number} has {len(line)} values, expected {len(COLUMNS)}; {other}"
-            )
-        for key, value in setting.items():
-            if row[key] != value:
-                raise UsageError(f"{path} has results with {key} {row[key]}, but this run has {key} {value}; {other}")
-        try:
-            window, first, last = (int(row[name]) for name in ("window", "first", "last"))
-            nats = float(row["nats"])
-        except ValueError:
-            raise UsageError(f"{path} is damaged: line {number} has a value that is not a number; {other}") from None
-        if not 0 <= nats < math.inf or not 0 <= window < int(setting["windows"]):
-            raise UsageError(
-                f"{path} is damaged: line {number} has window {window} and {nats} nats, out of range; {other}"
-            )
-        found.setdefault((row["method"], window), []).append(Row(row["method"], window, first, last, nats))
+            lines = list(csv.DictReader(stream, strict=True))
+        differs = [
+            f"{key} {line[key]}, not {value}" for line in lines for key, value in setting.items() if line[key] != value
+        ]
+        rows = [Row(x["method"], int(x["window"]), int(x["first"]), int(x["last"]), float(x["nats"])) for x in lines]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} is damaged or not a table of perplexities ({error}); {other}") from None
+    if differs:
+        raise UsageError(f"{path} has results with {differs[0]}; {other}")
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for row in rows:
+        found.setdefault((row.method, row.window), []).append((row.first, row.last))
     buckets = list(zip([0, *ends[:-1]], (end - 1 for end in ends), strict=True))
-    for (method, window), rows in found.items():
-        if [(row.first, row.last) for row in rows] != buckets:
-            raise UsageError(
-                f"{path} is damaged: window {window} of {method} must have {len(ends)} buckets in order; {other}"
-            )
-    return [row for rows in found.values() for row in rows]
+    sound = all(0 <= row.nats < math.inf and 0 <= row.window < int(setting["windows"]) for row in rows)
+    if not sound or any(window != buckets for window in found.values()):
+        raise UsageError(f"{path} is damaged: a value is out of range, or a window is incomplete; {other}")
+    return rows
 
 
 def _write(path: Path, setting: dict[str, str], rows: Sequence[Row]) -> None:
