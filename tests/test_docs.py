@@ -250,6 +250,6 @@ def test_the_table_of_schemes_is_that_of_the_command(capsys: pytest.CaptureFixtu
 
 def test_the_table_of_extras_has_those_for_users() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    developers = {"test", "lint", "fuzz", "mutation", "docs"}
+    developers = {"test", "lint", "fuzz", "docs"}
     rows = table("start/install.md", "## Extras")
     assert {row["extra"].strip("`") for row in rows} == project["optional-dependencies"].keys() - developers
