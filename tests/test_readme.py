@@ -61,8 +61,8 @@ def test_its_counts_are_those_of_the_files() -> None:
     assert f"eight files, {lines(*DECODER):,} lines in all, {lines('model')} of them in `model.py`" in README
     claims = re.findall(r"^\| \d{3}-", (ROOT / "docs" / "evidence" / "claims.md").read_text(), re.MULTILINE)
     assert f"**{len(claims)}** claims" in README
-    assert len(list((ROOT / "docs" / "learn").glob("[0-9][0-9]-*.md"))) == 13
-    assert "thirteen lessons" in README
+    assert len(list((ROOT / "docs" / "learn").glob("[0-9][0-9]-*.md"))) == 10
+    assert "ten lessons" in README
 
 
 def test_its_speeds_are_rows_of_the_page_on_performance() -> None:
