@@ -13,7 +13,6 @@ __all__ = [
     "compare_peers",
     "lesson_svg",
     "make_tiny",
-    "readme_pictures",
     "reference",
     "render_lessons",
     "site_hooks",
