@@ -2,7 +2,7 @@
 
 usage: python scripts/readme_pictures.py        (CHROMIUM=path to use that browser)
 
-docs/pictures/rope-page-*.png is the top of the page of `clearllama study --html`, trace-page-*.png that of `trace --html`.
+docs/pictures/rope-page-*.png shows the top of `clearllama study --html`, trace-page-*.png that of `trace --html`.
 """
 
 from __future__ import annotations

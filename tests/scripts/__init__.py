@@ -9,7 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 __all__ = [
     "compare_encodings",
-    "compare_inside",
     "compare_peers",
     "lesson_svg",
     "make_tiny",
