@@ -1,28 +1,25 @@
-"""Write docs/reference/commands/ from the parsers of the command line, and docs/reference/python.md from docstrings.
+"""Write docs/reference/commands.md from the parsers of the command line, and docs/reference/python.md from docstrings.
 
     python scripts/reference.py           write the pages
     python scripts/reference.py --check   write nothing; exit code 1 if a committed page is stale
 
-A docstring becomes Markdown: lines of the form "name  description" become a list, indented lines a code block.
+An option that several commands share stands once, at the end. A docstring becomes Markdown: lines of the
+form "name  description" become a list, indented lines a code block.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import dataclasses
 import inspect
-import itertools
 import os
 import re
 import sys
 import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -30,50 +27,16 @@ import llama
 from llama import cli, errors, loader, study, text
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-COMMANDS = DOCS / "reference" / "commands"
-PYTHON = DOCS / "reference" / "python.md"
+COMMANDS = ROOT / "docs" / "reference" / "commands.md"
+PYTHON = ROOT / "docs" / "reference" / "python.md"
 NOTE = "<!-- Written by scripts/reference.py. Change the {} and run it again. -->\n"
-
-# The guides of a command, below docs/
-GUIDES = {
-    "generate": [
-        *("guides/prompts.md", "guides/batches.md", "guides/structured.md", "guides/long-contexts.md"),
-        *("guides/extend-context.md", "guides/speculative.md"),
-    ],
-    "chat": ["guides/chat.md", "guides/long-contexts.md", "guides/extend-context.md", "guides/speculative.md"],
-    "serve": ["guides/serving.md", "guides/structured.md", "guides/extend-context.md"],
-    "inspect": ["reference/formats.md"],
-    "plan": ["guides/sizing.md", "guides/several-devices.md"],
-    "convert": ["reference/formats.md"],
-    "quantize": ["reference/formats.md", "guides/sizing.md"],
-    "pull": ["reference/formats.md"],
-    "verify": ["reference/formats.md"],
-    "doctor": [],
-    "evaluate": ["guides/evaluate.md"],
-    "bench": ["evidence/performance.md"],
-    "perplexity": ["guides/extend-context.md"],
-    "study": ["learn/README.md"],
-    "trace": ["guides/inside.md", "guides/prompts.md"],
-    "steer": ["guides/inside.md"],
-    "explain": ["learn/explain.md"],
-}
 
 INDEX = """# Commands
 
-`clearllama COMMAND [options]`, or `python -m llama COMMAND [options]`. Each page lists all options of a command, as
-`clearllama COMMAND --help` does. Options can't be abbreviated.
+{note}
+`clearllama COMMAND [options]`, or `python -m llama COMMAND [options]`. `clearllama COMMAND --help` lists all options.
 
-| Command | What it does |
-| --- | --- |
-{table}
-
-Standard output contains the answer only: text, or JSON with `--json`. Messages, progress bars and speed go to standard
-error.
-
-## Global options
-
-{options}
+Standard output contains only the answer: text, or JSON with `--json`. Messages go to standard error.
 
 ## Exit codes
 
@@ -90,29 +53,34 @@ error.
 | Variable | Meaning |
 | --- | --- |
 | `CLEARLLAMA_MODEL` | The model to use without `--model`. |
-| `CLEARLLAMA_CACHE` | The folder for downloaded models and compiled code. Default: the user's cache folder. |
+| `CLEARLLAMA_CACHE` | The folder for downloaded models and compiled code. |
 | `CLEARLLAMA_API_KEY` | The key that clients of `clearllama serve` must send. |
-| `CLEARLLAMA_KERNELS` | The form of the C++ kernels: `auto` (default), `off`, or one of {kernels}. |
-| `HF_HOME`, `HF_HUB_CACHE` | Where the Hugging Face hub's cache is. |
-| `HF_TOKEN` | The access token for the Hugging Face hub. |
-| `HF_HUB_OFFLINE` | `1`: use only what is in the Hugging Face hub's cache. |
+| `CLEARLLAMA_KERNELS` | The form of the C++ kernels: `auto`, `off`, or one of {kernels}. |
+| `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | The hub's cache, access token, and `1` to use only that cache. |
 | `OMP_NUM_THREADS` | The number of CPU threads without `--threads`. |
-| `CUDA_VISIBLE_DEVICES` | The GPUs that a process may use. |
+
+{commands}
+
+# Options of several commands
+
+{options}
 """
 
 API = """# Python API
 
-```python
-import llama
+{note}
+The names on this page are public; others may change. `help(llama.load)` shows types and details, and
+`help(llama.Llama.chat)` a method. `llama.study.SITES` lists the tensors that have a name.
 
-llm = llama.load("smollm2-135m-instruct")
-print(llm.generate("The capital of France is", max_new_tokens=8))
-```
+{entries}
 
-The names on this page are public. Other names may change in any release. Letters in shapes: B batch, T new tokens,
-S cached tokens, H query heads, KV key/value heads, D head_dim, C model dim, V vocabulary.
+## Errors
 
-{contents}
+{about} The subclasses are in `llama.errors`:
+
+| Error | Exit code | Meaning |
+| --- | --- | --- |
+{errors}
 """
 # section -> (prefix of the names, objects)
 SECTIONS: dict[str, tuple[str, list[Any]]] = {
@@ -144,31 +112,21 @@ SECTIONS: dict[str, tuple[str, list[Any]]] = {
 # ------------------------------------------------------------------------------------------------------------- prose
 CODE = re.compile(
     r"`[^`]*`|'clearllama [^']*'|\[?\{[^{}]*\}(?:, \.\.\.\])?|<\|?[\w ]+\|?>|\"[^\"\s]+\""  # quoted, or JSON
-    r"|(?<![\w-])--[a-z][a-z-]*\b|(?<![\w-])-m\b|\b[A-Z]+/[A-Z]+[\w/.]*(?:\[[:@]?[A-Z]+\])*"  # options, ORG/NAME
-    r"|\barXiv:\d+\.\d+|\bdocs/[\w/-]+\.md|(?<![\w.])[\w/]*\.(?:json|py|model|gguf|chk|yaml|pth|bin|png|svg|csv)\b"
+    r"|(?<![\w-])--[a-z][a-z-]*\b|\barXiv:\d+\.\d+|\bdocs/[\w/-]+\.md|(?<![\w.])\w+\.(?:json|model|gguf)\b"
     r"|\b[a-z]+(?:_\w+)*=(?:[\w.+-]*\w|\[\]|\{\}|\"[^\"\s]*\")|\b[a-z]+(?:_[a-z]+)+\b"  # names
-    r"|\b[A-Z]+(?:_[A-Z]+)+\b|\b[A-Z]\w+Error\b"
 )
 
 
-def prose(words: str, page: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A help text or docstring as Markdown: options, files and code marked, pages linked.
-
-    known  names to link, with the anchors of their headings
-    """
+def prose(words: str, page: Path) -> str:
+    """A help text or docstring as Markdown: options, names and files marked, pages linked."""
 
     def code(match: re.Match[str]) -> str:
         word = match[0].strip("`'")
         if word.startswith("arXiv:"):
             return f"[{word}](https://arxiv.org/abs/{word.removeprefix('arXiv:')})"
         if word.startswith("docs/"):
-            return link(ROOT / word, page)
-        if (command := word.removeprefix("clearllama ").split()[:1]) and word.startswith("clearllama "):
-            file = COMMANDS / f"{command[0]}.md"
-            return f"[`{word}`]({relative(file, page)})" if command[0] in GUIDES and file != page else f"`{word}`"
-        if word.endswith(".py") and (file := ROOT / "llama" / word.removeprefix("llama/")).exists():
-            return f"[{file.relative_to(ROOT).as_posix()}]({relative(file, page)})"
-        return f"[`{word}`](#{known[word]})" if word in known else f"`{word}`"
+            return f"[{Path(word).stem}]({Path(os.path.relpath(ROOT / word, page.parent)).as_posix()})"
+        return f"`{word}`"
 
     parts, end = [], 0
     for match in CODE.finditer(words):
@@ -181,64 +139,33 @@ def _escape(words: str) -> str:
     return re.sub(r"([*<\[\]])", r"\\\1", words)
 
 
-def relative(file: Path, page: Path) -> str:
-    """The link to a file from a page."""
-    return Path(os.path.relpath(file, page.parent)).as_posix()
-
-
-def link(file: Path, page: Path) -> str:
-    """A link with the title of a page of docs/."""
-    title = re.search(r"^# (.*)$", file.read_text(), re.MULTILINE)
-    if title is None:
-        raise ValueError(f"{file} has no title: expected a line that begins with '# '")
-    return f"[{title[1]}]({relative(file, page)})"
-
-
 # ---------------------------------------------------------------------------------------------------------- commands
-def command_page(name: str, parser: argparse.ArgumentParser, summary: str) -> str:
-    """The page of one command."""
-    page = COMMANDS / f"{name}.md"
-    needed = [action for action in parser._actions if action.required or not action.option_strings]
-    usage = (parser.usage or " ".join(["%(prog)s [options]", *map(placeholder, needed)])) % {"prog": parser.prog}
-    about = prose(" ".join((parser.description or summary).split()), page)
-    parts = [f"# clearllama {name}\n", NOTE.format("parser"), f"{about}\n", f"```text\n{usage}\n```\n"]
+def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, list[argparse.Action]]]:
+    """Title, description and shown options of each group of a command, without --help."""
     for group in parser._action_groups:
-        if actions := [action for action in group._group_actions if action.help != argparse.SUPPRESS]:
-            title = {"positional arguments": "arguments"}.get(group.title or "", group.title or "")
-            parts.append(f"## {title[:1].upper()}{title[1:]}\n")
-            if words := " ".join((group.description or "").split()):
-                parts.append(f"{prose(words[:1].upper() + words[1:], page).removesuffix('.')}.\n")
-            parts.append("\n".join(option(action, page) for action in actions) + "\n")
-            for exclusive in parser._mutually_exclusive_groups:
-                if exclusive._group_actions and exclusive._group_actions[0] in actions:
-                    names = ", ".join(f"`{action.option_strings[0]}`" for action in exclusive._group_actions)
-                    parts.append(f"Use at most one of {names}.\n")
-    seen = [link(DOCS / guide, page) for guide in GUIDES[name]]
-    exits = f"[exit codes and environment variables]({relative(COMMANDS / 'README.md', page)}#exit-codes)"
-    parts.append(f"See also: {', '.join([*seen, exits])}\n")
-    return "\n".join(parts)
+        shown = [
+            action
+            for action in group._group_actions
+            if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+        ]
+        if shown:
+            words = " ".join((group.description or "").split())
+            yield (group.title or "").capitalize().replace("Rope", "RoPE"), words, shown
 
 
-def placeholder(action: argparse.Action) -> str:
-    """An option with its value, or an argument, as in a usage line."""
-    name = max(action.option_strings, key=len, default="")
-    default = action.dest.upper() if name else action.dest
-    values = "" if action.nargs == 0 else argparse.HelpFormatter("")._format_args(action, default)
-    return " ".join(filter(None, (name, values)))
-
-
-def option(action: argparse.Action, page: Path) -> str:
+def option(action: argparse.Action) -> str:
     """One option or argument as an item of a list."""
     action = copy.copy(action)
     action.help = (action.help or "").replace("%(default)s", "`%(default)s`")
-    about = prose(" ".join(argparse.HelpFormatter("")._expand_help(action).split()), page)
+    about = prose(" ".join(argparse.HelpFormatter("")._expand_help(action).split()), COMMANDS)
     *others, last = sorted(action.option_strings, key=len) or [str(action.metavar or action.dest)]
-    names = [*others, placeholder(action) if action.option_strings else last]
-    return f"- {', '.join(f'`{name}`' for name in names)}<br>{about}"
+    values = argparse.HelpFormatter("")._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
+    names = [*others, f"{last} {values}".strip() if action.option_strings else last]
+    return f"- {', '.join(f'`{name}`' for name in names)}: {about}"
 
 
-def commands() -> Iterator[tuple[Path, str]]:
-    """The pages of all commands, and their index."""
+def commands() -> str:
+    """The page of all commands: each with its own options, then the options of several."""
     from llama.engine.kernels import FORMS
 
     with mock.patch.dict(os.environ):
@@ -246,72 +173,69 @@ def commands() -> Iterator[tuple[Path, str]]:
         parser = cli.build_parser()
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     summaries = {action.dest: action.help or "" for action in subparsers._choices_actions}
-    for name, command in subparsers.choices.items():
-        yield COMMANDS / f"{name}.md", command_page(name, command, summaries[name])
-    page = COMMANDS / "README.md"
-    yield (
-        page,
-        INDEX.format(
-            table="\n".join(f"| [{name}]({name}.md) | {prose(words, page)} |" for name, words in summaries.items()),
-            options="\n".join(option(action, page) for action in parser._actions if action.option_strings),
-            kernels=", ".join(f"`{form}`" for form in FORMS),
-        ).replace("\n\n", f"\n\n{NOTE.format('parser')}\n", 1),
+    choices: dict[str, argparse.ArgumentParser] = dict(subparsers.choices)
+    uses = Counter(option(action) for sub in choices.values() for _, _, found in groups(sub) for action in found)
+    shared: dict[str, dict[str, None]] = {}  # the title of a group -> its description and shared options
+    sections = []
+    for name, command in choices.items():
+        parts = [f"## {name}", prose(" ".join((command.description or summaries[name]).split()), COMMANDS)]
+        also = []
+        for title, description, actions in groups(command):
+            about = (
+                f"{prose(description[:1].upper() + description[1:], COMMANDS).removesuffix('.')}."
+                if description
+                else ""
+            )
+            own = [option(action) for action in actions if uses[option(action)] == 1]
+            common = [option(action) for action in actions if uses[option(action)] > 1]
+            if own and about and not common:
+                parts.append(about)
+            if own:
+                parts.append("\n".join(own))
+            if common:
+                new = [item for item in common if not any(item in items for items in shared.values())]
+                if new and title not in shared:
+                    shared[title] = {f"{about}\n": None} if about else {}
+                if new:
+                    shared[title].update(dict.fromkeys(new))
+                also += [title for title, items in shared.items() if {*common} & {*items} and title not in also]
+        links = ", ".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in also)
+        sections.append("\n\n".join([*parts, f"Also: {links}"] if also else parts))
+    return INDEX.format(
+        note=NOTE.format("parser"),
+        commands="\n\n".join(sections),
+        options="\n\n".join(f"## {title}\n\n" + "\n".join(items) for title, items in shared.items()),
+        kernels=", ".join(f"`{form}`" for form in FORMS),
     )
 
 
 # ------------------------------------------------------------------------------------------------------------ Python
 TABLE = re.compile(r"^(\w+(?:, \w+)*) {2,}(\S.*)$")
+say = partial(prose, page=PYTHON)
 
 
-def docstring(value: Any, known: Mapping[str, str]) -> str:
-    """The docstring of an object as Markdown."""
-    say = partial(prose, page=PYTHON, known=known)
+def docstring(value: Any) -> str:
+    """The first paragraph of an object's docstring as Markdown, and its lists, each item up to its first semicolon."""
 
     def item(line: str) -> str:
         names, about = TABLE.findall(line)[0]
-        return f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {say(about)}"
+        return f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {say(about.split('; ')[0])}"
 
-    blocks = []
-    for block in re.split(r"\n\s*\n", inspect.getdoc(value) or ""):
-        if block.startswith("    "):
-            blocks.append(f"```text\n{inspect.cleandoc(block)}\n```")
-            continue
-        parts: list[str] = []  # paragraphs, and items of a list; an indented line continues an item
-        for line in block.splitlines():
-            starts = not parts or TABLE.match(line) or (TABLE.match(parts[-1]) and not line.startswith(" "))
-            parts = [*parts, line] if starts else [*parts[:-1], f"{parts[-1]} {line.strip()}"]
-        for is_list, group in itertools.groupby(parts, lambda part: TABLE.match(part) is not None):
-            blocks.append("\n".join(item(part) if is_list else say(part) for part in group))
+    first, *others = re.split(r"\n\s*\n", inspect.getdoc(value) or "")
+    blocks = [say(" ".join(first.split()))]
+    for block in others:
+        parts: list[str] = []  # an indented line continues an item
+        for line in [] if block.startswith(" ") else block.splitlines():
+            parts = [*parts[:-1], f"{parts[-1]} {line.strip()}"] if parts and line.startswith(" ") else [*parts, line]
+        if items := [item(part) for part in parts if TABLE.match(part)]:
+            blocks.append("\n".join(items))
     return "\n\n".join(blocks)
 
 
-def annotation(value: Any, names: dict[str, Any]) -> str:
-    """An annotation as it is written, with the package's names for types written out."""
-
-    def alias(match: re.Match[str]) -> str:
-        found = names.get(match[0])
-        if isinstance(found, types.UnionType | types.GenericAlias) or (
-            typing.get_origin(found) is not None and not isinstance(found, type)
-        ):
-            written = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", repr(found))
-            return written if len(written) <= 80 else match[0]
-        return match[0]
-
-    written = getattr(value, "__forward_arg__", value)
-    return re.sub(
-        r"\b[A-Z]\w+\b(?!\.)", alias, written if isinstance(written, str) else inspect.formatannotation(written)
-    )
-
-
 def signature(value: Callable[..., Any], name: str) -> str:
-    """The call of a function or class, on one line or with one line for each parameter."""
-    names = sys.modules[value.__module__].__dict__
-    found = inspect.signature(value)
-    factories = (
-        {f.name: f.default_factory for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
-    )
+    """The call of a function or class: names and defaults, without types."""
     words, keywords = [], False
-    for parameter in found.parameters.values():
+    for parameter in inspect.signature(value).parameters.values():
         if parameter.name in ("self", "cls"):
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not keywords:
@@ -319,64 +243,27 @@ def signature(value: Callable[..., Any], name: str) -> str:
             words.append("*")
         keywords |= parameter.kind is parameter.VAR_POSITIONAL
         star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        word = f"{star}{parameter.name}"
-        if parameter.annotation is not parameter.empty:
-            word += f": {annotation(parameter.annotation, names)}"
-        if parameter.default is not parameter.empty:
-            factory = factories.get(parameter.name, dataclasses.MISSING)
-            shown = "..." if isinstance(parameter.default, types.FunctionType) else repr(parameter.default)
-            word += f" = {shown}" if factory is dataclasses.MISSING else f" = {factory.__name__}()"
-        words.append(word)
-    returns = "" if isinstance(value, type) or found.return_annotation is found.empty else found.return_annotation
-    after = f" -> {annotation(returns, names)}" if returns and returns != "None" else ""
-    if value.__code__.co_filename == contextlib.__file__ if hasattr(value, "__wrapped__") else False:
-        after = after.replace("Iterator", "ContextManager")
-    line = f"{name}({', '.join(words)}){after}"
-    return line if len(line) <= 88 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){after}"
+        constant = isinstance(parameter.default, str | int | float | bool | tuple | None)
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}" if constant else "=..."
+        words.append(f"{star}{parameter.name}{default}")
+    return f"{name}({', '.join(words)})"
 
 
-def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class defines and documents."""
-    for name, member in cls.__dict__.items():
-        if (
-            not name.startswith("_")
-            and member.__doc__
-            and isinstance(member, types.FunctionType | classmethod | staticmethod | property)
-        ):
-            yield name, member
-
-
-def heading(value: Any) -> str:
-    """The heading of an object of the API."""
-    return f"class {value.__name__}" if isinstance(value, type) else value.__name__
-
-
-def slug(title: str) -> str:
-    """The anchor of a heading, on GitHub and on the site."""
-    return re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
-
-
-def entry(value: Any, prefix: str, known: Mapping[str, str]) -> str:
-    """An object of the API with its members."""
+def entry(value: Any, prefix: str) -> str:
+    """An object of the API, with the names of the methods and properties that its class defines and documents."""
     name = value.__name__
     if name not in (*llama.__all__, *study.__all__):
         prefix = "llama.text." if name in text.__all__ else f"{value.__module__}."
     call = f"{prefix}{name}" if inspect.isabstract(value) else signature(value, f"{prefix}{name}")
-    parts = [
-        f"### {heading(value)}\n",
-        f"```python\n{call}\n```\n",
-        f"{docstring(value, known)}\n",
+    kinds = types.FunctionType | classmethod | staticmethod | property
+    members = [
+        f"`{member}{'' if isinstance(found, property) else '()'}`"
+        for member, found in (vars(value).items() if isinstance(value, type) else ())
+        if not member.startswith("_") and found.__doc__ and isinstance(found, kinds)
     ]
-    for member, found in members(value) if isinstance(value, type) else ():
-        parts.append(f"#### {name}.{member}\n")
-        if isinstance(found, property):
-            kind = annotation(found.fget.__annotations__.get("return", "Any"), sys.modules[value.__module__].__dict__)
-            parts.append(f"```python\n{name}.{member}: {kind}\n```\n")
-        else:
-            bound = found.__func__ if isinstance(found, classmethod | staticmethod) else found
-            parts.append(f"```python\n{signature(bound, f'{name}.{member}')}\n```\n")
-        parts.append(f"{docstring(found, known)}\n")
-    return "\n".join(parts)
+    heading = f"class {name}" if isinstance(value, type) else name
+    parts = [f"### {heading}", f"```python\n{call}\n```", docstring(value)]
+    return "\n\n".join([*parts, f"Members: {', '.join(members)}"] if members else parts)
 
 
 def python() -> str:
@@ -384,66 +271,32 @@ def python() -> str:
     names = {value.__name__ for _, values in SECTIONS.values() for value in values}
     if missing := {*llama.__all__, *study.__all__} - names - {"__version__", "LlamaError", "SITES"}:
         raise ValueError(f"SECTIONS lacks {', '.join(sorted(missing))}")
-    classes = [value for _, values in SECTIONS.values() for value in values if isinstance(value, type)]
-    known = {value.__name__: slug(heading(value)) for _, values in SECTIONS.values() for value in values}
-    known |= {
-        f"{cls.__name__}.{member}": slug(f"{cls.__name__}.{member}") for cls in classes for member, _ in members(cls)
-    }
-    subclasses = [cls for cls in errors.LlamaError.__subclasses__() if cls.__module__ == errors.__name__]
-    known |= {cls.__name__: "errors" for cls in subclasses} | {"SITES": "sites"}
-    contents = [
-        f"- [{title}](#{slug(title)}): "
-        + ", ".join(f"[`{value.__name__}`](#{known[value.__name__]})" for value in values)
-        for title, (_, values) in SECTIONS.items()
-    ]
-    parts = [
-        API.format(contents="\n".join([*contents, "- [Errors](#errors)"])).replace(
-            "\n\n", f"\n\n{NOTE.format('docstring')}\n", 1
-        )
-    ]
+    entries = []
     for title, (prefix, values) in SECTIONS.items():
-        parts.append(f"## {title}\n")
-        parts += [entry(value, prefix, known) for value in values]
-        if values[0] is study.activations:
-            sites = [f"| `{site}` | `{found.shape}` |" for site, found in study.SITES.items()]
-            parts.append(
-                "\n".join(["### SITES\n", "The tensors that have a name, in the order of the forward pass:\n"])
-            )
-            parts.append("\n".join(["| Name | Shape |", "| --- | --- |", *sites]) + "\n")
-    parts.append(f"## Errors\n\n### LlamaError\n\n{docstring(errors.LlamaError, known)}\n")
-    parts.append("The subclasses are in `llama.errors`. Most are also an exception of Python:\n")
-    rows = ["| Error | Also a | Exit code | Meaning |", "| --- | --- | --- | --- |"]
-    for cls in subclasses:
-        also = ", ".join(f"`{base.__name__}`" for base in cls.__bases__ if base is not errors.LlamaError)
-        rows.append(f"| `{cls.__name__}` | {also} | {cls.exit_code} | {docstring(cls, known)} |")
-    return "\n".join([*parts, "\n".join(rows)]) + "\n"
+        entries += [f"## {title}", *(entry(value, prefix) for value in values)]
+    subclasses = [cls for cls in errors.LlamaError.__subclasses__() if cls.__module__ == errors.__name__]
+    return API.format(
+        note=NOTE.format("docstring"),
+        entries="\n\n".join(entries),
+        about=docstring(errors.LlamaError),
+        errors="\n".join(f"| `{cls.__name__}` | {cls.exit_code} | {docstring(cls)} |" for cls in subclasses),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- run
-def pages() -> dict[Path, str]:
-    """Every page that this script writes, with its content."""
-    return {**dict(commands()), PYTHON: python()}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a committed page is stale")
     args = parser.parse_args(arguments)
-    found = pages()
+    found = {COMMANDS: commands(), PYTHON: python()}
     stale = [file for file, content in found.items() if not file.exists() or file.read_text() != content]
-    gone = [file for file in COMMANDS.glob("*.md") if file not in found]
-    for file in [*stale, *gone]:
-        print(f"{'stale' if args.check else 'written' if file in found else 'deleted'}: {file.relative_to(ROOT)}")
-        if args.check:
-            continue
-        if file in gone:
-            file.unlink()
-        else:
-            file.parent.mkdir(exist_ok=True)
+    for file in stale:
+        print(f"{'stale' if args.check else 'written'}: {file.relative_to(ROOT)}")
+        if not args.check:
             file.write_text(found[file])
-    if args.check and (stale or gone):
+    if args.check and stale:
         print("run 'python scripts/reference.py' and commit what it writes", file=sys.stderr)
-    return int(args.check and bool(stale or gone))
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

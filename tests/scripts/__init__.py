@@ -12,8 +12,6 @@ __all__ = [
     "compare_peers",
     "lesson_svg",
     "make_tiny",
-    "mutate",
-    "readme_pictures",
     "reference",
     "render_lessons",
     "site_hooks",
