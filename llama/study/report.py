@@ -52,7 +52,7 @@ def table_lines(table: Table) -> list[str]:
     """The lines of a table, with its title: columns of text are aligned left, the others right."""
     cells = [list(table.columns), *([show(value) for value in row] for row in table.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
-    left = [all(isinstance(value, str) for value in column) for column in zip(*table.rows, strict=True)]
+    left = [all(isinstance(row[column], str) for row in table.rows) for column in range(len(widths))]
     return [
         f"  {table.title}",
         *(
