@@ -1,8 +1,8 @@
 """Hooks of mkdocs.yml: pages written for GitHub become pages of the site.
 
 GitHub and the site show the same files. What they do differently is translated here, at build time: links to files
-outside docs/, figures in two palettes, folded solutions, the order of the pages, and the RoPE page, which is built and
-shown inside docs/learn/explore.md.
+outside docs/ become plain text, since the site does not have these files; figures in two palettes, folded answers, the
+order of the pages, and the RoPE page, which is built and shown inside docs/learn/explore.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")  # its text, and the file
 LIST = re.compile(r"^((?![-*+>|#<\s]|\d+\. ).+\n)(?=(?:[-*+]|1\.) )", re.MULTILINE)  # a paragraph directly above a list
 ROW, CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`\n]*`")  # of a table
 
@@ -65,18 +65,16 @@ def ordered(docs: Path, pages: list[str]) -> list[str]:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Translate a page."""
-    return translate(markdown, Path(page.file.abs_src_path), Path(config.docs_dir), config.extra["repository"])
+    return translate(markdown, Path(page.file.abs_src_path), Path(config.docs_dir))
 
 
-def translate(markdown: str, page: Path, docs: Path, repository: str) -> str:
+def translate(markdown: str, page: Path, docs: Path) -> str:
     """A page for GitHub as a page for the site. Code blocks stay as they are."""
 
     def link(match: re.Match[str]) -> str:
         target = _inside(docs, page.parent, match[2])
-        if not target.startswith("../") or not (docs / target).exists():  # mkdocs reports what does not exist
-            return match[0]
-        kind = "tree" if (docs / target).is_dir() else "blob"
-        return f"{match[1]}{repository.rstrip('/')}/{kind}/main/{target.removeprefix('../')}{match[3]}"
+        outside = target.startswith("../") and (docs / target).exists()  # mkdocs reports what does not exist
+        return match[1] if outside else match[0]
 
     def picture(match: re.Match[str]) -> str:
         dark, alt, light = match.groups()
@@ -93,7 +91,7 @@ def translate(markdown: str, page: Path, docs: Path, repository: str) -> str:
 
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
-        parts += [text(markdown[end : fence.start()]), re.sub(r"^( *```\w+) .*", r"\1", fence[0])]
+        parts += [text(markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, text(markdown[end:])])
 

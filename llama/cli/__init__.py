@@ -32,7 +32,7 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
     "evaluate": "score a model on the tasks of lm-evaluation-harness",
     "bench": "measure speed and memory, or the quality loss of quantization",
     "perplexity": "measure how well a model predicts a text",
-    "study": "explain RoPE: claims, numbers and figures",
+    "study": "answer questions about RoPE with numbers and figures",
     "trace": "show what a model computes on a text",
     "steer": "make a control vector from two prompts",
     "explain": "follow one token through one block, step by step",

@@ -12,7 +12,6 @@ from . import arguments, bugs, streams, tables
 
 if TYPE_CHECKING:
     from ..study.figure import Figure
-    from ..study.topics.base import Topic
 
 # Parameters of some topics. option: (keyword argument of the topic's report, type, metavar, help)
 PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         streams.write_json(reports.as_dict(report))
     else:
-        streams.write(reports.text(report, picture=_picture(topic, given)))
+        streams.write(reports.text(report))
         if topic.figures:
             streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
         if args.topic == "bugs":
@@ -133,14 +132,6 @@ def _check_options(topic: str, given: Mapping[str, Any], report: Callable[..., A
         if keyword not in accepted:
             listed = ", ".join(accepted.values()) or "none"
             raise UsageError(f"study {topic} does not accept {options[keyword]}; it accepts: {listed}")
-
-
-def _picture(topic: Topic, given: Mapping[str, Any]) -> list[str]:
-    """The first figure of the topic that can be drawn with characters; [] if there is none."""
-    for figure in topic.figures:
-        if figure.sketch is not None:
-            return figure.sketch(figure.data(**_accepted(figure.data, given)))
-    return []
 
 
 def _write_page(args: argparse.Namespace) -> int:

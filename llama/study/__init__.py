@@ -1,7 +1,7 @@
-"""The study of RoPE and of the decoder: claims, each checked by running the decoder's own code, and the model's inside.
+"""The study of RoPE and of the decoder: questions answered by running the decoder's own code, and the model's inside.
 
-report.py defines the report of a topic and figure.py a figure. topics/ has one file per topic, bugs/ the
-exercises. Only the command line imports this folder.
+report.py defines the report of a topic and figure.py a figure. topics/ has one file per topic, bugs.py the common bugs.
+Only the command line imports this folder.
 
 The public API; each name is imported on first use (docs/guides/inside.md):
 

@@ -65,7 +65,6 @@ class Figure:
     data     computes the table with the library
     draw     draws the table on an empty matplotlib figure; every axis has a label with its unit
     size     inches
-    sketch   draws the table with characters, for a terminal; the first figure of a topic that has one is shown there
     """
 
     name: str
@@ -73,7 +72,6 @@ class Figure:
     data: Callable[..., Data]
     draw: Callable[[Data, Canvas], None]
     size: tuple[float, float] = (7.0, 4.0)
-    sketch: Callable[[Data], list[str]] | None = None
 
     def _repr_png_(self) -> bytes:
         """The picture at the default settings; a notebook displays it when a figure is the last value of a cell."""

@@ -1,7 +1,6 @@
-"""The formulas of the notes and papers in numpy's float64, as an independent reference for the tests.
+"""The formulas of the decoder in numpy's float64, as an independent reference for the tests.
 
-Nothing here imports from `llama`; the library must compute the same numbers. Letters: N positions, D head_dim, d width
-of a table.
+Nothing here imports from `llama`; the library must compute the same numbers. Letters: N positions, D head_dim.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ Array = np.ndarray[Any, Any]
 LAW = settings(max_examples=40, derandomize=True, deadline=None)
 
 seeds = st.integers(0, 2**32 - 1)
-positions = st.integers(0, 8192)
-even_dims = st.sampled_from([2, 4, 6, 8, 16, 64, 128])
-bases = st.sampled_from([100.0, 1e4, 1e5, 5e5, 1e6])
 
 
 def rng(seed: int) -> np.random.Generator:
@@ -58,19 +54,6 @@ def rotated(x: Array, at: Sequence[float] | Array, w: Array) -> Array:
     return np.stack([x[..., n, :] @ rotation(m, w).T for n, m in enumerate(at)], -2)
 
 
-def sinusoid(t: float, d: int, base: float = 1e4) -> Array:
-    """One row of the table of sinusoids: (d,)."""
-    row = np.empty(d)
-    for i in range(d // 2):
-        row[2 * i], row[2 * i + 1] = math.sin(t / base ** (2 * i / d)), math.cos(t / base ** (2 * i / d))
-    return row
-
-
-def table(length: int, d: int, base: float = 1e4) -> Array:
-    """The first rows of the table of sinusoids: (N, d)."""
-    return np.stack([sinusoid(t, d, base) for t in range(length)])
-
-
 def softmax(x: Array) -> Array:
     """Softmax over the last axis."""
     e = np.exp(x - x.max(-1, keepdims=True))
@@ -86,12 +69,6 @@ def attention(q: Array, k: Array, v: Array, visible: Callable[[int, int], bool] 
         for weight, n in zip(weights, keys, strict=True):
             out[m] += weight * v[n]
     return out
-
-
-def linear_residual(points: Array, images: Array) -> float:
-    """Largest error of the best linear map from points (N, d) to images (N, e)."""
-    matrix, *_ = np.linalg.lstsq(points, images, rcond=None)
-    return float(np.abs(points @ matrix - images).max())
 
 
 def functions_of(path: Path, *names: str) -> dict[str, Callable[..., Any]]:

@@ -10,19 +10,8 @@ from llama.study import figure
 
 from .by_hand import Array
 
-# Columns whose numbers a figure shows as places, signs or texts instead.
-NOT_DRAWN = {
-    "binary": {"number", "digit", "period"},
-    "clock": {"period", "times", "angle", "step"},
-    "example": {"real", "imaginary"},
-    "rotation2d": {"token", "pair", "angle"},
-    "heatmap": {"position", "column"},
-    "hands": {"pair", "position", "speed"},
-    "order": {"sentence", "m", "n"},
-    "toeplitz": {"m", "n"},
-    "jacobian": {"i", "j"},
-    "seen_arc": {"pair", "trained"},
-}
+# figure -> columns whose numbers it shows as places, signs or texts instead
+NOT_DRAWN: dict[str, set[str]] = {}
 
 
 def draw(drawn: figure.Figure) -> Canvas:
