@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llama.study import measures
-from llama.study.figure import LINES, Data, Figure, draw_lines
+from llama.study.figure import Data, Figure, draw_lines
 from llama.study.topics import example, order, ppl, scale, sqrtd
 from llama.study.topics.base import columns
 
