@@ -311,7 +311,10 @@ class Llama:
         sampling, ids = dict(options), token_ids(prompt)
         stops = _check_stops(sampling.pop("stop", None))
         continues = checks.boolean("continues", sampling.pop("continues", True))
-        stop_ids = token_ids(sampling.pop("stop_token_ids", None) or ())
+        stop_ids = sampling.pop("stop_token_ids", None) or ()
+        if not isinstance(stop_ids, Sequence) or isinstance(stop_ids, str):
+            raise UsageError(f"stop_token_ids must be a list of token ids, got {checks.shown(stop_ids)}")
+        stop_ids = [checks.integer("an id of stop_token_ids", id, 0) for id in stop_ids]
         begin = partial(Answer, self.tokenizer, ids, stops, stop_ids, continues=continues)
         top = checks.integer("top_logprobs", sampling.pop("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
         logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0

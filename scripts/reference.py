@@ -258,7 +258,7 @@ def entry(value: Any, prefix: str) -> str:
     kinds = types.FunctionType | classmethod | staticmethod | property
     members = [
         f"`{member}{'' if isinstance(found, property) else '()'}`"
-        for member, found in (vars(value).items() if isinstance(value, type) else ())
+        for member, found in (value.__dict__.items() if isinstance(value, type) else ())
         if not member.startswith("_") and found.__doc__ and isinstance(found, kinds)
     ]
     heading = f"class {name}" if isinstance(value, type) else name

@@ -335,7 +335,7 @@ def test_variables_of_a_template_are_text_of_a_user() -> None:
     assert ids.count(stop) == 1
     assert stop not in encode_chat(tokenizer, template, messages)
     for name in ("messages", "eos_token", "cut", "strftime_now", "no name"):
-        with pytest.raises(UsageError, match="can't be a variable"):
+        with pytest.raises(UsageError, match="is no name"):
             encode_chat(tokenizer, template, messages, variables={name: 1})
 
 

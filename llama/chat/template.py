@@ -140,7 +140,9 @@ def _rendered(
     values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
     values |= {"add_generation_prompt": add_generation_prompt, "cut": cut, "strftime_now": None}
     if wrong := [key for key in variables or () if not key.isidentifier() or key in values]:
-        raise UsageError(f"{wrong[0]!r:.80} can't be a variable of a chat template, or has its value already")
+        raise UsageError(
+            f"chat_template_kwargs (--template-option): {wrong[0]!r:.80} is no name, or the template sets it itself"
+        )
     # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
     characters = {*"".join(tokenizer.control)}
     stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..chat import encode_chat
 from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
 from . import answers, arguments, loading, ranks, streams, turns
 
@@ -255,7 +256,12 @@ class Chat:
         if self.session.messages == system:  # some templates need a question
             self.restart(system)
         else:
-            self.session.reuse(self.llm.model, self.llm.encode_chat(self.session.messages), self.llm.tokenizer)
+            llm = self.llm  # llm.encode_chat would leave the last answer open
+            variables = llm.template_options
+            ids = encode_chat(
+                llm.tokenizer, llm.chat_template, self.session.messages, format=llm.chat_format, variables=variables
+            )
+            self.session.reuse(llm.model, ids, llm.tokenizer)
             self.session.give_back(self.session.tokens, nonfinite=False)
         return "removed the last question and its answer"
 

@@ -226,8 +226,8 @@ def trace(
     with torch.inference_mode():
         if intervention:
             with (against or Intervention()).on(model):
-                told = intervention.descriptions(), against.descriptions() if against else []
-                change = Change(model(tokens)[0], *told)
+                described = intervention.descriptions(), against.descriptions() if against else []
+                change = Change(model(tokens)[0], *described)
         with (intervention or Intervention()).on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)

@@ -251,7 +251,7 @@ def test_fields_that_other_servers_have(client: openai.OpenAI, tiny_llm: Llama) 
         )
         expected = tiny_llm.chat(messages, max_new_tokens=8, temperature=0, **options)
         assert found.choices[0].message.content == expected.text
-    with pytest.raises(openai.BadRequestError, match="can't be a variable of a chat template"):
+    with pytest.raises(openai.BadRequestError, match="is no name"):
         client.chat.completions.create(
             model="tiny", messages=MESSAGES, extra_body={"chat_template_kwargs": {"messages": []}}
         )
