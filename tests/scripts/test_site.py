@@ -1,90 +1,18 @@
-"""The documentation as a site and the generated reference: what stays fresh, complete and readable in both forms."""
+"""The documentation as a site: what GitHub and the site show differently is translated."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
-import pytest
-
-import llama
-from llama import cli, study
-
-from . import reference, site_hooks
+from . import site_hooks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = reference.pages()
-
-
-@pytest.fixture(autouse=True)
-def _default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CLEARLLAMA_MODEL", raising=False)  # a default in the help texts
 
 
 def read(file: Path) -> str:
     return file.read_text()
-
-
-# --------------------------------------------------------------------------------------------------------- reference
-def test_the_reference_is_fresh() -> None:
-    stale = [file.name for file, content in PAGES.items() if not file.exists() or read(file) != content]
-    assert not stale, f"run 'python scripts/reference.py': {stale}"
-    assert {*reference.COMMANDS.iterdir()} <= {*PAGES}, "a page of a command that does not exist"
-
-
-def test_a_changed_option_makes_its_page_stale() -> None:
-    parser = argparse.ArgumentParser(prog="clearllama doctor", description="Check.")
-    parser.add_argument("--deep", metavar="N", default=3, help="how deep (default: %(default)s)")
-    page = reference.command_page("doctor", parser, "")
-    assert page != PAGES[reference.COMMANDS / "doctor.md"]
-    assert "- `--deep N`<br>how deep (default: `3`)" in page
-
-
-def test_each_option_of_each_command_has_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the help texts of argparse, whose lines are joined."""
-    monkeypatch.setenv("COLUMNS", "10000")
-    parser = cli.build_parser()
-    (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in commands.items():
-        items = re.findall(r"^- (.*?)<br>", read(reference.COMMANDS / f"{name}.md"), re.MULTILINE)
-        documented = {word for item in items for word in re.findall(r"(?<=`)--?[a-z][a-z-]*", item)}
-        listed = re.findall(r"^  (-.*?)(?:  |$)", command.format_help(), re.MULTILINE)
-        assert documented == {word for line in listed for word in re.findall(r"(?:^|, )(--?[a-z][a-z-]*)", line)}, name
-
-
-def test_no_sentence_of_a_help_text_is_lost() -> None:
-    """The words of a page, without marks and links, contain those of the help text."""
-
-    def words(text: str) -> str:
-        text = re.sub(r"\]\([^)]*\)", "", text.replace("\\", ""))
-        return re.sub(r"[^a-z0-9]", "", text.lower())
-
-    parser = cli.build_parser()
-    (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in commands.items():
-        page = words(read(reference.COMMANDS / f"{name}.md"))
-        for action in (action for action in command._actions if action.help != argparse.SUPPRESS):
-            text = argparse.HelpFormatter("")._expand_help(action)
-            for part in re.split(r"docs/\S+\.md", text):  # a link with the title of the page
-                assert words(part) in page, f"{name}: {action.option_strings}"
-
-
-def test_each_public_name_has_a_heading_and_each_link_an_anchor() -> None:
-    page = read(reference.PYTHON)
-    headings = re.findall(r"^#{2,4} (.*)$", page, re.MULTILINE)
-    assert {*llama.__all__, *study.__all__} - {"__version__"} <= {title.removeprefix("class ") for title in headings}
-    assert len(headings) == len(set(map(str.lower, headings))), "two headings with the same anchor"
-    anchors = {reference.slug(title) for title in headings}
-    assert {*re.findall(r"\]\(#([^)]*)\)", page)} <= anchors
-
-
-def test_variables_of_the_environment_are_documented() -> None:
-    internal = {"CLEARLLAMA_PARENT", "CLEARLLAMA_STORE", "CLEARLLAMA_"}
-    named = {name for file in (ROOT / "llama").rglob("*.py") for name in re.findall(r'"(CLEARLLAMA_\w*)"', read(file))}
-    documented = {*re.findall(r"^\| `(CLEARLLAMA_\w+)`", read(reference.COMMANDS / "README.md"), re.MULTILINE)}
-    assert named - internal == documented
 
 
 # -------------------------------------------------------------------------------------------------------------- site
