@@ -262,7 +262,7 @@ def entry(value: Any, prefix: str) -> str:
         if not member.startswith("_") and found.__doc__ and isinstance(found, kinds)
     ]
     heading = f"class {name}" if isinstance(value, type) else name
-    parts = [f"### {heading}", f"```python\n{call}\n```", docstring(value)]
+    parts = [f"### {heading}", f"```text\n{call}\n```", docstring(value)]
     return "\n\n".join([*parts, f"Members: {', '.join(members)}"] if members else parts)
 
 

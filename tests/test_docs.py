@@ -63,6 +63,13 @@ def test_the_reference_is_that_of_the_parsers_and_docstrings(capsys: pytest.Capt
     assert reference.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_variables_of_the_environment_are_documented() -> None:
+    sources = [file.read_text() for file in (ROOT / "llama").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r'"(CLEARLLAMA_[A-Z]\w*)"', text)}
+    documented = {*re.findall(r"^\| `(CLEARLLAMA_\w+)`", (DOCS / "reference/commands.md").read_text(), re.MULTILINE)}
+    assert named - {"CLEARLLAMA_PARENT", "CLEARLLAMA_STORE"} == documented
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     for target in links(page):
@@ -219,10 +226,6 @@ def test_the_python_of_a_page_runs_and_prints_what_is_shown(
         printed = capsys.readouterr().out
         assert not shown or printed.replace("torch.float32, 4/8-bit", "torch.bfloat16, 4/8-bit") == shown
     assert names.keys() - {"__name__", "__builtins__"}  # else the pattern found no code
-
-
-def test_only_pages_that_exist_are_not_run() -> None:
-    assert set(NOT_RUN) <= set(WITH_PYTHON)
 
 
 # ----------------------------------------------------------------------------------------------------------- tables

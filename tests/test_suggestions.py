@@ -21,9 +21,6 @@ def error_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("generate hi --top_p 0.9", "unrecognized arguments: --top_p 0.9; did you mean --top-p?"),
         ("generate hi --max-tokens 5", "did you mean --max-new-tokens?"),
-        ("generate hi --temperatur=1", "did you mean --temperature?"),
-        ("inspect --contxt 5", "did you mean --context?"),
-        ("inspect --device", "unrecognized arguments: --device (see"),
         ("generate hello there", "unrecognized arguments: there; a prompt of several words needs quotes"),
         ("chat Hello", "unrecognized arguments: Hello (see clearllama chat --help)"),
         ("plan -m x --gpus H100 --gpus-per-host 4", "; plan divides the bytes evenly"),

@@ -28,7 +28,10 @@ def read(file: Path) -> str:
 # --------------------------------------------------------------------------------------------------------- reference
 def test_each_public_name_is_in_the_reference() -> None:
     page = read(reference.PYTHON)
-    assert {name for name in (*llama.__all__, *study.__all__) if not re.search(rf"\b{name}\b", page)} <= {"__version__", "LlamaError"}
+    assert {name for name in (*llama.__all__, *study.__all__) if not re.search(rf"\b{name}\b", page)} <= {
+        "__version__",
+        "LlamaError",
+    }
 
 
 def test_variables_of_the_environment_are_documented() -> None:
