@@ -33,6 +33,7 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 BATCH_SIZE = 16  # answers in progress at once
 
 GRAMMARS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # option -> kind (structured.KINDS)
+ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")  # options that decide when an answer ends
 ALONE = ("draft", "draft_tokens", "session")  # options that run one answer after the other
 MOST_ANSWERS = 1024  # to one prompt
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded

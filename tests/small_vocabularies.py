@@ -36,23 +36,6 @@ def tokenizer_json() -> bytes:
     ).encode()  # fmt: skip
 
 
-def unigram_json() -> bytes:
-    """Return a Unigram file with byte fallback and a normalizer, as converted from SentencePiece."""
-    vocab = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([f"<0x{i:02X}>", 0.0] for i in range(256))]
-    vocab += [[piece, -float(i)] for i, piece in enumerate(("▁the", "▁", "e", "t", "h", "▁dog"))]
-    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    return json.dumps(
-        {
-            "version": "1.0", "added_tokens": [{"id": 1, "content": "<s>", **SPECIAL}],
-            "normalizer": {"type": "Sequence", "normalizers": [
-                {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
-            "pre_tokenizer": None, "post_processor": None,
-            "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-            "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": True, "vocab": vocab},
-        }
-    ).encode()  # fmt: skip
-
-
 def pieces() -> dict[str, Any]:
     """Return GGUF metadata of a SentencePiece vocabulary."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "t", "h", "e", "th", "the", "▁the"]

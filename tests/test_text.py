@@ -141,13 +141,15 @@ def test_an_answer_has_at_least_min_tokens_and_ends_at_its_own_stop_ids(
     free = tiny_llm.generate("hello", max_new_tokens=12, ignore_eos=True, **options)
     assert len(free.tokens) == 12
     assert not tiny_llm.tokenizer.stop_ids & {*free.tokens}
-    last = free.tokens[4]
-    first = free.tokens.index(last)
+    first = max(map(free.tokens.index, free.tokens[:8]))
+    last = free.tokens[first]
     stopped = tiny_llm.generate("hello", max_new_tokens=12, ignore_eos=True, **options, stop_token_ids=[10**6])
     assert stopped.tokens == free.tokens
     ended = tiny_llm.generate("hello", max_new_tokens=12, stop_token_ids=[last], **options)
     assert ended.tokens == free.tokens[:first]
     assert ended.finish_reason == "stop"
+    again = tiny_llm.generate("hello", max_new_tokens=12, stop_token_ids=[last], min_tokens=first, **options)
+    assert again.tokens == ended.tokens
     longer = tiny_llm.generate("hello", max_new_tokens=12, stop_token_ids=[last], min_tokens=first + 2, **options)
     assert longer.tokens[:first] == free.tokens[:first]
     assert len(longer.tokens) >= first + 2

@@ -22,12 +22,11 @@ from ..errors import LlamaError, UsageError
 from ..generation.answer import Prompt
 from ..sampling import SamplingParams
 from ..system.documents import parse_json
-from ..text import BATCH_SIZE, GRAMMARS, Llama
+from ..text import BATCH_SIZE, ENDS, GRAMMARS, Llama
 from . import answers, arguments, loading, ranks, streams
 from .output import Id, Output, record_of
 
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
-ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING, *ENDS, *GRAMMARS)
 NOT_WITH_PROMPTS = (
     *("text", "prompt", "file", "suffix", "parse_special", "json"),

@@ -19,7 +19,7 @@ from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
 from ..system.documents import parse_json
-from ..text import LONGEST_TOKEN, Llama
+from ..text import ENDS, LONGEST_TOKEN, Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
@@ -28,7 +28,6 @@ DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
 SHARED = ("model", "max_tokens", "n", "seed", *ENDS, "stream", "stream_options", "logit_bias", "logprobs")
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
         "chat_template_kwargs")  # fmt: skip

@@ -103,14 +103,6 @@ def cuts(data: bytes, header: int, every: int = 1) -> Iterator[tuple[str, bytes]
         yield f"cut at {end}", data[:end]
 
 
-def flips(data: bytes, header: int, every: int = 1) -> Iterator[tuple[str, bytes]]:
-    """The file with one bit of its header flipped, for every `every`-th bit."""
-    for bit in range(0, 8 * header, every):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
-        yield f"bit {bit % 8} of byte {bit // 8}", bytes(changed)
-
-
 def integers(data: bytes, at: int, width: int) -> Iterator[tuple[str, bytes]]:
     """The file with the little-endian integer of `width` bytes at `at` replaced by each of INTEGERS."""
     there = int.from_bytes(data[at : at + width], "little")
