@@ -227,7 +227,8 @@ def test_a_full_queue_is_429_with_retry_after(tiny_llm: Llama) -> None:
     slow = tiny_llm.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.01))
     with running(tiny_llm, slots=1, waiting=2) as server:
         client = server.client()
-        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=200, stream=True)
+        endless: Any = {"ignore_eos": True}
+        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=200, stream=True, extra_body=endless)
         next(iter(stream))
         waiting = client.completions.create(model="tiny", prompt="abc", n=2, stream=True)
         with pytest.raises(openai.RateLimitError) as refused:
