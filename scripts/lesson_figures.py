@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from llama.study import measures
-from llama.study.figure import Data, Figure, draw_lines
+from llama.study.figure import Data, Figure, columns, draw_lines
 from llama.study.topics import example, order, ppl, scale, sqrtd
-from llama.study.topics.base import columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

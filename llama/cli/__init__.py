@@ -48,6 +48,7 @@ REMOVED = {
     ),
     ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
     ("study", "--checks"): "the tests of the repository check the numbers of a topic",
+    ("study", "--output"): "--figure FILE.csv writes the results of a topic",
     ("study", "--seed"): "the quiz asks in one order",
     ("bench", "--profile"): "run llama.generate under torch.profiler",
     ("convert", "--modelfile"): "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",

@@ -23,10 +23,10 @@ PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
         "model",
         str,
         "PATH_OR_NAME",
-        "the checkpoint to take the settings from (scale, clock), or the model to run (heads and ppl;"
-        " default: tiny-kjv, which comes with the package)",
+        "the checkpoint to take the settings from (scale), or the model to run (default: tiny-kjv, which comes with the"
+        " package)",
     ),
-    "text": ("text", Path, "FILE", "a long text (heads and ppl; default: the test text of tiny-kjv)"),
+    "text": ("text", Path, "FILE", "a long text (default: the test text of tiny-kjv)"),
     "length": ("length", int, "N", "tokens per window (default: 8 times the trained length)"),
     "windows": ("windows", int, "N", "number of windows (default: 6)"),
     "methods": (
@@ -36,7 +36,6 @@ PARAMETERS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
         "comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
         " dynamic rotates only the new tokens of a growing text by the frequencies of the new length",
     ),
-    "output": ("output", Path, "FILE.csv", "save the results of each window; the next run resumes after the last one"),
     "dtype": ("dtype", str, "TYPE", "auto, float32, bfloat16, float16"),
 }
 
@@ -50,7 +49,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; clearllama study lists them")
     parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw a figure (.png or .svg) or write its data (.csv or .json)"
+        "--figure", type=Path, metavar="FILE", help="draw a figure (.png or .svg) or write its data (.csv)"
     )
     parser.add_argument("--which", metavar="NAME", help="the figure of the topic to draw (default: the first)")
     parser.add_argument(
@@ -97,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         figure = topic.figure(args.which)
     if args.figure is not None:
         figures.check(args.figure)
+        streams.check_file("--figure", args.figure)
     if args.quiz or args.bug is not None:
         return bugs.run(args)
     with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
@@ -107,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
         if args.figure is not None:
             _draw(args, figure, args.figure, given)
     if args.json:
-        streams.write_json(reports.as_dict(report))
+        streams.write_json(reports.as_dict(args.topic, topics.TOPICS[args.topic], report))
     else:
-        streams.write(reports.text(report))
+        streams.write(reports.text(args.topic, topics.TOPICS[args.topic], report))
         if topic.figures:
             streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
         if args.topic == "bugs":
@@ -139,6 +139,7 @@ def _write_page(args: argparse.Namespace) -> int:
 
     if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *PARAMETERS)):
         raise UsageError("--html writes a page with its own controls: leave TOPIC and all other options out")
+    streams.check_file("--html", args.html)
     size = page.write(args.html)
     streams.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
     return 0

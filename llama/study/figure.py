@@ -8,13 +8,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
-import json
-import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -22,9 +20,11 @@ from ..errors import UsageError
 from ..system.temporary import write_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+    import matplotlib.axes
+    import matplotlib.figure
 
+Axes: TypeAlias = "matplotlib.axes.Axes"
+Canvas: TypeAlias = "matplotlib.figure.Figure"
 Data = Mapping[str, np.ndarray]  # column -> (rows,) numbers or strings
 
 # Line styles that differ in their dashes as well as in colour, so that a black-and-white print is readable.
@@ -41,7 +41,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
-FORMATS = (".png", ".svg", ".csv", ".json")
+FORMATS = (".png", ".svg", ".csv")
 
 STYLE: Any = {
     "figure.dpi": 100,
@@ -79,16 +79,10 @@ class Figure:
 
 
 def check(file: Path) -> None:
-    """Raise UsageError unless a figure can be written to this file."""
+    """Raise UsageError unless a figure can be written in the format that the name of the file asks for."""
     if file.suffix.lower() not in FORMATS:
         raise UsageError(f"{file}: expected a file name ending in {', '.join(FORMATS)}")
-    if not file.parent.is_dir():
-        raise UsageError(f"{file}: there is no folder {file.parent}; create it first")
-    if file.is_dir():
-        raise UsageError(f"{file} is a folder; expected a file name")
-    if not os.access(file.parent, os.W_OK):
-        raise UsageError(f"{file}: no permission to write to the folder {file.parent}; choose another folder")
-    if file.suffix.lower() in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
+    if file.suffix.lower() != ".csv" and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]';"
             " --figure FILE.csv writes the numbers without matplotlib"
@@ -96,22 +90,26 @@ def check(file: Path) -> None:
 
 
 def save(figure: Figure, file: Path, **options: Any) -> None:
-    """Write a figure as .png or .svg, or its data as .csv or .json; an existing file is replaced in one rename."""
+    """Write a figure as .png or .svg, or its data as .csv; an existing file is replaced in one rename."""
     check(file)
-    data = figure.data(**options)
-    if len({len(column) for column in data.values()}) != 1:
-        raise ValueError(f"figure {figure.name}: columns of different length")
-    kind = file.suffix.lower().removeprefix(".")
+    data, kind = figure.data(**options), file.suffix.lower().removeprefix(".")
     if kind == "csv":
-        content = _csv(data).encode()
-    elif kind == "json":
-        content = _json(figure, data).encode()
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(data)
+        writer.writerows(zip(*(column.tolist() for column in data.values()), strict=True))
+        content = text.getvalue().encode()
     else:
         content = image(figure, data, kind)
     try:
         write_atomically(file, content)
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}") from None
+
+
+def columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Data:
+    """The data of a figure, from its rows."""
+    return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def draw_lines(
@@ -122,44 +120,23 @@ def draw_lines(
     markevery  (n, k) marks every k-th point, and starts n points later on each further line; None marks none
     """
     for number, name in enumerate(names):
-        rows = data[line] == name
-        marks: dict[str, Any] = {}
+        rows, style = data[line] == name, dict(LINES[number % len(LINES)])
         if markevery is not None:
-            marks = {
-                "marker": MARKERS[number % len(MARKERS)],
-                "markersize": 4,
-                "markevery": (number * markevery[0], markevery[1]),
-            }
-        axes.plot(data[x][rows], data[y][rows], label=name, **marks, **LINES[number % len(LINES)])
+            first, every = markevery
+            style |= {"marker": MARKERS[number], "markersize": 4, "markevery": (number * first, every)}
+        axes.plot(data[x][rows], data[y][rows], label=name, **style)
 
 
 def image(figure: Figure, data: Data, kind: str, *, caption: bool = True) -> bytes:
     """The content of an image file of kind "png" or "svg", with or without the caption below the picture."""
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
+    import matplotlib.figure
 
     with matplotlib.rc_context(STYLE):
-        canvas = Canvas(figsize=figure.size, layout="constrained")
+        canvas = matplotlib.figure.Figure(figsize=figure.size, layout="constrained")
         figure.draw(data, canvas)
         if caption:
-            canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
+            words = "\n".join(textwrap.wrap(figure.caption, int(figure.size[0] * 15.5)))
+            canvas.supxlabel(words, fontsize=8, x=0.02, ha="left")
         file = io.BytesIO()
         canvas.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return file.getvalue()
-
-
-def _wrapped(text: str, inches: float) -> str:
-    return "\n".join(textwrap.wrap(text, int(inches * 15.5)))
-
-
-def _csv(data: Data) -> str:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(data)
-    writer.writerows(zip(*(column.tolist() for column in data.values()), strict=True))
-    return text.getvalue()
-
-
-def _json(figure: Figure, data: Data) -> str:
-    columns = {name: column.tolist() for name, column in data.items()}
-    return json.dumps({"name": figure.name, "caption": figure.caption, "data": columns}) + "\n"

@@ -16,6 +16,9 @@ from torch import Tensor
 from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
 
+# Parameters of the llama3 scaling in Llama 3.1's files, in addition to the factor.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 
 def frequencies(
     dim: int,
@@ -29,9 +32,18 @@ def frequencies(
     return inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=max_seq_len)[0].double()
 
 
+def stretching(kind: str, factor: float) -> dict[str, Any]:
+    """The scaling of a kind that multiplies the context by a factor, as a model's file has it."""
+    return {"rope_type": kind, "factor": factor, **(LLAMA3 if kind == "llama3" else {})}
+
+
 def turn(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     """Rotate vectors x (.., N, D) to positions (N,): `apply_rotary_emb` in float64, as a reference for float32."""
-    angles = positions.double()[:, None] * inv_freq.double()  # (N, D/2)
+    return rotated(x, positions.double()[:, None] * inv_freq.double())
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the pairs of vectors x (.., N, D) by angles (N, D/2) in float64."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())  # (.., N, D/2)
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)  # (.., N, D)
 
@@ -74,6 +86,14 @@ def sinusoids(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
         raise UsageError(f"the width of a sinusoidal table must be even and at least 2, got {dim}")
     angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (N, d/2)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (N, d)
+
+
+def rotation_matrix(angles: Tensor) -> Tensor:
+    """The rotation as a matrix (arXiv:2104.09864, equation 15), from the angles (D/2,) of a position: (D, D).
+
+    Block-diagonal: pair i is rotated by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
+    """
+    return rotated(torch.eye(2 * len(angles)), angles).T  # column by column: the rotated unit vectors
 
 
 def diagonal_spread(scores: Tensor) -> float:

@@ -147,7 +147,7 @@ def measure(
     model: str,
     text: Path | None = None,
     length: int | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     dtype: str | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Found:
@@ -165,7 +165,7 @@ def measure(
     length = trained * 7 // 4 if length is None else length
     if length < trained // 2:
         raise UsageError(f"--length must be at least half the trained length, {trained // 2}, got {length}")
-    scalings = {method: scaling_of(method) for method in map(str.strip, methods)}
+    scalings = {method: scaling_of(method) for method in map(str.strip, methods or METHODS)}
     tokenizer = checkpoint.tokenizer()
     hay = haystack(tokenizer, read_text(text).decode(), length, trained // PER_LENGTH)
     asked = [(question(tokenizer, place, number), at, end) for place, number, at, end in hay.facts]

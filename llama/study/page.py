@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
 from ..system.temporary import write_atomically
-from .stretch import LLAMA3
+from .measures import stretching
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 # settings of the page's self-check: head_dim, base, trained length, stretch; the first three are Llama 1 to 3.1
@@ -36,20 +35,9 @@ WIDEST = 256  # entries of the page's fixed query and key; a smaller head uses t
 
 
 def write(path: Path) -> int:
-    """Write the page to `path`; an existing file is replaced in one step. Returns its size in bytes.
-
-    Raises UsageError if the folder is missing or `path` is not a file, OSError if it can't be written.
-    """
-    target = path.resolve()  # a link stays a link
-    if target.exists() and not target.is_file():
-        raise UsageError(f"{path} is not a file; expected a file name, for example rope.html")
-    if not target.parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {target.parent}; create it first")
+    """Write the page to `path`; an existing file is replaced in one step. Returns its size in bytes."""
     page = html().encode()
-    try:
-        write_atomically(target, page)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    write_atomically(path.resolve(), page)  # a link stays a link
     return len(page)
 
 
@@ -73,15 +61,10 @@ def part(name: str) -> str:
 
 def scaling_of(method: str, stretch: float, trained: int) -> dict[str, Any] | None:
     """The scaling of a method of the page. dynamic has factor 1, so that it stretches by exactly length / trained."""
-    original = {"original_max_position_embeddings": trained}
-    scaling: dict[str, dict[str, Any]] = {
-        "linear": {"factor": stretch},
-        "ntk": {"factor": stretch},
-        "dynamic": {"factor": 1.0},
-        "yarn": {"factor": stretch, **original},
-        "llama3": {"factor": stretch, **LLAMA3, **original},
-    }
-    return {"rope_type": method, **scaling[method]} if method in scaling else None
+    if method == "default":
+        return None
+    scaling = stretching(method, 1.0 if method == "dynamic" else stretch)
+    return scaling | ({"original_max_position_embeddings": trained} if method in ("yarn", "llama3") else {})
 
 
 def reference() -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Value = bool | int | float | complex | str
+Value = int | float | str
 
 
 @dataclass(frozen=True)
@@ -22,30 +22,27 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """The answer of a topic. `says` is prose, in lines of at most 98 characters."""
+    """The answer of a topic: tables, one or two sentences, and the settings by name."""
 
-    topic: str
-    question: str
-    tables: Sequence[Table] = ()
-    says: Sequence[str] = ()
+    tables: Sequence[Table]
+    says: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def wrapped(prose: str) -> tuple[str, ...]:
-    """Wrap prose for `Report.says`, so that an indented line fits a terminal of 100 columns."""
-    return tuple(textwrap.wrap(prose, 98, break_on_hyphens=False))
-
-
-def text(report: Report) -> str:
-    """A report as text for a terminal."""
-    lines = [f"{report.topic}: {report.question}"]
+def text(topic: str, question: str, report: Report) -> str:
+    """A report as text for a terminal of 100 columns."""
+    lines = [f"{topic}: {question}"]
     if report.settings:
         names = {"theta": "base θ"}
         lines.append("  " + ", ".join(f"{names.get(key, key)} {value}" for key, value in report.settings.items()))
-    lines += [f"  {line}" for line in report.says]
+    lines += [f"  {line}" for line in _wrapped(report.says)]
     for table in report.tables:
         lines += ["", *table_lines(table)]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(prose: str) -> list[str]:
+    return textwrap.wrap(prose, 98, break_on_hyphens=False)
 
 
 def table_lines(table: Table) -> list[str]:
@@ -66,39 +63,27 @@ def table_lines(table: Table) -> list[str]:
     ]
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """A report for JSON: complex numbers become [real, imaginary], numbers that are not finite become strings."""
-    return {
-        "topic": report.topic,
-        "question": report.question,
-        "settings": {key: plain(value) for key, value in report.settings.items()},
-        "says": list(report.says),
-        "tables": [
-            {
-                "title": table.title,
-                "columns": list(table.columns),
-                "rows": [[plain(value) for value in row] for row in table.rows],
-            }
-            for table in report.tables
-        ],
-    }
+def as_dict(topic: str, question: str, report: Report) -> dict[str, Any]:
+    """A report for JSON; numbers that are not finite become strings."""
+    tables = [
+        {
+            "title": table.title,
+            "columns": table.columns,
+            "rows": [[plain(value) for value in row] for row in table.rows],
+        }
+        for table in report.tables
+    ]
+    about = {"topic": topic, "question": question, "settings": report.settings, "says": _wrapped(report.says)}
+    return {**about, "tables": tables}
 
 
 def show(value: Value) -> str:
     """Format a value: at most six significant digits, and from 1,000 on with thousands separators."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, complex):
-        return f"{value.real:.6g}{value.imag:+.6g}j"
     if isinstance(value, float) and 1000 <= abs(value) < 1e9:
         return f"{float(f'{value:.6g}'):,.2f}".rstrip("0").rstrip(".")
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to one that JSON has."""
-    if isinstance(value, complex):
-        return [value.real, value.imag]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    """A value that JSON has: a number that is not finite becomes a string."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

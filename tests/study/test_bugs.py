@@ -103,7 +103,7 @@ def test_the_command_lists_shows_and_asks(study: Study) -> None:
         (("bugs", "--quiz", "--json"), "--quiz does not accept --json"),
         (("order", "step"), "belong to the topic bugs"),
         (("--quiz",), "belong to the topic bugs"),
-        (("errata",), "clearllama study bugs answers its question"),
+        (("errata",), "answered by: clearllama study bugs"),
         (("order", "--checks"), "the tests of the repository check"),
     ],
 )

@@ -370,13 +370,6 @@ def test_the_page_fetches_nothing() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_a_missing_folder_and_a_folder_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no folder .*missing; create it first"):
-        page.write(tmp_path / "missing" / "rope.html")
-    with pytest.raises(UsageError, match="is not a file"):
-        page.write(tmp_path)
-
-
 def test_the_command_writes_the_page_and_reports_it_in_one_line(clearllama: Any, tmp_path: Path) -> None:
     result = clearllama("study", "--html", str(tmp_path / "rope.html"))
     assert (result.returncode, result.stdout) == (0, b"")

@@ -1,4 +1,4 @@
-"""The topics heads, bands and decay on tiny-kjv: their numbers against numpy."""
+"""The topics bands and decay on tiny-kjv: their numbers against numpy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from llama.cli import main
 from llama.errors import UsageError
 from llama.loader import load_model
 from llama.study import activations
 from llama.study.measures import decay_bound, frequencies
 from llama.study.perplexity import tiny_folder
-from llama.study.topics import decay, find, heads
+from llama.study.topics import bands, decay, find
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Products = list[np.ndarray]
@@ -37,20 +36,24 @@ def vectors() -> tuple[Products, Products]:
 OMEGA = 10000.0 ** (-np.arange(16) / 16)  # those of tiny-kjv
 
 
-def test_the_figure_of_heads_shows_weights_and_shares_of_products(vectors: tuple[Products, Products]) -> None:
-    table = heads.data()
+def test_shares_and_weights_of_heads_are_those_of_their_products(vectors: tuple[Products, Products]) -> None:
+    table = bands.data()
     apart = np.subtract.outer(np.arange(128), np.arange(128))  # (T, T) m - n
-    for layer, head in ((0, 2), (3, 1)):
+    previous, shares = [], []
+    for layer, head in np.ndindex(4, 4):
         q, k = (x[layer][:, head] for x in vectors)  # (T, D/2)
         parts = np.einsum("mi,ni->mni", q, k.conj())
         scores = (parts * np.exp(1j * apart[..., None] * OMEGA)).sum(-1).real / np.sqrt(32)
         weights = np.where(apart >= 0, np.exp(scores), 0)
-        weights /= weights.sum(-1, keepdims=True)
-        profile = [np.diagonal(weights, -distance)[1:].mean() for distance in range(127)]
+        previous.append(np.diagonal(weights / weights.sum(-1, keepdims=True), -1).mean())
         norms = np.abs(parts)[apart >= 0].sum(0)
-        mine = (table["layer"] == layer) & (table["head"] == head)
-        for panel, expected in (("attention", profile), ("share", norms / norms.sum())):
-            np.testing.assert_allclose(table["y"][mine & (table["panel"] == panel)], expected, rtol=2e-3, atol=1e-6)
+        shares.append(norms / norms.sum())
+    first = int(np.argmax(previous))
+    rows = (table["panel"] == "pairs") & (table["kind"] == "1 most on the previous token")
+    np.testing.assert_allclose(table["y"][rows], shares[first], rtol=2e-3, atol=1e-5)
+    rows = table["panel"] == "heads"
+    np.testing.assert_allclose(np.sort(table["y"][rows]), np.sort(previous), rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(np.sort(table["x"][rows]), np.sort([s[:4].sum() for s in shares]), rtol=2e-3, atol=1e-4)
 
 
 def test_fast_pairs_carry_the_loss_and_the_previous_token() -> None:
@@ -92,9 +95,3 @@ def test_the_bound_is_the_mean_of_the_partial_sums(base: float, mean: float) -> 
     bound = decay_bound(frequencies(128, base), torch.from_numpy(at)).numpy()
     np.testing.assert_allclose(bound, np.abs(sums).mean(-1), atol=1e-2)
     assert bound.mean() == pytest.approx(mean, abs=0.01)
-
-
-@pytest.mark.parametrize("options", [["--length", "1"], ["--length", "5000"], ["--text", "no-such-file"]])
-def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    assert main(["study", "heads", "-q", *options]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama.study import topics
+from llama.study import measures, topics
 from llama.study.results import json_lines
 from llama.study.topics import others, trained, variants
 
@@ -81,7 +81,9 @@ def test_a_part_of_a_head_rotates_like_a_head_of_its_own() -> None:
 @pytest.mark.parametrize("freqs", [variants.axial(16), variants.mixed(16)])
 def test_a_score_in_the_plane_depends_on_the_difference_of_places(freqs: torch.Tensor) -> None:
     q, k = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    one, other = (variants.turn_2d(x, torch.tensor([at]), freqs) for x, at in ((q, (3, 5)), (k, (1, 9))))
+    one, other = (
+        measures.rotated(x, torch.tensor([at], dtype=torch.float64) @ freqs) for x, at in ((q, (3, 5)), (k, (1, 9)))
+    )
     zq, zk = (x.numpy()[0, 0::2] + 1j * x.numpy()[0, 1::2] for x in (q, k))
     expected = (zq * zk.conj() * np.exp(1j * (np.array([2, -4]) @ freqs.numpy()))).real.sum()
     assert float(one @ other.T) == pytest.approx(expected, abs=1e-9)

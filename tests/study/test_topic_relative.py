@@ -11,7 +11,7 @@ import torch
 import llama
 from llama.hub import DEFAULT
 from llama.model import Transformer
-from llama.study import forms, measures, topics
+from llama.study import measures, topics
 from llama.study.topics import pairing, precision, relative, sqrtd
 from tests import tiny
 
@@ -50,8 +50,7 @@ def test_the_score_of_two_positions_is_one_rotation_by_n_minus_m() -> None:
 
 
 def test_the_matrix_of_the_proofs_has_a_block_for_each_pair() -> None:
-    angles = 7 * measures.frequencies(D)
-    np.testing.assert_allclose(forms.rotation_matrix(angles.cos(), angles.sin()), rotation(7), atol=1e-6)
+    np.testing.assert_allclose(measures.rotation_matrix(7 * measures.frequencies(D)), rotation(7), atol=1e-6)
 
 
 def test_queries_and_keys_with_matrices_of_their_own_may_shrink_the_score() -> None:
@@ -93,9 +92,9 @@ def test_errors_of_angles_are_those_of_their_rounded_factors() -> None:
     for way, rounded in (("float32", exact.astype(np.float32)), ("bfloat16 frequencies", coarse)):
         angles = (at.numpy()[:, None].astype(np.float32) * rounded).astype(np.float64)
         expected = np.maximum(*(np.abs(f(angles) - f(np.outer(at, exact))) for f in (np.cos, np.sin))).max(-1)
-        np.testing.assert_allclose(precision.errors(precision.WAYS[way], at, 128, theta), expected, atol=2.0**-23)
-    finished = precision.errors(precision.WAYS["bfloat16 cos, sin"], at, 128, theta)
-    assert (finished < 2.0**-9 * 1.001 + precision.errors(precision.WAYS["float32"], at, 128, theta)).all()
+        np.testing.assert_allclose(precision.errors(way, at), expected, atol=2.0**-23)
+    finished = precision.errors("bfloat16 cos, sin", at)
+    assert (finished < 2.0**-9 * 1.001 + precision.errors("float32", at)).all()
 
 
 def test_a_cast_model_keeps_its_float32_table() -> None:

@@ -1,8 +1,13 @@
-"""The topics scale, clock and needle against numpy, and the numbers of lesson 7. ppl is in test_ppl.py."""
+"""The topics scale, ppl and needle against numpy, and the numbers of lesson 7."""
 
 from __future__ import annotations
 
+import csv
+import itertools
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +18,11 @@ import llama
 from llama.cli import main
 from llama.errors import UsageError
 from llama.loader import load_model, load_tokenizer
-from llama.study import measures, needle
+from llama.study import measures, needle, perplexity
 from llama.study.perplexity import tiny_folder
-from llama.study.stretch import Stretch
-from llama.study.topics import find
+from llama.study.topics import find, scale
 from llama.study.topics import needle as needle_topic
+from llama.study.topics.scale import Stretch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +30,7 @@ PLAIN = 10000.0 ** (-np.arange(64) / 64)  # frequencies of LLaMA 1, trained on 2
 TURNS = 2048 * PLAIN / (2 * math.pi)
 
 
-# ----------------------------------------------------------------------------------------------------- scale and clock
+# ----------------------------------------------------------------------------------------------------- scale
 def test_scale_says_how_far_pairs_turn_and_which_meet_new_angles() -> None:
     pairs, methods = find("scale").report().tables
     i = np.array([row[0] for row in pairs.rows])
@@ -43,10 +48,46 @@ def test_scale_says_how_far_pairs_turn_and_which_meet_new_angles() -> None:
     }  # fmt: skip
 
 
-def test_scale_takes_its_settings_from_a_checkpoint() -> None:
+@pytest.fixture
+def scaled(tmp_path: Path) -> Path:
+    """The tiny model with another base and with Llama 3.1's scaling."""
+    folder = shutil.copytree(tiny_folder(), tmp_path / "scaled")
+    config = json.loads((folder / "config.json").read_text())
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 5e4, "rope_scaling": {**scaling, "original_max_position_embeddings": 128}}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    return folder
+
+
+def test_scale_takes_settings_and_frequencies_from_a_checkpoint(
+    scaled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = find("scale").report(model=str(scaled))
+    assert report.settings == {"head_dim": 32, "theta": 5e4, "context": 128, "factor": 8.0}
+    assert "has the scaling llama3 and can use 1,024 tokens" in report.says
+    keep = np.clip((128 * 5e4 ** (-np.arange(16) / 16) / (2 * math.pi) - 1) / 3, 0, 1)
+    right = 1 / (keep + (1 - keep) / 8)
+    pairs, methods = report.tables
+    assert pairs.columns[-1] == "this model"
+    np.testing.assert_allclose([row[-1] for row in pairs.rows], right[[row[0] for row in pairs.rows]], rtol=1e-5)
+    assert methods.rows[-1] == ("this model", 0, 1.0)
+    data = scale.divisor_data(model=str(scaled))
+    np.testing.assert_allclose(data["divisor"][data["method"] == "this model"], right, rtol=1e-5)
+    assert main(["study", "scale", "-q", "-m", str(scaled), "--rope-factor", "2"]) == 0
+    assert "factor 2.0\n" in capsys.readouterr().out
     report = find("scale").report(model="tiny-kjv", factor=2.0)
     assert (report.settings["head_dim"], report.settings["context"]) == (32, 128)
     assert report.tables[1].title == "of 16 pairs, 10 make less than a turn in training"
+
+
+def test_dynamic_is_shown_at_the_full_length(scaled: Path) -> None:
+    """Its frequencies depend on the length; the table shows those at the model's full context."""
+    config = json.loads((scaled / "config.json").read_text())
+    config |= {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 128}
+    (scaled / "config.json").write_text(json.dumps(config))
+    data = scale.divisor_data(model=str(scaled))
+    assert data["divisor"][-1] == pytest.approx(4 * 4 - 3, rel=1e-5)  # f n / L - (f - 1) at n = 4 L
 
 
 @pytest.mark.parametrize("factor", [1.5, 3.3, 4.0])
@@ -59,17 +100,35 @@ def test_only_ntk_aware_leaves_a_trained_arc(factor: float) -> None:
     assert not new[~slow].any()
 
 
-def test_the_clock_slows_its_hands_by_the_divisors() -> None:
-    rows = np.array([row[1:] for row in find("clock").report().tables[0].rows])
-    np.testing.assert_allclose(rows[:, 0], [60, 3600, 43200])
-    np.testing.assert_allclose(rows[:, 1] / rows[:, 0], [3, 3, 3], rtol=1e-6)
-    np.testing.assert_allclose(rows[:, 2] / rows[:, 0], [1, math.sqrt(3), 3], rtol=1e-6)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["scale", "--rope-factor", "1"],
+        ["scale", "--head-dim", "7"],
+        ["scale", "--head-dim", "2"],
+        ["scale", "--context", "2"],
+        ["scale", "-m", "tiny-kjv", "--head-dim", "64"],
+        ["scale", "-m", "no-such-model"],
+        ["order", "-m", "tiny-kjv"],
+        ["ppl", "--length", "1000000"],
+        ["ppl", "--text", "no-such-file"],
+        ["ppl", "--windows", "0"],
+        ["ppl", "-m", "smollm2-135m-instruct"],
+        ["needle", "--length", "4096"],
+        ["decay", "--length", "1"],
+        ["bands", "--length", "5000"],
+        ["bands", "--text", "no-such-file"],
+        ["clock"],
+    ],
+)
+def test_a_bad_option_is_one_line(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", *options, "-q"]) != 0
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
 
 
-@pytest.mark.parametrize("option", [["--rope-factor", "1"], ["--head-dim", "7"], ["--context", "2"]])
-def test_a_setting_out_of_range_is_one_line(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "scale", "-q", *option]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_head_of_four_entries_is_the_narrowest() -> None:
+    assert len(Stretch(4).frequencies()) == 2
 
 
 # ------------------------------------------------------------------------------------------------ numbers of lesson 7
@@ -96,6 +155,52 @@ def test_the_numbers_of_lesson_7() -> None:
     assert round((500000 / 10000) ** (126 / 128)) == 47
     slow = [int((8192 * base ** (-np.arange(64) / 64) < 2 * math.pi).sum()) for base in (1e4, 5e5)]
     assert slow == [14, 29]
+
+
+# ----------------------------------------------------------------------------------------------------------------- ppl
+def test_perplexities_equal_those_of_one_full_pass() -> None:
+    """Each bucket against the complete windows in one pass, with softmax and mean written out in numpy."""
+    found = perplexity.measure(windows=2, length=300, methods=("yarn:4",))
+    text = (tiny_folder() / "held-out.txt").read_bytes()
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    model = load_model(tiny_folder(), dtype="float32", rope_scaling=scaling, max_seq_len=301)
+    nats = []
+    for window in range(2):
+        start = (2 * window + 1) * (len(text) - 301) // 4  # the middle of each half
+        tokens = torch.tensor([list(text[start : start + 301])])
+        logits = model(tokens[:, :-1])[0].double().numpy()  # (300, V)
+        shifted = logits - logits.max(-1, keepdims=True)
+        logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        nats.append(-logprobs[np.arange(300), tokens[0, 1:].numpy()])
+    edges = [0, 64, 128, 160, 192, 256, 300]
+    expected = {end / 128: np.exp(np.mean(nats, 0)[first:end].mean()) for first, end in itertools.pairwise(edges)}
+    assert found.perplexity("yarn:4") == pytest.approx(expected, rel=1e-4)
+
+
+def test_dynamic_changes_nothing_up_to_the_trained_length() -> None:
+    found = perplexity.measure(windows=1, length=256, methods=("dynamic:1", "none"))
+    dynamic, plain = found.perplexity("dynamic:1"), found.perplexity("none")
+    assert [dynamic[end] for end in (0.5, 1.0)] == pytest.approx([plain[end] for end in (0.5, 1.0)], rel=1e-5)
+    assert dynamic[2.0] < 0.5 * plain[2.0]
+
+
+@pytest.mark.parametrize("method", ["yarn", "none:4", "yarn:x", "", "spiral:4", "longrope:4"])
+def test_an_invalid_method_is_rejected(method: str) -> None:
+    with pytest.raises(UsageError, match="KIND:FACTOR"):
+        perplexity.scaling_of(method)
+
+
+def test_the_command_prints_and_draws_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, table = tmp_path / "ppl.png", tmp_path / "ppl.csv"
+    for file in (picture, table):
+        options = ("--windows", "1", "--length", "256", "--figure", str(file))
+        assert main(["study", "ppl", "--json", "-q", *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert [row[0] for row in report["tables"][0]["rows"]] == list(perplexity.METHODS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = {row[0]: row[1:] for row in report["tables"][0]["rows"]}
+    for method, values in itertools.groupby(csv.DictReader(table.open()), lambda row: row["method"]):
+        assert [round(float(row["perplexity"]), 3) for row in values] == shown[method]
 
 
 # -------------------------------------------------------------------------------------------------------------- needle
@@ -133,9 +238,7 @@ def test_recall_equals_that_of_complete_passes(monkeypatch: pytest.MonkeyPatch) 
         assert answer.right == float((logits.argmax(-1) == torch.tensor(ids[start:])).double().mean())
 
 
-def test_the_stored_answers_recall_as_lesson_10_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stored_answers_recall_as_lesson_10_says() -> None:
     recall, ppl = needle_topic.TOPIC.report().tables
     assert next(row for row in recall.rows if row[0] == "unchanged")[1:] == (0.9, 0.8, 0.45, 0.2, 0.03)
     assert next(row for row in ppl.rows if row[0] == "YaRN x2")[-1] == 11.3
-    assert main(["study", "needle", "--length", "4096"]) == 2
-    assert "add --model" in capsys.readouterr().err

@@ -20,10 +20,8 @@ TOPICS = {
     "relative": "does a score depend on the distance alone?",
     "pairing": "which two entries form a pair, and what if a file forms other pairs?",
     "decay": "does a score fall with the distance?",
-    "clock": "how do the methods to stretch a context change the hands of a clock?",
     "scale": "how far does each pair turn in training, and by how much does each scaling divide its frequency?",
     "ppl": "how far does each method stretch the context of a real model?",
-    "heads": "which frequencies does a trained model use, and how far does it look?",
     "trained": "how good is each position encoding after the same training, and how far does it reach?",
     "bands": "what does a trained model use fast and slow pairs for?",
     "variants": "what changes if a part of each head rotates, and in two dimensions?",
@@ -32,19 +30,18 @@ TOPICS = {
     "precision": "how exact are the angles, by position and by dtype?",
     "bugs": "what does a wrong line cause, and how is it repaired?",
 }
-MOVED = {  # topic that was removed -> the topic that answers its question now
-    "heatmap": "sinusoids",
-    "binary": "sinusoids",
-    "shift": "sinusoids",
-    "wavelengths": "scale",
-    "softmax": "sqrtd",
-    "errata": "bugs",
+MOVED = {  # topic that was removed -> the command that answers its question now
+    **dict.fromkeys(("heatmap", "binary", "shift"), "study sinusoids"),
+    **dict.fromkeys(("wavelengths", "clock"), "study scale"),
+    "softmax": "study sqrtd",
+    "heads": "trace --html FILE (how far each head looks), or study bands (the frequencies that it uses)",
+    "errata": "study bugs",
 }
 
 
 def find(name: str) -> Topic:
     """The topic of that name. Raises UsageError if there is none."""
-    if name in MOVED and name not in TOPICS:
-        raise UsageError(f"the topic {name} was removed; clearllama study {MOVED[name]} answers its question")
+    if name in MOVED:
+        raise UsageError(f"the topic {name} was removed; its question is answered by: clearllama {MOVED[name]}")
     topic: Topic = import_module(f".{choice('topic', name, TOPICS)}", __name__).TOPIC
     return topic

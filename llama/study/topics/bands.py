@@ -7,27 +7,36 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...checkpoint import Checkpoint, open_checkpoint
 from ...errors import UsageError
 from ...loader import build
-from ..figure import LINES, Data, Figure
+from ..figure import LINES, Canvas, Data, Figure, columns
 from ..measures import wavelengths
-from ..perplexity import TINY
-from ..report import Report, Table, wrapped
+from ..perplexity import TINY, folder_of, read_text, tiny_folder
+from ..report import Report, Table
 from ..results import table as stored_table
 from ..trace import recording, surprisal
-from . import TOPICS
-from .base import Topic, columns
-from .heads import passage
+from .base import Topic, check_range
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
-
+LONGEST = 1024  # tokens; each head has T x T weights
 PARTS = ("none", "fastest quarter", "second quarter", "third quarter", "slowest quarter", "all")
+
+
+def passage(model: str, text: Path | None, length: int | None) -> tuple[Checkpoint, Tensor]:
+    """A checkpoint, and tokens (T,) from the middle of a text, by default 256 that tiny-kjv wasn't trained on."""
+    checkpoint = open_checkpoint(folder_of(model))
+    length = min(checkpoint.config.max_seq_len, 256) if length is None else length
+    check_range("--length", length, 8, LONGEST)
+    text = text or tiny_folder() / "held-out.txt"
+    ids = checkpoint.tokenizer().encode(read_text(text).decode())
+    if len(ids) < length:
+        raise UsageError(f"{text} has {len(ids)} tokens, and --length is {length}; use a longer text or lower --length")
+    start = (len(ids) - length) // 2
+    return checkpoint, torch.tensor(ids[start : start + length])
 
 
 @lru_cache(maxsize=1)
@@ -76,15 +85,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
     waves = wavelengths(inv_freq)
     strong = share.mean(0).topk(3).indices.tolist()
     return Report(
-        "bands",
-        TOPICS["bands"],
-        settings={"model": model, "pairs": len(inv_freq), "heads": len(share)},
-        says=wrapped(
-            f"Pairs {strong[0]}, {strong[1]} and {strong[2]} have the largest shares of |q_i||k_i|. The fastest quarter"
-            f" ends at a wavelength of {float(waves[quarter - 1]):.3g} tokens, the slowest begins at"
-            f" {float(waves[-quarter]):,.0f}; the trained context is {trained:,}."
-        ),
-        tables=(
+        (
             Table(
                 "weight on the previous token, and shares of |q_i||k_i|",
                 ("heads", "previous token", "fastest quarter", "slowest quarter"),
@@ -96,6 +97,11 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
                 [(part, round(float(loss), 3), round(most[part], 3)) for part, loss in zip(PARTS, losses, strict=True)],
             ),
         ),
+        f"|q_i||k_i| / sqrt(D) is the most that pair i can add to a score. Pairs {strong[0]}, {strong[1]} and"
+        f" {strong[2]} have the largest shares. The fastest quarter ends at a wavelength of"
+        f" {float(waves[quarter - 1]):.3g} tokens, the slowest begins at {float(waves[-quarter]):,.0f}; the trained"
+        f" context is {trained:,}.",
+        {"model": model, "pairs": len(inv_freq), "heads": len(share)},
     )
 
 
@@ -142,16 +148,11 @@ def draw(table: Data, canvas: Canvas) -> None:
 
 
 CAPTION = "Above: how much each pair can add to a score, by kind of head. Below: each point is a head."
+DEFAULT = f"{CAPTION} By default this is tiny-kjv, which has 16 heads."
 TOPIC = Topic(
     report,
-    figures=(
-        Figure("bands", f"{CAPTION} By default this is tiny-kjv, which has 16 heads.", data, draw, size=(5.4, 6.0)),
-        Figure(
-            "bands_smollm2",
-            "SmolLM2-135M, 270 heads. Above: how much each pair can add to a score. Below: each point is a head.",
-            stored,
-            draw,
-            size=(5.4, 6.0),
-        ),
+    (
+        Figure("bands", DEFAULT, data, draw, size=(5.4, 6.0)),
+        Figure("bands_smollm2", f"SmolLM2-135M, 270 heads. {CAPTION}", stored, draw, size=(5.4, 6.0)),
     ),
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from functools import wraps
+from typing import Any, TypeVar
 
 from ...checks import integer, number
 from ...errors import UsageError
-from ..figure import Data, Figure
+from ..figure import Figure
 from ..report import Report
+
+Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+def answering(compute: Callable[..., Result], answer: Callable[[Result], Answer]) -> Callable[..., Answer]:
+    """A function with the options of `compute` that returns the answer of its result."""
+
+    @wraps(compute)
+    def answered(**options: Any) -> Answer:
+        return answer(compute(**options))
+
+    return answered
+
+
 def check_range(option: str, value: float, least: float, most: float) -> None:
     """Raise UsageError unless least <= value <= most; if `least` is an int, value must be one too."""
     if isinstance(least, int):
@@ -52,8 +64,3 @@ def check_head_dim(value: int, least: int, most: int) -> None:
     check_range("--head-dim", value, least, most)
     if value % 2:
         raise UsageError(f"--head-dim must be even, since RoPE rotates pairs of entries; got {value}")
-
-
-def columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Data:
-    """The data of a figure, from its rows."""
-    return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}

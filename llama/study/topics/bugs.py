@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from ..bugs import BUGS
 from ..report import Report, Table
-from . import TOPICS
 from .base import Topic
 
 
 def report() -> Report:
     """List the bugs."""
-    rows = [(bug.name, bug.wrong) for bug in BUGS.values()]
-    return Report("bugs", TOPICS["bugs"], tables=[Table("common bugs", ("name", "wrong line"), rows)])
+    return Report([Table("common bugs", ("name", "wrong line"), [(bug.name, bug.wrong) for bug in BUGS.values()])])
 
 
 TOPIC = Topic(report)

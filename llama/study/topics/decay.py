@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...loader import build
-from ..figure import Data, Figure, draw_lines
+from ..figure import Canvas, Data, Figure, columns, draw_lines
 from ..inside import activations
 from ..measures import decay_bound, wavelengths
 from ..perplexity import TINY
-from ..report import Report, Table, wrapped
+from ..report import Report, Table
 from ..results import table as stored_table
-from . import TOPICS
-from .base import Topic, columns
-from .heads import passage
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from .bands import passage
+from .base import Topic
 
 DRAWS = 500  # combinations of a query, two keys and a distance
 NEARER, KEPT = "a key scores higher at r than at 2r", "two keys keep the order of distance 0"
@@ -85,18 +80,14 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
         turn = float(wavelengths(inv_freq)[pair])
         pairs.append((pair, heads, f"{agreement:.2f}", f"{angle:.0f}", f"{turn:,.0f}"))
     return Report(
-        "decay",
-        TOPICS["decay"],
-        settings={"model": model, "pairs": len(inv_freq), "trained context": trained},
-        says=wrapped(
-            "The bound is relative to distance 0. The other columns are shares of random combinations of a query and"
-            " keys of the text, over all heads; a coin has 0.5. Agreement is 1 if q_i conj(k_i) has the same angle for"
-            " all tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls for a quarter turn."
-        ),
-        tables=(
+        (
             Table("by distance r (tokens)", ("r", "bound", "key higher at r than 2r", "order of 0 kept"), rows),
             Table("strongest pair of each head", ("pair", "heads", "agreement", "angle", "wavelength"), pairs),
         ),
+        "The bound is relative to distance 0. The other columns are shares of random combinations of a query and keys"
+        " of the text, over all heads; a coin has 0.5. Agreement is 1 if q_i conj(k_i) has the same angle for all"
+        " tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls for a quarter turn.",
+        {"model": model, "pairs": len(inv_freq), "trained context": trained},
     )
 
 
@@ -131,7 +122,7 @@ def order_draw(table: Data, canvas: Canvas) -> None:
 CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone."
 TOPIC = Topic(
     report,
-    figures=(
+    (
         Figure("order_kept", CAPTION, order_data, order_draw, size=(5.6, 4.0)),
         Figure("order_kept_smollm2", f"SmolLM2-135M. {CAPTION}", stored, order_draw, size=(5.6, 4.0)),
     ),

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from ... import rope
-from ..figure import Data, Figure
+from ..figure import Canvas, Data, Figure, columns
 from ..report import Report, Table
-from . import TOPICS
-from .base import Topic, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from .base import Topic
 
 # Batch 2, 5 tokens, 2 query heads that share 1 key head, 8 entries per head. The values count up, so that each value
 # identifies its entry.
@@ -23,28 +17,16 @@ XK = torch.arange(80.0).reshape(2, 5, 1, 8)  # (B, T, KV, D)
 
 
 def report() -> Report:
-    """Six steps with their shapes, and the value of the element 28 + 29j at each step."""
-    freqs_cis = rope.precompute_freqs_cis(8, 5)  # (T, D/2) complex
-    paired = torch.view_as_complex(XQ.unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
-    xq_out, _ = rope.apply_rotary_emb(XQ, XK, freqs_cis)
-    element, factor = complex(paired[0, 1, 1, 2]), complex(freqs_cis[1, 2])
-    steps = Table(
-        "from xq to xq_out",
-        ("step", "shape", "the element"),
-        (
-            ("xq", "(2, 5, 2, 8)", "28, 29"),
-            ("pairs", "(2, 5, 2, 4, 2)", "(28, 29)"),
-            ("complex numbers", "(2, 5, 2, 4)", element),
-            ("freqs_cis, broadcast", "(1, 5, 1, 4)", factor),
-            ("product", "(2, 5, 2, 4)", element * factor),
-            ("xq_out", "(2, 5, 2, 8)", ", ".join(f"{x:.4f}" for x in xq_out[0, 1, 1, 4:6].tolist())),
-        ),
-    )
+    """Seven steps with their shapes, and the value of the element 28 + 29j at each step."""
+    data, rows = example_data(), []
+    for step, name in enumerate(STEPS):
+        chosen = (data["step"] == step) & (data["marked"] == 1)
+        parts = (data["real"], data["imaginary"]) if data["complex"][chosen][0] else (data["real"],)
+        numbers = np.stack([part[chosen] for part in parts]).ravel()
+        rows.append((name, data["shape"][chosen][0], ", ".join(f"{x:.6g}" for x in numbers)))
     return Report(
-        "example",
-        TOPICS["example"],
-        says=("Text 0, token 1, head 1, pair 2 has the values 28 and 29. Position 1 rotates it by 0.01 radians.",),
-        tables=(steps,),
+        [Table("from xq to xq_out", ("step", "shape", "the element (real, imaginary)"), rows)],
+        "Text 0, token 1, head 1, pair 2 has the values 28 and 29. Position 1 rotates it by 0.01 radians.",
     )
 
 
@@ -62,10 +44,9 @@ def example_data() -> Data:
     for step, tensor in enumerate((XQ, pairs, paired, freqs_cis, product, torch.view_as_real(product), xq_out)):
         head = tensor[0, 1, min(1, tensor.shape[2] - 1)].flatten()  # (D,), or (D/2,) complex
         for cell, value in enumerate(head.tolist()):
-            marked = cell == 2 if head.is_complex() else cell in (4, 5)
-            rows.append(
-                (step, str(tuple(tensor.shape)), cell, int(head.is_complex()), value.real, value.imag, int(marked))
-            )
+            kind = head.is_complex()
+            marked = cell == 2 if kind else cell in (4, 5)
+            rows.append((step, str(tuple(tensor.shape)), cell, int(kind), value.real, value.imag, int(marked)))
     return columns(("step", "shape", "cell", "complex", "real", "imaginary", "marked"), rows)
 
 
@@ -89,15 +70,12 @@ def example_draw(data: Data, canvas: Canvas) -> None:
         if step:
             axes.text(4, top + 0.86, between[step - 1], ha="center", va="center", style="italic", fontsize=8)
         for at in chosen:
-            is_complex = bool(data["complex"][at])
-            width, real, imaginary = 2 if is_complex else 1, data["real"][at], data["imaginary"][at]
-            cell = int(data["cell"][at])
-            left = width * cell
-            marked = bool(data["marked"][at])
+            width, marked = 2 if data["complex"][at] else 1, bool(data["marked"][at])
+            left = width * int(data["cell"][at])
             air = 0.06 if name.startswith("pairs") else 0.0  # a gap between pairs, not within one
             axes.add_patch(
                 Rectangle(
-                    (left + (air if cell % 2 == 0 else 0.0), top - 0.3),
+                    (left + (air if left % 2 == 0 else 0.0), top - 0.3),
                     width - air,
                     0.75,
                     facecolor="#c8c8c8" if marked else "white",
@@ -107,23 +85,16 @@ def example_draw(data: Data, canvas: Canvas) -> None:
                 )
             )
             digits = 0 if step < 3 else 5 if name == "freqs_cis" else 4
-            words = f"{real:.{digits}f}" + (f"{imaginary:+.{digits}f}j" if is_complex else "")
+            words = f"{data['real'][at]:.{digits}f}"
+            words += f"{data['imaginary'][at]:+.{digits}f}j" if width == 2 else ""
             axes.text(left + width / 2, top + 0.07, words, ha="center", va="center", fontsize=8, zorder=3)
     axes.set_xlim(-3.2, 8.1)
     axes.set_ylim(-1.35 * 6 - 0.5, 0.7)
     axes.axis("off")
 
 
-TOPIC = Topic(
-    report,
-    figures=(
-        Figure(
-            "example",
-            "One head of one token, step by step, with the shape of the batch on the left. The marked pair 28, 29 is"
-            " rotated by 0.01 radians.",
-            example_data,
-            example_draw,
-            size=(7.5, 5.4),
-        ),
-    ),
+CAPTION = (
+    "One head of one token, step by step, with the shape of the batch on the left. The marked pair 28, 29 is rotated by"
+    " 0.01 radians."
 )
+TOPIC = Topic(report, (Figure("example", CAPTION, example_data, example_draw, size=(7.5, 5.4)),))

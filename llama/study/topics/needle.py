@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ...errors import UsageError
-from ..figure import Data, Figure, draw_lines
+from ..figure import Canvas, Data, Figure, columns, draw_lines
 from ..needle import Found, Recall, measure
-from ..report import Report, Table, Value, wrapped
+from ..report import Report, Table, Value
 from ..results import table as stored_table
-from . import TOPICS
-from .base import Topic, columns
+from .base import Topic, answering
 from .ppl import label
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
-
-Answer = TypeVar("Answer")
 STORED, STORED_MODEL = "needle-smollm2.csv", "smollm2-135m-instruct"
 NAMES = ("method", "trained", "read", "at", "nats", "right", "text")
 
@@ -49,24 +43,11 @@ def _found(
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Found:
     """A measurement of a model, or the stored results if nothing is set."""
-    setting = {"text": text, "length": length, "methods": methods, "dtype": dtype}
-    given = {name: value for name, value in setting.items() if value is not None}
     if model is not None:
-        return _measured(model, progress=progress, **given)
-    if given:
-        options = ", ".join(f"--{name}" for name in given)
-        raise UsageError(f"study needle shows stored results; to measure with {options}, add --model")
+        return _measured(model, text, length, methods, dtype, progress)
+    if (text, length, methods, dtype) != (None, None, None, None):
+        raise UsageError("study needle shows stored results; to measure with these options, add --model")
     return stored()
-
-
-def _of(answer: Callable[[Found], Answer]) -> Callable[..., Answer]:
-    """Turn a function of the answers into one with the options of `_found`."""
-
-    @wraps(_found)
-    def found(**setting: Any) -> Answer:
-        return answer(_found(**setting))
-
-    return found
 
 
 def _means(table: Data) -> Data:
@@ -90,18 +71,14 @@ def _report(found: Found) -> Report:
 
     heads = ("method", *(f"{length:.3g}x" for length in lengths))
     return Report(
-        "needle",
-        TOPICS["needle"],
-        settings={"model": found.model, "trained": found.trained},
-        says=wrapped(
-            "Facts such as 'The magic number of Lima is 29305.' stand in a text. The model is asked for those of the"
-            " first trained length after as many trained lengths as the column says. A guessed digit is right in 1 of"
-            " 10 cases. Without -m MODEL, the results are those stored in the package."
-        ),
-        tables=(
+        (
             Table("digits that are right, share", heads, rows("recall", 2)),
             Table("perplexity of the text before that length", heads, rows("perplexity", 1)),
         ),
+        "Facts such as 'The magic number of Lima is 29305.' stand in a text. The model is asked for those of the first"
+        " trained length after as many trained lengths as the column says. A guessed digit is right in 1 of 10 cases."
+        " Without -m MODEL, the results are those stored in the package.",
+        {"model": found.model, "trained": found.trained},
     )
 
 
@@ -120,8 +97,7 @@ def draw(table: Data, canvas: Canvas) -> None:
     ):
         draw_lines(axes, means, "read", column, "method", dict.fromkeys(means["method"].tolist()), markevery=(0, 1))
         axes.axvline(1, color="#999999", linewidth=0.8)
-        axes.set_xlabel("tokens read (trained lengths)")
-        axes.set_ylabel(title)
+        axes.set(xlabel="tokens read (trained lengths)", ylabel=title)
     upper.set_yscale("log")
     upper.yaxis.set_major_formatter("{x:g}")
     lower.axhline(0.1, color="#999999", linewidth=0.8, linestyle=":")
@@ -148,22 +124,12 @@ def draw_depth(table: Data, canvas: Canvas) -> None:
     canvas.colorbar(image, ax=list(grid.flat), label="digits that are right (share)", location="bottom", shrink=0.6)
 
 
+NEEDLE = "Perplexity of the text, and recall of the facts in the first trained length. Dotted: chance."
+DEPTH = "Each square is a question. Across: when it was asked. Up: where its fact stands."
 TOPIC = Topic(
-    _of(_report),
-    figures=(
-        Figure(
-            "needle",
-            "Perplexity of the text, and recall of the facts in the first trained length. Dotted: chance.",
-            _of(_data),
-            draw,
-            size=(5.4, 5.8),
-        ),
-        Figure(
-            "depth",
-            "Each square is a question. Across: when it was asked. Up: where its fact stands.",
-            _of(_data),
-            draw_depth,
-            size=(5.6, 7.4),
-        ),
+    answering(_found, _report),
+    (
+        Figure("needle", NEEDLE, answering(_found, _data), draw, size=(5.4, 5.8)),
+        Figure("depth", DEPTH, answering(_found, _data), draw_depth, size=(5.6, 7.4)),
     ),
 )

@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ... import attention
 from .. import encodings
-from ..figure import Data, Figure
+from ..figure import Canvas, Data, Figure, columns
 from ..report import Report, Table
-from . import TOPICS
-from .base import Topic, check_head_dim, check_range, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from .base import Topic
 
 WORDS = ("dog", "is", "chasing", "cat")
 OTHER = (3, 1, 2, 0)  # cat is chasing dog: the same words, first and last exchanged
 TARGETS = {"none": "nothing", "sinusoidal": "x", "learned": "x", "rope": "q, k", "alibi": "score"}
+D = 8
 
 
-def drawn(head_dim: int) -> tuple[Tensor, ...]:
+def drawn(width: int = D) -> tuple[Tensor, ...]:
     """Random embeddings of the words (N, C), and wq, wk, wv (D, C) with C = D, scaled so that scores are of order 1."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(len(WORDS), head_dim, generator=draw, dtype=torch.float64)  # (N, C)
-    return x, *torch.randn(3, head_dim, head_dim, generator=draw, dtype=torch.float64) / head_dim**0.5
+    x = torch.randn(len(WORDS), width, generator=draw, dtype=torch.float64)  # (N, C)
+    return x, *torch.randn(3, width, width, generator=draw, dtype=torch.float64) / width**0.5
 
 
-def report(head_dim: int = 8, theta: float = 10000.0) -> Report:
+def report() -> Report:
     """How far the output for a word differs between two orders of the same words, under five encodings."""
-    check_head_dim(head_dim, 2, 1024)
-    check_range("--rope-theta", theta, 2.0, 1e12)
-    x, wq, wk, wv = drawn(head_dim)
+    x, wq, wk, wv = drawn()
     positions, other = torch.arange(len(WORDS)), list(OTHER)
-    rows: list[tuple[str, str, float]] = []
+
+    def gap(first: Tensor, second: Tensor) -> str:
+        """Between two outputs (N, D); row i of the second is that of word OTHER[i]."""
+        return f"{float((second - first[other]).abs().max()):.2g}"
+
+    rows = []
     for name, target in TARGETS.items():
-        encoding = encodings.make(name, head_dim, head_dim, theta)
-        first = encodings.attend(encoding, x, wq, wk, wv, positions)  # (N, D)
-        second = encodings.attend(encoding, x[other], wq, wk, wv, positions)  # (N, D), row i: word OTHER[i]
-        rows.append((name, target, float((second - first[other]).abs().max())))
-    first, second = causal(x, wq, wk, wv), causal(x[other], wq, wk, wv)
-    rows.append(("none, causal mask", "visible keys", float((second - first[other]).abs().max())))
+        encoding = encodings.make(name, D, D)
+        both = (encodings.attend(encoding, words, wq, wk, wv, positions) for words in (x, x[other]))
+        rows.append((name, target, gap(*both)))
+    rows.append(("none, causal mask", "visible keys", gap(causal(x, wq, wk, wv), causal(x[other], wq, wk, wv))))
+    table = Table(
+        "the same word in the two sentences", ("encoding", "changes", "largest difference of its output"), rows
+    )
     return Report(
-        "order",
-        TOPICS["order"],
-        settings={"head_dim": head_dim, "theta": theta},
-        says=(
-            '"dog is chasing cat" and "cat is chasing dog" are the same words in two orders. Without positions',
-            "each word has the same output in both. An encoding, or a causal mask, makes the outputs differ.",
-        ),
-        tables=(
-            Table(
-                "the same word in the two sentences",
-                ("encoding", "changes", "largest difference of its output"),
-                [(name, target, f"{gap:.2g}") for name, target, gap in rows],
-            ),
-        ),
+        [table],
+        '"dog is chasing cat" and "cat is chasing dog" are the same words in two orders. Without positions each word'
+        " has"
+        " the same output in both. An encoding, or a causal mask, makes the outputs differ.",
     )
 
 
@@ -68,14 +57,15 @@ def causal(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
     return attention.reference(q, k, v, attention.causal_mask(positions, positions))[0, 0]
 
 
-def order_data(head_dim: int = 8, theta: float = 10000.0) -> Data:
+def order_data() -> Data:
     """Attention weights of both sentences without positions and with RoPE, one row per cell."""
-    x, wq, wk, _ = drawn(head_dim)
+    x, wq, wk, _ = drawn()
     cells = []
     for name in ("none", "rope"):
-        encoding = encodings.make(name, head_dim, head_dim, theta)
         for sentence, order in enumerate((range(len(WORDS)), OTHER)):
-            scores = encodings.scores(encoding, x[list(order)], wq, wk, torch.arange(len(WORDS)))  # (N, N)
+            scores = encodings.scores(
+                encodings.make(name, D, D), x[list(order)], wq, wk, torch.arange(len(WORDS))
+            )  # (N, N)
             for m, row in enumerate(scores.softmax(-1).tolist()):
                 cells += [(name, sentence, WORDS[order[m]], WORDS[order[n]], m, n, w) for n, w in enumerate(row)]
     return columns(("encoding", "sentence", "query", "key", "m", "n", "weight"), cells)
@@ -98,21 +88,12 @@ def order_draw(data: Data, canvas: Canvas) -> None:
             axes.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, linewidth=2.5, edgecolor="black"))
             axes.set_xticks(range(4), words)
             axes.set_yticks(range(4), words)
-            axes.set_xlabel("key: the attended word")
-            axes.set_ylabel("query: the attending word")
+            axes.set(xlabel="key: the attended word", ylabel="query: the attending word")
             axes.set_title(f"{' '.join(words)},\n{title}")
 
 
-TOPIC = Topic(
-    report,
-    figures=(
-        Figure(
-            "order",
-            "Attention weights in two orders of four words; the frame is the weight that dog gives to cat. Without"
-            " positions every pair of words keeps its weight. With RoPE the weights change.",
-            order_data,
-            order_draw,
-            size=(5.6, 5.4),
-        ),
-    ),
+CAPTION = (
+    "Attention weights in two orders of four words; the frame is the weight that dog gives to cat. Without positions"
+    " every pair of words keeps its weight. With RoPE the weights change."
 )
+TOPIC = Topic(report, (Figure("order", CAPTION, order_data, order_draw, size=(5.6, 5.4)),))

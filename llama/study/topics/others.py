@@ -7,19 +7,14 @@ formulas of the papers in float64, for reading; no model uses them. Letters: N t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..figure import Data, Figure, draw_lines
+from ..figure import Canvas, Data, Figure, columns, draw_lines
 from ..measures import diagonal_spread, frequencies, sinusoids, turn
-from ..report import Report, Table, wrapped
-from . import TOPICS
-from .base import Topic, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from ..report import Report, Table
+from .base import Topic
 
 
 def distance(n: int) -> Tensor:
@@ -85,20 +80,16 @@ def report() -> Report:
         ("RoPE", "rotation", 0, turn(q, at, w) @ turn(k, at, w).T),
     )
     return Report(
-        "others",
-        TOPICS["others"],
-        settings={"head_dim": d, "tokens": n},
-        says=wrapped(
-            "The same query stands at every position, and the same key. If only the distance matters, all scores on one"
-            " diagonal are equal, and their spread is 0."
-        ),
-        tables=(
+        [
             Table(
                 "one head",
                 ("encoding", "what carries the distance", "trained numbers", "spread on a diagonal"),
                 [(name, what, count, round(diagonal_spread(x), 9)) for name, what, count, x in found],
-            ),
-        ),
+            )
+        ],
+        "The same query stands at every position, and the same key. If only the distance matters, all scores on one"
+        " diagonal are equal, and their spread is 0.",
+        {"head_dim": d, "tokens": n},
     )
 
 
@@ -124,4 +115,4 @@ def draw(table: Data, canvas: Canvas) -> None:
 
 
 CAPTION = "What ALiBi adds to a score in four of eight heads, and the bucket of T5's trained number, by distance."
-TOPIC = Topic(report, figures=(Figure("others", CAPTION, data, draw, size=(5.4, 4.0)),))
+TOPIC = Topic(report, (Figure("others", CAPTION, data, draw, size=(5.4, 4.0)),))

@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import rope
 from ...errors import UsageError
 from ...loader import load
 from ...model import Attention
-from ..figure import Data, Figure
-from ..perplexity import TINY, tiny_folder
-from ..report import Report, Table, wrapped
-from . import TOPICS
+from ..figure import Axes, Canvas, Data, Figure
+from ..perplexity import TINY, folder_of
+from ..report import Report, Table
+from ..trace import surprisal
 from .base import Topic
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 TEXT = "And God said, Let there be light: and there was light. And God saw the light, that it was good."
 
 
 def report(model: str = TINY) -> Report:
     """The two layouts, and how the perplexity of a model changes with the wrong one."""
-    half = rope.interleaved_to_half(torch.arange(8))  # the entry at each index after the conversion
     right, wrong = perplexities(model)
     return Report(
-        "pairing",
-        TOPICS["pairing"],
-        settings={"model": model},
-        says=wrapped(
-            "Meta's files and GGUF files of the architecture llama pair entries 2i and 2i + 1 (interleaved); LLaMA"
-            " files in Hugging Face's format pair i and i + D/2 (half). With the wrong layout a file loads without an"
-            " error, the first token is right, and later scores are wrong."
-        ),
-        tables=(
+        (
             Table(
                 "a head of 8 entries",
                 ("entry", *(str(entry) for entry in range(8))),
                 [
                     ("partner, interleaved", *(entry ^ 1 for entry in range(8))),
                     ("partner, half", *((entry + 4) % 8 for entry in range(8))),
-                    ("index after interleaved to half", *torch.argsort(half).tolist()),
+                    ("index after interleaved to half", *pairing_data()["goes_to"].tolist()),
                 ],
             ),
             Table(
@@ -54,18 +39,21 @@ def report(model: str = TINY) -> Report:
                 [("right", round(right, 1)), ("wrong", round(wrong, 1))],
             ),
         ),
+        "Meta's files and GGUF files of the architecture llama pair entries 2i and 2i + 1 (interleaved); LLaMA files"
+        " in Hugging Face's format pair i and i + D/2 (half). With the wrong layout a file loads without an error, the"
+        " first token is right, and later scores are wrong.",
+        {"model": model},
     )
 
 
 @torch.no_grad()
 def perplexities(model: str) -> tuple[float, float]:
     """Perplexity of TEXT, with a model as it is and with the rows of wq and wk in the other layout."""
-    llm = load(tiny_folder() if model == TINY else model, dtype="float32", device="cpu")
+    llm = load(folder_of(model), dtype="float32", device="cpu")
     ids = torch.tensor([llm.tokenizer.encode(TEXT)])  # (1, T)
 
     def perplexity() -> float:
-        logprobs: Tensor = llm.model(ids)[0, :-1].log_softmax(-1)  # (T - 1, V)
-        return float(logprobs.gather(-1, ids[0, 1:, None]).mean().neg().exp())
+        return float(surprisal(llm.model(ids)[0], ids[0]).mean().exp())
 
     right = perplexity()
     attentions = (module for module in llm.model.modules() if isinstance(module, Attention))
@@ -138,16 +126,8 @@ def _bare(axes: Axes, title: str, high: tuple[float, float]) -> None:
     axes.set_title(title)
 
 
-TOPIC = Topic(
-    report,
-    figures=(
-        Figure(
-            "pairing",
-            "A head of 8 entries; a hatch is a pair. To convert Meta's layout to Hugging Face's, move entry 2i to i and"
-            " 2i + 1 to i + D/2, in both wq and wk.",
-            pairing_data,
-            pairing_draw,
-            size=(7.0, 4.4),
-        ),
-    ),
+CAPTION = (
+    "A head of 8 entries; a hatch is a pair. To convert Meta's layout to Hugging Face's, move entry 2i to i and 2i + 1"
+    " to i + D/2, in both wq and wk."
 )
+TOPIC = Topic(report, (Figure("pairing", CAPTION, pairing_data, pairing_draw, size=(7.0, 4.4)),))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import encodings, measures
-from ..figure import LINES, Data, Figure
-from ..report import Report, Table, wrapped
-from . import TOPICS
+from ..figure import LINES, Canvas, Data, Figure
+from ..report import Report, Table
 from .base import Topic
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 D = 64  # width of the head and of the token
 
@@ -39,20 +33,16 @@ def report() -> Report:
         spreads = measures.diagonal_spread(scores), float(scores.max() - scores.min())
         rows.append((name, *(f"{number:.2g}" for number in (*spreads, float(scores[10, 5] - scores[5, 10])))))
     return Report(
-        "relative",
-        TOPICS["relative"],
-        says=wrapped(
-            "RoPE rotates pair i of a query at position m by m ω_i and of a key at position n by n ω_i. The angle"
-            " between them changes by (m - n) ω_i, so the score depends on m - n only. Vectors added to the token"
-            " (sinusoidal, learned) mix with it and with W_q and W_k, so the score depends on m and n."
-        ),
-        tables=(
+        [
             Table(
                 "scores of one token at 32 positions, divided by sqrt(D), D = 64",
                 ("encoding", "spread at equal m - n", "spread over all", "score 5 back minus score 5 ahead"),
                 rows,
-            ),
-        ),
+            )
+        ],
+        "RoPE rotates pair i of a query at position m by m ω_i and of a key at position n by n ω_i. The angle between"
+        " them changes by (m - n) ω_i, so the score depends on m - n only. Vectors added to the token (sinusoidal,"
+        " learned) mix with it and with W_q and W_k, so the score depends on m and n.",
     )
 
 
@@ -86,8 +76,7 @@ def toeplitz_draw(data: Data, canvas: Canvas) -> None:
         limits = {"vmin": middle - 1, "vmax": middle + 1} if flat else {}
         image = axes.imshow(scores, cmap="gray", **limits)
         axes.set_title(title)
-        axes.set_xlabel("position n of the key (tokens)")
-        axes.set_ylabel("position m of the query")
+        axes.set(xlabel="position n of the key (tokens)", ylabel="position m of the query")
         canvas.colorbar(image, ax=axes, label="score", shrink=0.85)
 
 
@@ -117,33 +106,25 @@ def relative_draw(data: Data, canvas: Canvas) -> None:
         if high - low < 0.5:
             axes.set_ylim((low + high) / 2 - 1, (low + high) / 2 + 1)
         axes.set_title(TITLES.get(name, name))
-        axes.set_xlabel("m - n (tokens)")
-        axes.set_ylabel("score")
+        axes.set(xlabel="m - n (tokens)", ylabel="score")
     last.axis("off")
     last.legend(*panels[0].get_legend_handles_labels(), loc="center", title="position of the query")
 
 
+RELATIVE = (
+    "Scores of one token at every position, for three positions m of the query. With RoPE and with ALiBi the three"
+    " curves coincide; RoPE's differ before and after the query. With added codes each m has its own curve."
+)
+TOEPLITZ = (
+    "Scores of one token at every position, divided by the square root of D. If a score depends only on the distance,"
+    " each diagonal has one value. This holds without an encoding, for the plain product of two sinusoidal codes, and"
+    " for RoPE. In a layer that adds the codes, A = W_q^T W_k stands between them and the token is mixed in: diagonals"
+    " are not constant."
+)
 TOPIC = Topic(
     report,
-    figures=(
-        Figure(
-            "relative",
-            "Scores of one token at every position, for three positions m of the query. With RoPE and with ALiBi the"
-            " three curves coincide; RoPE's differ before and after the query. With added codes each m has its own"
-            " curve.",
-            relative_data,
-            relative_draw,
-            size=(6.0, 4.8),
-        ),
-        Figure(
-            "toeplitz",
-            "Scores of one token at every position, divided by the square root of D. If a score depends only on the"
-            " distance, each diagonal has one value. This holds without an encoding, for the plain product of two"
-            " sinusoidal codes, and for RoPE. In a layer that adds the codes, A = W_q^T W_k stands between them and"
-            " the token is mixed in: diagonals are not constant.",
-            toeplitz_data,
-            toeplitz_draw,
-            size=(5.8, 5.0),
-        ),
+    (
+        Figure("relative", RELATIVE, relative_data, relative_draw, size=(6.0, 4.8)),
+        Figure("toeplitz", TOEPLITZ, toeplitz_data, toeplitz_draw, size=(5.8, 5.0)),
     ),
 )

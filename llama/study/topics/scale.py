@@ -1,44 +1,126 @@
-"""Scale: how far each pair turns in training, and by how much each scaling divides its frequency."""
+"""Scale: how far each pair turns in training, and by how much each scaling divides its frequency.
+
+Letters: D head_dim, theta the base, L = context the trained length, s = factor.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoint import Own, with_model
-from ..figure import Data, Figure, draw_lines
-from ..measures import seen_arc, turns, wavelengths
-from ..report import Report, Table, wrapped
-from ..stretch import Stretch
-from . import TOPICS
-from .base import Topic
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+from ...checkpoint import open_checkpoint
+from ...config import ModelConfig
+from ...errors import UsageError
+from ...rope_scaling import inverse_frequencies, kind_of, reach, trained_length
+from ..figure import Axes, Canvas, Data, Figure, draw_lines
+from ..measures import seen_arc, stretching, turns, wavelengths
+from ..perplexity import folder_of
+from ..report import Report, Table
+from .base import Topic, check_head_dim, check_range
 
 KINDS = {"linear": "PI", "ntk": "NTK-aware", "dynamic": "dynamic", "yarn": "YaRN", "llama3": "llama3"}
+OPTIONS = {"head_dim": "--head-dim", "theta": "--rope-theta", "context": "--context"}
 
 
-def _stretched(stretch: Stretch, own: Own | None) -> dict[str, tuple[Tensor, float]]:
-    """Frequencies (D/2,) and the factor of cos and sin, by method; the checkpoint's own scaling last."""
+@dataclass(frozen=True)
+class Stretch:
+    """Heads of head_dim entries, trained at base theta on `context` tokens, to be used on `factor` times as many.
+
+    Raises UsageError outside of its limits, within which each formula is valid: YaRN's ramp, for example, would be
+    reversed if its last fast pair came after the last pair of the head.
+    """
+
+    head_dim: int = 128
+    theta: float = 10000.0
+    context: int = 2048
+    factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_head_dim(self.head_dim, 4, 1024)
+        check_range("--rope-theta", self.theta, 100.0, 1e12)
+        check_range("--context", self.context, 16, 2**20)
+        check_range("--rope-factor", self.factor, 1.01, 1024.0)
+
+    @property
+    def target(self) -> int:
+        """Tokens of the stretched context, rounded down."""
+        return int(self.context * self.factor)
+
+    def stretched(self, kind: str) -> tuple[Tensor, float]:
+        """Frequencies at the target length (D/2,) float64, radians per position, and the factor of cos and sin."""
+        inv_freq, attention_factor = inverse_frequencies(
+            self.head_dim,
+            self.theta,
+            stretching(kind, self.factor) if kind != "default" else None,
+            seq_len=self.target,
+            max_seq_len=self.context,
+        )
+        return inv_freq.double(), attention_factor
+
+    def frequencies(self, kind: str = "default") -> Tensor:
+        """Frequencies at the target length: (D/2,) float64, radians per position."""
+        return self.stretched(kind)[0]
+
+    def slow(self) -> Tensor:
+        """Whether each pair stays below one turn within the trained context, unscaled: (D/2,) bool."""
+        return turns(self.frequencies(), self.context) < 1
+
+    def unseen(self, inv_freq: Tensor) -> int:
+        """Number of pairs that meet new angles at the target length under the frequencies inv_freq (D/2,).
+
+        A pair that finished a turn has met every angle. A millionth is allowed for rounding.
+        """
+        met = self.target * inv_freq  # (D/2,) radians
+        return int((self.slow() & (met > self.context * self.frequencies() * (1 + 1e-6))).sum())
+
+    def some_pairs(self) -> list[int]:
+        """A few pairs over the range: the quarters, and the first that doesn't finish a turn."""
+        count = self.head_dim // 2
+        first_slow = torch.nonzero(self.slow()).flatten().tolist()[:1]
+        return sorted({0, count // 4, count // 2, 3 * count // 4, count - 1, *first_slow})
+
+
+def _settings(model: str | None, **given: Any) -> tuple[Stretch, dict[str, tuple[Tensor, float]], ModelConfig | None]:
+    """The settings, given or a checkpoint's; by method, frequencies (D/2,) and factor; the checkpoint's configuration.
+
+    The checkpoint's own scaling, if it has one, is the last method: at its full context, as the library uses it.
+    """
+    given, config = {name: value for name, value in given.items() if value is not None}, None
+    if model is not None:
+        for name in OPTIONS.keys() & given:
+            raise UsageError(
+                f"{OPTIONS[name]} is set by the checkpoint of --model; leave {OPTIONS[name]} or --model out"
+            )
+        config = open_checkpoint(folder_of(model)).config
+        own = {"head_dim": config.head_dim, "theta": config.rope_theta, "context": int(trained_length(config))}
+        factor = (config.rope_scaling or {}).get("factor")
+        if isinstance(factor, int | float) and factor > 1:
+            own["factor"] = float(factor)
+        given = own | given
+    stretch = Stretch(**given)
     found = {name: stretch.stretched(kind) for kind, name in KINDS.items()}
-    if own is not None and own.kind != "default":
-        found["this model"] = own.scaled()
-    return found
+    if config is not None and kind_of(config.rope_scaling) != "default":
+        lengths = {"seq_len": reach(config), "max_seq_len": config.max_seq_len}
+        inv_freq, times = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, **lengths)
+        found["this model"] = inv_freq.double(), times
+    return stretch, found, config
 
 
-@with_model
 def report(
-    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+    head_dim: int | None = None,
+    theta: float | None = None,
+    context: int | None = None,
+    factor: float | None = None,
+    model: str | None = None,
 ) -> Report:
     """Wavelength, turns and divisors of a few pairs, and how many pairs meet new angles under each scaling."""
-    stretch = Stretch(head_dim, theta, context, factor)
-    plain, scaled = stretch.frequencies(), _stretched(stretch, own)
+    stretch, scaled, config = _settings(model, head_dim=head_dim, theta=theta, context=context, factor=factor)
+    plain, context = stretch.frequencies(), stretch.context
     waves, turned = wavelengths(plain), turns(plain, context)  # (D/2,) each
     pairs = Table(
         f"a turn in so many tokens; turns in {context:,} tokens; divisor of the frequency at {stretch.target:,} tokens",
@@ -49,37 +131,34 @@ def report(
         ],
     )
     methods = Table(
-        f"of {head_dim // 2} pairs, {int(stretch.slow().sum())} make less than a turn in training",
+        f"of {len(plain)} pairs, {int(stretch.slow().sum())} make less than a turn in training",
         ("method", "pairs that meet new angles", "cos, sin times"),
         [(name, stretch.unseen(w), times) for name, (w, times) in (("unscaled", (plain, 1.0)), *scaled.items())],
     )
-    return Report(
-        "scale",
-        TOPICS["scale"],
-        settings=stretch.settings,
-        says=(
-            *wrapped(own.says if own else ""),
-            *wrapped(
-                "A pair that finishes a turn in training has met every angle and needs no scaling. A slower pair meets"
-                " new angles in a longer text, unless its frequency is divided by the full factor."
-            ),
-        ),
-        tables=(pairs, methods),
+    says = (
+        "A pair that finishes a turn in training has met every angle and needs no scaling. A slower pair meets new"
+        " angles in a longer text, unless its frequency is divided by the full factor."
     )
+    if config is not None:
+        says += f" {model} has the scaling {kind_of(config.rope_scaling)} and can use {reach(config):,} tokens."
+    return Report((pairs, methods), says, vars(stretch))
 
 
 # ---------------------------------------------------------------------------------------------------- figure: divisor
-@with_model
 def divisor_data(
-    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+    head_dim: int | None = None,
+    theta: float | None = None,
+    context: int | None = None,
+    factor: float | None = None,
+    model: str | None = None,
 ) -> Data:
     """method, pair, divisor; slow: whether the pair, unscaled, stays below one turn within the trained context."""
-    stretch = Stretch(head_dim, theta, context, factor)
-    scaled = _stretched(stretch, own)
+    stretch, scaled, _ = _settings(model, head_dim=head_dim, theta=theta, context=context, factor=factor)
+    plain = stretch.frequencies()
     return {
-        "method": np.repeat(list(scaled), head_dim // 2),
-        "pair": np.tile(np.arange(head_dim // 2), len(scaled)),
-        "divisor": torch.cat([stretch.frequencies() / w for w, _ in scaled.values()]).numpy(),
+        "method": np.repeat(list(scaled), len(plain)),
+        "pair": np.tile(np.arange(len(plain)), len(scaled)),
+        "divisor": torch.cat([plain / w for w, _ in scaled.values()]).numpy(),
         "slow": np.tile(stretch.slow().numpy(), len(scaled)),
     }
 
@@ -90,15 +169,13 @@ def divisor_draw(data: Data, canvas: Canvas) -> None:
     count = int(data["pair"].max()) + 1
     methods = dict.fromkeys(data["method"].tolist())
     draw_lines(axes, data, "pair", "divisor", "method", methods, (max(count // 48, 1), max(count // 8, 1)))
+    axes.set(xlim=(0, count - 1), xlabel="pair", ylabel="divisor of the frequency (log scale)")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0.93, max(float(data["divisor"].max()) * 1.15, 2))
-    axes.set_xlim(0, count - 1)
     if data["slow"].any():
         axes.axvspan(int(data["pair"][data["slow"]].min()), count - 1, color="#e8e8e8", zorder=0)
         axes.text(count - 1, 0.96, "less than a turn in training ", ha="right", va="bottom", fontsize=8)
-    axes.set_xlabel("pair")
-    axes.set_ylabel("divisor of the frequency (log scale)")
     axes.legend(loc="upper left", bbox_to_anchor=(0.0, 0.9))  # below the line of PI
 
 
@@ -125,9 +202,8 @@ def seen_arc_draw(data: Data, canvas: Canvas) -> None:
     """One row per method, one circle per pair: the seen arc is filled, the met arc outlined, and new angles hatched."""
     methods, pairs = list(dict.fromkeys(data["method"])), list(dict.fromkeys(data["pair"]))
     grid = canvas.subplots(len(methods), len(pairs), squeeze=False)
-    rows = zip(data["method"], data["pair"], data["seen"], data["met"], strict=True)
-    for axes, (_, _, seen, met) in zip(grid.flat, rows, strict=True):
-        _circle(axes, float(seen), float(met))
+    for axes, seen, met in zip(grid.flat, data["seen"].tolist(), data["met"].tolist(), strict=True):
+        _circle(axes, seen, met)
     for row, method in zip(grid, methods, strict=True):
         row[0].text(-1.6, 0, method, ha="right", va="center", fontsize=9)
     for axes, pair in zip(grid[0], pairs, strict=True):

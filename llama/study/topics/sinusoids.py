@@ -6,20 +6,15 @@ The code of position t + k is M_k times the code of t, with the same matrix for 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import forms, measures
-from ..figure import LINES, MARKERS, Data, Figure
-from ..report import Report, Table, wrapped
-from . import TOPICS
-from .base import Topic, check_head_dim, check_range, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from .. import measures
+from ..figure import LINES, MARKERS, Canvas, Data, Figure, columns
+from ..report import Report, Table
+from .base import Topic, check_head_dim, check_range
 
 POSITIONS = 200  # rows of the tables that `misfit` compares
 
@@ -30,8 +25,7 @@ def shift_matrix(dim: int, base: float, k: int) -> Tensor:
     A pair is (sin, cos), so it turns clockwise: the blocks are RoPE's for the negated angle,
     [[cos, sin], [-sin, cos]] of k w_i.
     """
-    angles = k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (d/2,)
-    return forms.rotation_matrix(angles.cos(), -angles.sin())
+    return measures.rotation_matrix(-k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim))
 
 
 def triangles(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
@@ -59,15 +53,7 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
     makers = {"sines": measures.sinusoids, "triangle waves": triangles}
     tables = {name: make(torch.arange(POSITIONS), 8, theta) for name, make in makers.items()}  # (N, 8) each
     return Report(
-        "sinusoids",
-        TOPICS["sinusoids"],
-        settings={"width d": head_dim, "theta": theta},
-        says=wrapped(
-            "A pair of entries is a hand of a clock. Each hand needs beta times as long for a turn as the one before,"
-            " so the hands are digits of radix beta = θ^(2/d). A shift by k positions is one linear map, a rotation of"
-            " each hand. Periodic columns are not enough for this: triangle waves have no such map."
-        ),
-        tables=(
+        (
             Table(
                 f"hands: {head_dim // 2} digits of radix {theta ** (2 / head_dim):.6g}",
                 ("pair", "frequency (radians a position)", "positions for a turn"),
@@ -79,12 +65,16 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
                 [(name, f"{misfit(table, 3):.2g}") for name, table in tables.items()],
             ),
         ),
+        "A pair of entries is a hand of a clock. Each hand needs beta times as long for a turn as the one before, so"
+        " the hands are digits of radix beta = θ^(2/d). A shift by k positions is one linear map, a rotation of each"
+        " hand. Periodic columns are not enough for this: triangle waves have no such map.",
+        {"width d": head_dim, "theta": theta},
     )
 
 
-def hands_data(theta: float = 10000.0) -> Data:
+def hands_data() -> Data:
     """Tips of three hands (d = 6) at positions 0 .. 12: x is the sine, y the cosine."""
-    table, speeds = measures.sinusoids(torch.arange(13), 6, theta), measures.frequencies(6, theta)
+    table, speeds = measures.sinusoids(torch.arange(13), 6), measures.frequencies(6)
     rows = [(i, t, *table[t, 2 * i : 2 * i + 2].tolist(), float(speeds[i])) for i in range(3) for t in range(13)]
     return columns(("pair", "position", "sine", "cosine", "speed"), rows)
 
@@ -135,24 +125,18 @@ def digits_draw(data: Data, canvas: Canvas) -> None:
             axes.set_ylabel("number, or position")
 
 
+HANDS = (
+    "The code of width 6 is three hands. Dots are their tips at positions 0 to 12; all start at twelve o'clock and move"
+    " clockwise."
+)
+DIGITS = (
+    "Left: the bits of 0 to 15, the lowest bit first. Right: the sines of a table with base 16 and width 8. In both,"
+    " each column changes half as fast as the one before it."
+)
 TOPIC = Topic(
     report,
-    figures=(
-        Figure(
-            "hands",
-            "The code of width 6 is three hands. Dots are their tips at positions 0 to 12; all start at twelve o'clock"
-            " and move clockwise.",
-            hands_data,
-            hands_draw,
-            size=(7.5, 3.5),
-        ),
-        Figure(
-            "digits",
-            "Left: the bits of 0 to 15, the lowest bit first. Right: the sines of a table with base 16 and width 8."
-            " In both, each column changes half as fast as the one before it.",
-            digits_data,
-            digits_draw,
-            size=(5.6, 4.6),
-        ),
+    (
+        Figure("hands", HANDS, hands_data, hands_draw, size=(7.5, 3.5)),
+        Figure("digits", DIGITS, digits_data, digits_draw, size=(5.6, 4.6)),
     ),
 )

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import measures
-from ..figure import LINES, MARKERS, Data, Figure
-from ..report import Report, Table, wrapped
-from . import TOPICS
-from .base import Topic, check_range, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from ..figure import LINES, MARKERS, Canvas, Data, Figure, columns
+from ..report import Report, Table
+from .base import Topic
 
 DRAWS, KEYS = 400, 32  # random queries, and random keys per query
 # similar scores, one score far above the others, and large scores
@@ -40,27 +35,16 @@ def measured(q: Tensor, k: Tensor) -> dict[str, float]:
     return numbers
 
 
-def report(head_dim: int = 128) -> Report:
+def report() -> Report:
     """Variance, largest weight and Jacobian of scores over random vectors, and the Jacobian of three rows of scores."""
-    check_range("--head-dim", head_dim, 1, 1024)
-    found = {width: measured(*drawn(width)) for width in sorted({16, 64, 1024, head_dim})}
-    names = list(found[head_dim])
+    found = {width: measured(*drawn(width)) for width in (16, 64, 128, 1024)}
     jacobians = {scores: measures.softmax_jacobian(torch.tensor(scores)) for scores in SCORES}  # (N, N) each
     return Report(
-        "sqrtd",
-        TOPICS["sqrtd"],
-        settings={"head_dim": head_dim, "queries": DRAWS, "keys": KEYS},
-        says=wrapped(
-            "The dot product of two random vectors of D entries has variance D. Without the division, one key gets"
-            " nearly all the weight in wide heads, and the derivative of softmax falls towards 0. Divided by sqrt(D),"
-            " the scores have the same distribution at every width. Only differences of scores matter: large but equal"
-            " scores are harmless."
-        ),
-        tables=(
+        (
             Table(
                 "raw q . k, scaled q . k / sqrt(D): variance, mean largest weight, mean norm of softmax's Jacobian",
-                ("D", *names),
-                [(width, *(round(numbers[name], 3) for name in names)) for width, numbers in found.items()],
+                ("D", *found[16]),
+                [(width, *(round(number, 3) for number in numbers.values())) for width, numbers in found.items()],
             ),
             Table(
                 "the Jacobian of softmax",
@@ -71,6 +55,11 @@ def report(head_dim: int = 128) -> Report:
                 ],
             ),
         ),
+        "The dot product of two random vectors of D entries has variance D. Without the division, one key gets nearly"
+        " all the weight in wide heads, and the derivative of softmax falls towards 0. Divided by sqrt(D), the scores"
+        " have the same distribution at every width. Only differences of scores matter: large but equal scores are"
+        " harmless.",
+        {"queries": DRAWS, "keys": KEYS},
     )
 
 
@@ -135,24 +124,18 @@ def jacobian_draw(data: Data, canvas: Canvas) -> None:
     canvas.colorbar(images[0], ax=panels, label="derivative (weight per score)", location="bottom", shrink=0.6)
 
 
+SQRTD = (
+    f"Random queries and {KEYS} random keys. Without the division one key gets all the weight in a wide head, and the"
+    " derivative of softmax falls towards 0."
+)
+JACOBIAN = (
+    "Derivative of weight i by score j. Middle: one score is far above the others, and all derivatives are nearly 0."
+    " Right: large but equal scores have the derivatives of equal small scores."
+)
 TOPIC = Topic(
     report,
-    figures=(
-        Figure(
-            "sqrtd",
-            f"Random queries and {KEYS} random keys. Without the division one key gets all the weight in a wide head,"
-            " and the derivative of softmax falls towards 0.",
-            sqrtd_data,
-            sqrtd_draw,
-            size=(5.4, 6.2),
-        ),
-        Figure(
-            "jacobian",
-            "Derivative of weight i by score j. Middle: one score is far above the others, and all derivatives are"
-            " nearly 0. Right: large but equal scores have the derivatives of equal small scores.",
-            jacobian_data,
-            jacobian_draw,
-            size=(5.8, 3.0),
-        ),
+    (
+        Figure("sqrtd", SQRTD, sqrtd_data, sqrtd_draw, size=(5.4, 6.2)),
+        Figure("jacobian", JACOBIAN, jacobian_data, jacobian_draw, size=(5.8, 3.0)),
     ),
 )

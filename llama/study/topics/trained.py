@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..figure import LINES, Data, Figure
-from ..report import Report, Table, wrapped
+from ..figure import LINES, Canvas, Data, Figure, columns
+from ..report import Report, Table
 from ..results import json_lines
-from . import TOPICS
-from .base import Topic, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from .base import Topic
 
 FILE = "encodings.jsonl"  # written by scripts/compare_encodings.py
 TRAINED, BUCKET = 128, 16  # the context in training, and the positions of each stored mean
@@ -43,21 +37,14 @@ def report() -> Report:
         means = [found[:, first // BUCKET : last // BUCKET].mean(1) for first, last in STRETCHES]  # (seeds,) each
         numbers = [*(float(mean.mean()) for mean in means), float(means[0].std(ddof=1))]
         rows.append((NAMES[name], *(round(number, 3) for number in numbers)))
+    table = Table(
+        "loss by position", ("encoding", *(f"{a}..{b - 1}" for a, b in STRETCHES), "sd of seeds, 0..127"), rows
+    )
     return Report(
-        "trained",
-        TOPICS["trained"],
-        settings={"parameters": run["parameters"], "steps": run["steps"], "batch": run["batch"]},
-        says=wrapped(
-            "Loss in nats per byte on a book that was not used for training. The context in training is 128 bytes."
-            " Stored results of scripts/compare_encodings.py."
-        ),
-        tables=(
-            Table(
-                "loss by position",
-                ("encoding", *(f"{a}..{b - 1}" for a, b in STRETCHES), "sd of seeds, 0..127"),
-                rows,
-            ),
-        ),
+        [table],
+        "Loss in nats per byte on a book that was not used for training. The context in training is 128 bytes. Stored"
+        " results of scripts/compare_encodings.py.",
+        {"parameters": run["parameters"], "steps": run["steps"], "batch": run["batch"]},
     )
 
 
@@ -80,10 +67,9 @@ def draw(table: Data, canvas: Canvas) -> None:
         axes.plot(x, table["loss"][rows], label=label, **style)
     axes.axvline(TRAINED, color="#999999", linewidth=0.8)
     axes.text(TRAINED - 4, 3.4, "trained\ncontext", ha="right", va="top")
-    axes.set_xlabel("position in the window (bytes)")
-    axes.set_ylabel("loss (nats per byte)")
+    axes.set(xlabel="position in the window (bytes)", ylabel="loss (nats per byte)")
     canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
 CAPTION = "Five encodings, trained alike on 128 bytes and tested on 512. Bands: the extremes of three seeds."
-TOPIC = Topic(report, figures=(Figure("trained", CAPTION, data, draw, size=(5.6, 4.6)),))
+TOPIC = Topic(report, (Figure("trained", CAPTION, data, draw, size=(5.6, 4.6)),))

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from ..figure import Data, Figure, draw_lines
-from ..measures import frequencies, turn
-from ..report import Report, Table, wrapped
-from . import TOPICS
-from .base import Topic, columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from ..figure import Canvas, Data, Figure, columns, draw_lines
+from ..measures import frequencies, rotated, turn
+from ..report import Report, Table
+from .base import Topic
 
 SHARES = (1.0, 0.5, 0.25)  # rotated part of a head: LLaMA; Phi-2 is near 0.4; GPT-NeoX and GPT-J (64 of 256)
 SIDE = 17  # patches of a side of the image
 
 
-def partly_turned(x: Tensor, positions: Tensor, rotated: int) -> Tensor:
-    """Rotate the first `rotated` entries of x (N, D), with the frequencies of a head of that width; keep the others."""
-    return torch.cat((turn(x[:, :rotated], positions, frequencies(rotated)), x[:, rotated:].double()), dim=-1)
+def partly_turned(x: Tensor, positions: Tensor, part: int) -> Tensor:
+    """Rotate the first `part` entries of x (N, D), with the frequencies of a head of that width; keep the others."""
+    return torch.cat((turn(x[:, :part], positions, frequencies(part)), x[:, part:].double()), dim=-1)
 
 
 def score_at_distances(share: float, distances: Tensor, dim: int = 64) -> Tensor:
@@ -32,7 +26,10 @@ def score_at_distances(share: float, distances: Tensor, dim: int = 64) -> Tensor
 
 
 def axial(dim: int, theta: float = 100.0) -> Tensor:
-    """Frequencies of each pair along x and y: (2, D/2). Half of the pairs rotate by x, the others by y."""
+    """Frequencies of each pair along x and y, so that place (x, y) rotates it by (x, y) @ frequencies: (2, D/2).
+
+    Half of the pairs rotate by x, the others by y.
+    """
     half = frequencies(dim // 2, theta)  # (D/4,)
     return torch.block_diag(half[None], half[None])
 
@@ -44,27 +41,18 @@ def mixed(dim: int, theta: float = 100.0) -> Tensor:
     return torch.stack((size * torch.cos(torch.pi * golden), size * torch.sin(torch.pi * golden)))
 
 
-def turn_2d(x: Tensor, places: Tensor, freqs: Tensor) -> Tensor:
-    """Rotate vectors x (N, D) to places (N, 2): pair i by the angle freqs[0, i] x + freqs[1, i] y."""
-    angles = places.double() @ freqs  # (N, D/2)
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)  # (N, D)
-
-
 def report() -> Report:
     """Scores by distance for each rotated part."""
     scores = [score_at_distances(share, torch.arange(2049)) for share in SHARES]
     return Report(
-        "variants",
-        TOPICS["variants"],
-        says=wrapped("The smaller the rotated part of a head, the less its scores depend on the distance."),
-        tables=(
+        [
             Table(
                 "score of q = k with base 10000, for a head of 64",
                 ("distance", *(f"{share:g} rotated" for share in SHARES)),
                 [(n, *(round(float(line[n]), 3) for line in scores)) for n in (0, 1, 8, 64, 512, 2048)],
-            ),
-        ),
+            )
+        ],
+        "The smaller the rotated part of a head, the less its scores depend on the distance.",
     )
 
 
@@ -79,8 +67,7 @@ def partial_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     draw_lines(axes, data, "distance", "score", "part", [f"{share:g} rotated" for share in SHARES])
     axes.axhline(0, color="#999999", linewidth=0.8)
-    axes.set_xlabel("distance (tokens)")
-    axes.set_ylabel("score of q = k, 1 at distance 0")
+    axes.set(xlabel="distance (tokens)", ylabel="score of q = k, 1 at distance 0")
     canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, title="part of the head")
 
 
@@ -89,7 +76,7 @@ def plane_data() -> Data:
     places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).flip(1)  # (SIDE^2, 2): x, y, row by row
     rows = []
     for name, freqs in (("axial", axial(64)), ("mixed directions", mixed(64))):
-        turned = turn_2d(torch.ones(len(places), 64), places, freqs)  # (N, D)
+        turned = rotated(torch.ones(len(places), 64), places.double() @ freqs)  # (N, D)
         scores = turned @ turned[len(places) // 2] / 64  # (N,)
         rows += [(name, *place, score) for place, score in zip(places.tolist(), scores.tolist(), strict=True)]
     return columns(("form", "x", "y", "score"), rows)
@@ -102,8 +89,7 @@ def plane_draw(data: Data, canvas: Canvas) -> None:
         image = axes.imshow(scores, cmap="viridis", vmin=-0.2, vmax=1)
         axes.set_title(name)
         axes.set(xticks=range(0, SIDE, 4), yticks=range(0, SIDE, 4))
-        axes.set_xlabel("x of the key's patch")
-        axes.set_ylabel("y of the key's patch")
+        axes.set(xlabel="x of the key's patch", ylabel="y of the key's patch")
     canvas.colorbar(image, ax=list(panels), label="score of q = k", location="bottom", shrink=0.6)
 
 
@@ -111,7 +97,7 @@ PARTIAL = "The score of equal vectors by distance, if all, half or a quarter of 
 PLANE = "The score of a patch in the middle of an image with every patch, for equal vectors."
 TOPIC = Topic(
     report,
-    figures=(
+    (
         Figure("partial", PARTIAL, partial_data, partial_draw, size=(5.6, 3.4)),
         Figure("plane", PLANE, plane_data, plane_draw, size=(5.8, 4.0)),
     ),
