@@ -73,18 +73,6 @@ def _score(q: Tensor, k: Tensor, m: int, n: int) -> float:
 
 
 # ------------------------------------------------------------------------------------------- the sinusoidal table
-def _exponent() -> list[Row]:
-    at = torch.arange(256.0, dtype=torch.float64)
-    wrong = torch.sin(at / 10000 ** (2 * at / 64))[:, None].expand(-1, 32)  # (N, d/2): no column depends on i
-    right = sinusoids(torch.arange(256), 64)[:, 0::2]  # (N, d/2)
-    return [
-        _row("different sine columns, of 32", lambda pe: len(pe.T.unique(dim=0)), wrong, right),
-        _row(
-            "largest deviation within a column, rows 100 to 255", lambda pe: float(pe[100:].std(0).max()), wrong, right
-        ),
-    ]
-
-
 def _step() -> list[Row]:
     right = sinusoids(torch.tensor([1]), 8)[0]
     return [(f"pe[1, {i}]", math.sin(1 / 10000 ** (2 * i / 8)), float(right[i])) for i in (0, 2, 4, 6)]
@@ -181,12 +169,6 @@ def _cached_mask() -> list[Row]:
 
 
 # ------------------------------------------------------------------------------------------------- longer contexts
-def _interpolation() -> list[Row]:
-    scaled = frequencies(64, scaling={"rope_type": "linear", "factor": 4.0})
-    divisor = float(frequencies(64)[0] / scaled[0])
-    return [(f"position {at:,} becomes", at / (2048 / 8192), at / divisor) for at in (1, 100, 8192)]
-
-
 def _new_base() -> list[Row]:
     plain, ntk = frequencies(128), frequencies(128, scaling={"rope_type": "ntk", "factor": 4.0})
     base = float(ntk[1]) ** (-128 / 2)  # of the frequency base^(-2/D) of pair 1
@@ -207,15 +189,6 @@ def _twice() -> list[Row]:
 BUGS = {
     bug.name: bug
     for bug in (
-        Bug(
-            "exponent",
-            "pe[pos, 2*i] = sin(pos / 10000 ** (2*pos / d))",
-            "A table of width 64 has 32 sine columns. How many of them differ from each other?",
-            "pe[pos, 2*i] = sin(pos / 10000 ** (2*i / d))",
-            "The exponent uses the position instead of the pair, so all pairs have the same number. From row 100 on,"
-            " the rows hardly differ either.",
-            _exponent,
-        ),
         Bug(
             "step",
             "for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000 ** (2*i / d))",
@@ -297,15 +270,6 @@ BUGS = {
             "PyTorch aligns the triangle of is_causal at the top left: query j reads the keys 0 to j, although j counts"
             " from the first new token. A prompt is right; a generated token reads only the first key.",
             _cached_mask,
-        ),
-        Bug(
-            "interpolation",
-            "position = position / (L_train / L_test)",
-            "A model trained on 2,048 tokens reads 8,192. Which position does the last token get?",
-            "position = position * (L_train / L_test)",
-            "The ratio is below 1, so the division enlarges the positions. The model meets positions 16 times as far as"
-            " intended.",
-            _interpolation,
         ),
         Bug(
             "new-base",

@@ -2,19 +2,16 @@
 
 `reference` below is the complete block in numpy's float64. It shares only the weights with the model, and does not use
 the model's intermediate results; so the first step that fails is the one that is wrong. The model's numbers are
-recorded while its own code runs, and the lines of code are found by parsing the functions that ran.
+recorded while its own code runs, and the lines of code are looked up in the source of the functions that ran.
 
 Letters: T tokens, H query heads, KV key/value heads, D head_dim, C model dim, F hidden_dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
-import math
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,11 @@ from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
 from .inside import activations
+from .report import plain
 
 Array = np.ndarray[Any, Any]
 Code = list[tuple[Callable[..., Any], str]]  # functions, and expressions in them
+Recipe = tuple[str, str, str, Code]  # a step: name, equation, results as "letter shape; letter shape", and its code
 
 # Its tokens are bytes, its numbers fit on a screen, and all sizes differ, so that shapes are not equal by chance.
 TINY = ModelConfig(
@@ -105,44 +104,38 @@ class _SoftmaxRecorder(TorchFunctionMode):
         return out
 
 
-@contextlib.contextmanager
-def _recorded(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs of one block's modules in the next forward pass, by the letters of `reference`.
+# letter of `reference` -> the name of its tensor in inside.py, without the layer
+SITES = {
+    **{"h": "resid_pre", "x": "attn_in", "q": "q", "k": "k", "v": "v", "q'": "rot_q", "k'": "rot_k", "y": "z"},
+    **{"o": "attn_out", "a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},
+}
 
-    The tensors have a batch axis. Attention runs in its reference form, since fused kernels don't return scores.
+
+def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Array]:
+    """The model's numbers for a text, in the shapes of `reference`, with heads in the interleaved layout.
+
+    Attention runs in its reference form, since fused kernels don't return scores.
     """
     seen: dict[str, Tensor] = {}
     block: Any = net.layers[layer]
+    names = {"e": "embed", **{letter: f"{site}.{layer}" for letter, site in SITES.items()}}
 
-    def attend(q: Tensor, k: Any, v: Any, mask: Tensor | None = None) -> Tensor:
-        seen["q'"], seen["k'"] = q, k
+    def attend(*inputs: Any) -> Tensor:
         with _SoftmaxRecorder(seen):
-            y = attention.reference(q, k, v, mask)
-        seen["y"] = y
-        return y
+            return attention.reference(*inputs)
 
-    sites = {
-        **{"e": "embed", "h": "resid_pre", "x": "attn_in", "q": "q", "k": "k", "v": "v", "o": "attn_out"},
-        **{"a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},
-    }
-    names = {letter: name if name == "embed" else f"{name}.{layer}" for letter, name in sites.items()}
     with contextlib.ExitStack() as stack:
         stack.callback(block.set_submodule, "attention.attend", block.attention.attend)
         block.set_submodule("attention.attend", attention.Attend(attend))
         tensors = stack.enter_context(activations(net, names.values()))
-        yield seen
+        with torch.inference_mode():
+            net(torch.tensor([ids], device=net.tok_embeddings.weight.device))
     seen |= {letter: tensors[name] for letter, name in names.items()}
-
-
-def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Array]:
-    """The model's numbers for a text, in the shapes of `reference`, with heads in the interleaved layout."""
-    with torch.inference_mode(), _recorded(net, layer) as seen:
-        net(torch.tensor([ids], device=net.tok_embeddings.weight.device))
-    for name in "qkv":
-        by_head = seen[name].transpose(1, 2)  # (1, heads, T, D)
-        half = net.rope.layout == "half" and name != "v"
-        seen[name] = rope.half_to_interleaved(by_head) if half else by_head
-    return {name: tensor[0].double().cpu().numpy() for name, tensor in seen.items()}
+    for letter in ("q", "k", "v", "q'", "k'", "y"):
+        by_head = seen[letter].transpose(1, 2)  # (1, heads, T, D)
+        half = net.rope.layout == "half" and letter in "qk"
+        seen[letter] = rope.half_to_interleaved(by_head) if half else by_head
+    return {letter: tensor[0].double().cpu().numpy() for letter, tensor in seen.items()}
 
 
 def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
@@ -166,22 +159,16 @@ class Source:
 
 
 def find_source(function: Callable[..., Any], expression: str) -> Source | None:
-    """Find the line on which an expression begins in a function, by parsing the current source of the function.
-
-    Returns None if the function does not contain the expression, or has no source.
-    """
-    expected = ast.dump(ast.parse(expression, mode="eval").body)
+    """The line of a function's source that contains an expression. None if there is none, or no source."""
     try:
         lines, first = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError):
         return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and ast.dump(node) == expected:
-            path = Path(inspect.getsourcefile(function) or "")
-            package = Path(model.__file__).parent.parent
+    for number, line in enumerate(lines, first):
+        if expression in line:
+            path, package = Path(inspect.getsourcefile(function) or ""), Path(model.__file__).parent.parent
             file = path.relative_to(package).as_posix() if path.is_relative_to(package) else path.name
-            return Source(file, first + node.lineno - 1, lines[node.lineno - 1].strip())
+            return Source(file, number, line.strip())
     return None
 
 
@@ -191,20 +178,6 @@ ROTATIONS = {
     "real": "(a * cos - b * sin, a * sin + b * cos)",
     "half": "q.float() * cos + rotate_half(q.float()) * sin",
 }
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The definition of a step.
-
-    values  the results, each as its letter in `reference` and its shape in letters; "h" is an input and not compared
-    code    where the model computes the results
-    """
-
-    name: str
-    equation: str
-    values: tuple[tuple[str, str], ...]
-    code: Code
 
 
 def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list[Recipe]:
@@ -228,8 +201,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
     ]
     scaled = f" scaled by {kind}" if kind != "default" else ""
     T, D = "(T, C)", "(H, T, D)"
-    # name, equation, "letter shape; letter shape", [(function, expression), ...]
-    rows: list[tuple[str, str, str, Code]] = [
+    return [
         ("embedding", "e = the token's row of the embedding matrix, the input h of block 0", f"e {T}",
          [(model.Runner.run, "model.tok_embeddings(tokens)")]),
         ("RMSNorm", "x = h / sqrt(mean(h²) + eps) · w_norm", f"h {T}; x {T}",
@@ -255,11 +227,6 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
          [(block, "h + self.feed_forward(self.ffn_norm(h))")]),
     ]  # fmt: skip
 
-    def split(values: str) -> tuple[tuple[str, str], ...]:
-        return tuple((letter, shape) for letter, shape in (value.split(" ", 1) for value in values.split("; ")))
-
-    return [Recipe(name, equation, split(values), code) for name, equation, values, code in rows]
-
 
 # -------------------------------------------------------------------------------------------- the explanation
 @dataclass(frozen=True)
@@ -273,7 +240,7 @@ class Value:
     letters: str
     shape: tuple[int, ...]
     numbers: list[float]
-    more: bool = False
+    more: bool
 
 
 @dataclass(frozen=True)
@@ -283,7 +250,8 @@ class Step:
     difference  from `reference`, relative to the largest number
     """
 
-    recipe: Recipe
+    name: str
+    equation: str
     values: list[Value]
     sources: list[Source | None]
     difference: float
@@ -343,12 +311,13 @@ def explain(
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
-    for recipe in recipes(net.rope.form, rotary.rotate, kind_of(config.rope_scaling)):
-        compared = [letter for letter, _ in recipe.values if letter != "h"]
+    for name, equation, results, code in recipes(net.rope.form, rotary.rotate, kind_of(config.rope_scaling)):
+        shapes = [result.split(" ", 1) for result in results.split("; ")]
+        compared = [letter for letter, _ in shapes if letter != "h"]  # an input
         # numpy's maximum returns NaN if there is one; Python's may not
         apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter in compared]))
-        values = [_value(letter, letters, ours.get(letter), token) for letter, letters in recipe.values]
-        steps.append(Step(recipe, values, [find_source(*code) for code in recipe.code], apart))
+        values = [_value(letter, letters, ours.get(letter), token) for letter, letters in shapes]
+        steps.append(Step(name, equation, values, [find_source(*line) for line in code], apart))
     read = {} if texts is None else {"text": texts[token]}
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
@@ -386,7 +355,7 @@ def _apart(ours: Array | None, right: Array) -> float:
 
 def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:
     if ours is None:
-        return Value(letter, letters, (), [])
+        return Value(letter, letters, (), [], False)
     row = ours[0] if ours.ndim == 3 else ours  # head 0: (T, ..)
     numbers = row[token][: token + 1] if letters.endswith("T)") else row[token]
     return Value(letter, letters, ours.shape, numbers[:SHOWN].tolist(), len(numbers) > SHOWN)
@@ -395,13 +364,13 @@ def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:
 def text(explanation: Explanation) -> str:
     """An explanation as text for a terminal."""
     lines = [f"explain: {QUESTION}"]
-    lines.append("  " + ", ".join(f"{key} {show(value)}" for key, value in explanation.settings.items()))
+    lines.append("  " + ", ".join(f"{key} {value!r}" for key, value in explanation.settings.items()))
     lines += [f"  {line}" for line in explanation.notes]
     lines.append(
         f"  the numbers shown belong to this token and, in steps with heads, to head 0; at most {SHOWN} per row"
     )
     for number, step in enumerate(explanation.steps, 1):
-        lines += ["", f"{number:>2} {step.recipe.name}: {step.recipe.equation}"]
+        lines += ["", f"{number:>2} {step.name}: {step.equation}"]
         for value in step.values:
             numbers = " ".join(f"{x:.4f}" if abs(x) < 1e3 else f"{x:.4g}" for x in value.numbers)
             shape = "(" + ", ".join(map(str, value.shape)) + ")" if value.shape else "not recorded"
@@ -415,30 +384,11 @@ def text(explanation: Explanation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def show(value: Any) -> str:
-    """A setting on one line, texts in quotes."""
-    return repr(value) if isinstance(value, str) else str(value)
-
-
-def plain(value: float) -> float | str:
-    """A number that JSON has; one that is not finite as its name."""
-    return value if math.isfinite(value) else str(value)
-
-
 def as_dict(explanation: Explanation) -> dict[str, Any]:
-    """An explanation for JSON: the steps with their numbers and lines of code, and their checks in a list."""
-    bound = {"relation": "<", "expected": TOLERANCE, "tolerance": 0.0}
-    steps, checks = [], []
+    """An explanation for JSON: the settings, and the steps with their numbers and lines of code."""
+    steps = []
     for step in explanation.steps:
-        name, difference = step.recipe.name, plain(step.difference)
-        values = [
-            {"letter": v.letter, "letters": v.letters, "shape": list(v.shape), "numbers": [plain(x) for x in v.numbers]}
-            for v in step.values
-        ]
-        sources = [source and asdict(source) for source in step.sources]
-        step_facts = {"name": name, "equation": step.recipe.equation, "values": values, "sources": sources}
-        steps.append({**step_facts, "difference": difference, "passed": step.passed})
-        what = f"{name}: largest difference / largest number"
-        checks.append({"what": what, "computed": difference, **bound, "passed": step.passed})
-    about = {"topic": "explain", "question": QUESTION, "settings": explanation.settings, "says": explanation.notes}
-    return {**about, "tables": [], "checks": checks, "passed": explanation.passed, "steps": steps}
+        values = [{**vars(value), "numbers": [plain(x) for x in value.numbers]} for value in step.values]
+        steps.append({**asdict(step), "values": values, "difference": plain(step.difference), "passed": step.passed})
+    about = {"settings": explanation.settings, "says": explanation.notes}
+    return {**about, "passed": explanation.passed, "steps": steps}
