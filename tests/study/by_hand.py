@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
 # Settings of a law: the same examples on every machine and in every run.
 LAW = settings(max_examples=40, derandomize=True, deadline=None)
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 def rng(seed: int) -> np.random.Generator:
