@@ -90,16 +90,8 @@ def on_an_edge(state: dict[str, Any]) -> bool:
 
 
 START = {
-    "base": 1e4,
-    "dim": 128,
-    "trained": 2048,
-    "stretch": 4.0,
-    "method": "default",
-    "m": 100,
-    "n": 88,
-    "pair": 41,
-    "shift": 1000,
-    "length": 8192,
+    **{"base": 1e4, "dim": 128, "trained": 2048, "stretch": 4.0, "method": "default"},
+    **{"m": 100, "n": 88, "pair": 41, "shift": 1000, "length": 8192},
 }
 
 
@@ -230,28 +222,6 @@ def test_which_pairs_meet_angles_that_did_not_occur_in_training(
     reached = (end - 1) * by_library(state)[0].double() / by_library(state, "default")[0].double()  # trained tokens
     outside = [i for i in unfinished if float(reached[i]) > state["trained"] * (1 + 1e-6)]
     assert outside == list(beyond)
-
-
-def test_the_numbers_of_the_page_on_exploring(js: Engine) -> None:
-    text = " ".join((Path(__file__).parents[2] / "docs" / "learn" / "explore.md").read_text().split())
-
-    def beyond(**changes: Any) -> list[bool]:
-        return js("Rope.pairs($0)", {**START, **changes})["beyond"]
-
-    w, ntk = 1e4 ** (-np.arange(64) / 64), by_library({**START, "method": "ntk"})[0].double().numpy()
-    assert f"q · k stays {np.cos(12 * w).sum():.3f}." in text
-    assert f"pair 0 turns {math.degrees(w[0]):.1f}° per token, pair 63 only {math.degrees(w[63]):.5f}°" in text
-    assert f"{(2 * np.pi / w > 2048).sum()} of 64 pairs do not finish a turn within the trained 2,048 tokens" in text
-    llama3 = by_library({**START, "base": 5e5})[0].double().numpy()
-    assert f"now it is {(2 * np.pi / llama3 > 8192).sum()} pairs" in text
-    assert f"NTK-aware divides pair 41 by {w[41] / ntk[41]:.2f}, and only pair 63 by {w[63] / ntk[63]:.0f}." in text
-    assert [i for i, flag in enumerate(beyond()) if flag] == list(range(41, 64))
-    assert f"Without a method, {sum(beyond())} pairs meet angles" in text
-    assert f"Under NTK-aware it is {sum(beyond(method='ntk'))} pairs." in text
-    assert not any(flag for method in ("linear", "yarn", "llama3") for flag in beyond(method=method))
-    q, k = (np.array(page.vectors()[name][:128]).reshape(64, 2) @ [1, 1j] for name in "qk")
-    score = (q * k.conj() * np.exp(12j * w)).real.sum() / math.sqrt(128)
-    assert f"the score at both places is {score:.9f}.".replace("-", "−") in text
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

@@ -6,20 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from llama.study import measures, topics
+from llama.study import measures
 from llama.study.results import json_lines
 from llama.study.topics import others, trained, variants
 
-from . import drawing
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("name", ["trained", "others", "variants"])
-def test_every_figure_draws_the_numbers_of_its_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "NOT_DRAWN", {"plane": {"x", "y"}})
-    for figure in topics.find(name).figures:
-        drawing.check_drawn(figure.name, figure.data(), drawing.draw(figure))
 
 
 def test_the_table_of_losses_has_the_means_of_the_stored_runs() -> None:

@@ -1,4 +1,4 @@
-"""The topics scale, ppl and needle against numpy, and the numbers of lesson 7."""
+"""The topics scale, ppl and needle against numpy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-import llama
 from llama.cli import main
 from llama.errors import UsageError
 from llama.loader import load_model, load_tokenizer
-from llama.study import measures, needle, perplexity
+from llama.study import needle, perplexity
 from llama.study.perplexity import tiny_folder
 from llama.study.topics import find, scale
 from llama.study.topics import needle as needle_topic
@@ -129,32 +128,6 @@ def test_a_bad_option_is_one_line(options: list[str], capsys: pytest.CaptureFixt
 
 def test_a_head_of_four_entries_is_the_narrowest() -> None:
     assert len(Stretch(4).frequencies()) == 2
-
-
-# ------------------------------------------------------------------------------------------------ numbers of lesson 7
-def test_the_numbers_of_lesson_7() -> None:
-    ntk = Stretch().frequencies("ntk").numpy()
-    np.testing.assert_allclose(ntk, (10000 * 4 ** (128 / 126)) ** (-np.arange(64) / 64), rtol=1e-6)
-    assert round(10000 * 4 ** (128 / 126)) == 40890
-    assert (round(2047 * PLAIN[41], 2), round(8191 * ntk[41], 2)) == (5.61, 9.10)
-    assert [round(x, 2) for x in TURNS[[0, 63]]] == [325.95, 0.04]
-    yarn, a = Stretch().stretched("yarn")
-    assert (round(a, 4), round(a**2, 4)) == (1.1386, 1.2965)
-    np.testing.assert_allclose((PLAIN / yarn.numpy())[TURNS < 0.9], 4, rtol=1e-6)
-    tiny = Stretch(32, 10000.0, 128, 4.0)
-    assert round(float(measures.turns(tiny.frequencies(), 128)[0])) == 20
-    assert bool((tiny.frequencies("yarn")[1:] < tiny.frequencies()[1:]).all())
-    for factor, length, leave in ((4.0, 256, 2), (4.0, 512, 9), (16.0, 512, 2)):  # slow pairs that leave their arc
-        scaled = measures.frequencies(32, scaling={"rope_type": "ntk", "factor": factor})
-        far = (length / 128 * scaled / tiny.frequencies())[tiny.slow()]
-        assert (int((far > 1.0001).sum()), float(far.max()) < 4 / 3) == (leave, leave == 2)
-    for factor, divisor in ((1.0, 4), (4.0, 13)):
-        scaling = {"rope_type": "dynamic", "factor": factor}
-        last = llama.inverse_frequencies(128, 10000.0, scaling, seq_len=8192, max_seq_len=2048)[0][63]
-        assert PLAIN[63] / float(last) == pytest.approx(divisor, rel=1e-5)
-    assert round((500000 / 10000) ** (126 / 128)) == 47
-    slow = [int((8192 * base ** (-np.arange(64) / 64) < 2 * math.pi).sum()) for base in (1e4, 5e5)]
-    assert slow == [14, 29]
 
 
 # ----------------------------------------------------------------------------------------------------------------- ppl

@@ -47,12 +47,6 @@ def test_order_reports_no_difference_for_none_alone() -> None:
     assert min(gaps.values()) > 0.1
 
 
-def test_order_draws_weights_whose_rows_add_up_to_one() -> None:
-    data = topics.find("order").figure().data()
-    np.testing.assert_allclose(data["weight"].reshape(-1, 4).sum(1), 1)
-    assert len(data["weight"]) == 2 * 2 * 16
-
-
 @pytest.mark.parametrize(("d", "base"), [(8, 16.0), (64, 10000.0), (128, 500000.0)])
 def test_sinusoids_are_the_published_table_and_a_shift_is_a_rotation(d: int, base: float) -> None:
     rows = measures.sinusoids(torch.arange(60), d, base).numpy()
@@ -74,13 +68,6 @@ def test_sinusoids_reports_the_wavelengths_and_that_only_sines_shift() -> None:
     assert triangles == pytest.approx(0.19)
     waves_of = sinusoids.triangles(torch.arange(50), 8).numpy()
     np.testing.assert_allclose(waves_of, np.arcsin(table(50, 8, 10000.0)) * 2 / np.pi, atol=1e-6)
-
-
-def test_sinusoids_draws_hands_and_digits() -> None:
-    hands, digits = (figure.data() for figure in topics.find("sinusoids").figures)
-    np.testing.assert_allclose(np.hypot(hands["sine"], hands["cosine"]), 1)
-    bits = digits["value"][digits["panel"] == "bits"].reshape(16, 4)
-    assert (bits @ 2 ** np.arange(4)).tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("name", ["heatmap", "binary", "shift"])

@@ -40,13 +40,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = (tiny_folder() / "held-out.txt").read_text()[:200]
 IDS = tiny.random_tokens(11)[0].tolist()
 ABOUT = {
-    "model": "tiny",
-    "prompt": "x",
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "dtype": "float32",
+    **{"model": "tiny", "prompt": "x", "dtype": "float32"},
+    **{"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16},
 }
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}&amp;<!--\u2028"
 
@@ -419,23 +414,6 @@ def test_the_script_unpacks_the_maps(v8: MiniRacer) -> None:
 )  # fmt: skip
 def test_the_script_formats_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:
     assert v8.eval(call) == expected
-
-
-@pytest.mark.parametrize("length", [5, 40, 300])
-@pytest.mark.parametrize("theta", [500.0, 1e5])
-def test_the_script_computes_how_far_slow_pairs_turn_between_neighbours(
-    v8: MiniRacer, length: int, theta: float
-) -> None:
-    inv_freq = [theta ** (-2 * i / 64) for i in range(32)]
-    turns = [(length - 1) * w / (2 * math.pi) for w in inv_freq]
-    words = v8.eval(f"aboutSlowPairs({json.dumps({'inv_freq': inv_freq, 'turns': turns})})")
-    slow = [math.degrees(w) for w, turn in zip(inv_freq, turns, strict=True) if turn < 1]
-    assert words.startswith(f"{len(slow)} of 32 pairs do not finish a turn over this text")
-    fastest, slowest = (float(x.replace("−", "-")) for x in re.findall(r"by ([\d.e−]+)°", words))
-    assert fastest == pytest.approx(slow[0], rel=0.006)
-    assert slowest == pytest.approx(slow[-1], rel=0.06)
-    if length == 5:
-        assert "the fastest of them is rotated by 57.3°" in words  # neighbours are far apart in it
 
 
 # ------------------------------------------------------------------------------------------------------- the command

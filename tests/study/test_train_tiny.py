@@ -59,15 +59,6 @@ def test_the_saved_model_is_the_trained_model(tmp_path: Path) -> None:
     assert torch.equal(load_model(tmp_path, dtype="float32")(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_text_that_cannot_be_split_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
-) -> None:
-    assert run_here(monkeypatch, command(tmp_path, "a", "Genesis 1\n" + "\nRevelation 1\n" * count)) == 1
-    assert f"found {count}" in capsys.readouterr().err
-    assert not (tmp_path / "a").exists()
-
-
 def test_the_shipped_folder_has_the_same_logits_in_transformers() -> None:
     text = (tiny_folder() / "held-out.txt").read_bytes()[5000:5128]
     tokens = torch.tensor([list(text)])
