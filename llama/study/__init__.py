@@ -16,36 +16,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .inside import SITES as SITES
-    from .inside import Activations as Activations
-    from .inside import Place as Place
-    from .inside import activations as activations
-    from .inside import patch as patch
-    from .patching import Grid as Grid
-    from .patching import patching_grid as patching_grid
-    from .steering import ControlVector as ControlVector
-    from .steering import control_vector as control_vector
-    from .steering import steer as steer
+    from .inside import SITES, Activations, Place, activations, patch
+    from .patching import Grid, patching_grid
+    from .steering import ControlVector, control_vector, steer
 
-# name -> the module that defines it
-_HOME = {
-    "SITES": "inside",
-    "Activations": "inside",
-    "Place": "inside",
-    "activations": "inside",
-    "patch": "inside",
-    "Grid": "patching",
-    "patching_grid": "patching",
-    "ControlVector": "steering",
-    "control_vector": "steering",
-    "steer": "steering",
-}
-__all__ = list(_HOME)
+__all__ = [
+    "SITES", "Activations", "ControlVector", "Grid", "Place", "activations", "control_vector", "patch", "patching_grid",
+    "steer",
+]  # fmt: skip
+MODULES = ("inside", "patching", "steering")
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    modules = (importlib.import_module(f".{module}", __name__) for module in MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -5,7 +5,7 @@ The question is that of "Round and Round We Go" (arXiv:2410.06205), which answer
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from ..figure import LINES, Canvas, Data, Figure, columns
 from ..measures import wavelengths
 from ..perplexity import TINY, folder_of, read_text, tiny_folder
 from ..report import Report, Table
-from ..results import table as stored_table
+from ..results import data as stored
 from ..trace import recording, surprisal
 from .base import Topic, check_range
 
@@ -123,12 +123,6 @@ def data(model: str = TINY, text: Path | None = None, length: int | None = None)
     return columns(("panel", "kind", "x", "y", "low", "high"), rows)
 
 
-def stored() -> Data:
-    """`data` of SmolLM2-135M: clearllama study bands -m smollm2-135m-instruct --figure FILE.csv."""
-    rows = stored_table("bands-smollm2.csv")
-    return columns(tuple(rows[0]), [(*list(row.values())[:2], *map(float, list(row.values())[2:])) for row in rows])
-
-
 def draw(table: Data, canvas: Canvas) -> None:
     """Shares by pair for both kinds of heads, and each head by its use of fast pairs."""
     upper, lower = canvas.subplots(2, 1, height_ratios=(4, 3))
@@ -147,12 +141,19 @@ def draw(table: Data, canvas: Canvas) -> None:
     lower.set(xlabel="share of the fastest quarter of the pairs", ylabel="weight on the previous token")
 
 
+# The stored results are those of: clearllama study bands -m smollm2-135m-instruct --figure FILE.csv
 CAPTION = "Above: how much each pair can add to a score, by kind of head. Below: each point is a head."
 DEFAULT = f"{CAPTION} By default this is tiny-kjv, which has 16 heads."
 TOPIC = Topic(
     report,
     (
         Figure("bands", DEFAULT, data, draw, size=(5.4, 6.0)),
-        Figure("bands_smollm2", f"SmolLM2-135M, 270 heads. {CAPTION}", stored, draw, size=(5.4, 6.0)),
+        Figure(
+            "bands_smollm2",
+            f"SmolLM2-135M, 270 heads. {CAPTION}",
+            partial(stored, "bands-smollm2.csv"),
+            draw,
+            size=(5.4, 6.0),
+        ),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..inside import activations
 from ..measures import decay_bound, wavelengths
 from ..perplexity import TINY
 from ..report import Report, Table
-from ..results import table as stored_table
+from ..results import data as stored
 from .bands import passage
 from .base import Topic
 
@@ -102,12 +102,6 @@ def order_data(model: str = TINY, text: Path | None = None, length: int | None =
     return columns(("line", "distance", "share", "context"), rows)
 
 
-def stored() -> Data:
-    """`order_data` of SmolLM2-135M: clearllama study decay -m smollm2-135m-instruct --figure FILE.csv."""
-    rows = [tuple(row.values()) for row in stored_table("decay-smollm2.csv")]
-    return columns(("line", "distance", "share", "context"), [(row[0], *map(float, row[1:])) for row in rows])
-
-
 def order_draw(table: Data, canvas: Canvas) -> None:
     """Both shares over the distance, with the coin's and the trained context."""
     axes = canvas.subplots()
@@ -119,11 +113,18 @@ def order_draw(table: Data, canvas: Canvas) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
 
+# The stored results are those of: clearllama study decay -m smollm2-135m-instruct --figure FILE.csv
 CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone."
 TOPIC = Topic(
     report,
     (
         Figure("order_kept", CAPTION, order_data, order_draw, size=(5.6, 4.0)),
-        Figure("order_kept_smollm2", f"SmolLM2-135M. {CAPTION}", stored, order_draw, size=(5.6, 4.0)),
+        Figure(
+            "order_kept_smollm2",
+            f"SmolLM2-135M. {CAPTION}",
+            partial(stored, "decay-smollm2.csv"),
+            order_draw,
+            size=(5.6, 4.0),
+        ),
     ),
 )
