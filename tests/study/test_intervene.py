@@ -33,7 +33,6 @@ def changed(model: Transformer, intervention: Intervention) -> Tensor:
         return model(TOKENS)
 
 
-# ------------------------------------------------------------------------------------------------------------- heads
 @pytest.mark.parametrize("heads", [((0, 0),), ((4, 3),), ((1, 2), (1, 0), (3, 1))])
 def test_ablating_heads_equals_zero_columns_of_wo(model: Transformer, heads: tuple[tuple[int, int], ...]) -> None:
     copy = tiny.model(DEEP, attention="reference")
@@ -55,9 +54,6 @@ def test_ablating_works_with_a_cache_and_does_not_change_the_bias_of_wo() -> Non
     torch.testing.assert_close(found, copy(TOKENS)[:, 8:], rtol=0, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------ layers
-
-
 @pytest.mark.parametrize("layers", [range(0, 3), range(2, 5), range(4, 5)])
 def test_only_some_layers_equal_a_model_of_these_layers(model: Transformer, layers: range) -> None:
     config = dataclasses.replace(DEEP, n_layers=len(layers))
@@ -72,9 +68,6 @@ def test_only_some_layers_equal_a_model_of_these_layers(model: Transformer, laye
         }
     short.load_state_dict(selected)
     assert torch.equal(changed(model, Intervention(layers=layers)), short(TOKENS))
-
-
-# ---------------------------------------------------------------------------------------------------------- rotation
 
 
 @pytest.mark.parametrize("rope", ["complex", "real", "half"])
@@ -112,7 +105,6 @@ def test_another_rotation_equals_a_model_built_with_it(theta: float | None, scal
     assert float((other(TOKENS) - model(TOKENS)).abs().max()) > 1e-3 or (scaling or {}).get("rope_type") == "dynamic"
 
 
-# --------------------------------------------------------------------------------------------------------- afterwards
 EVERYTHING = Intervention(
     heads=((1, 1), (2, 3)), layers=range(1, 4), theta=500.0, scaling={"rope_type": "linear", "factor": 2}
 )
@@ -144,10 +136,6 @@ def test_an_empty_intervention_is_false() -> None:
         Intervention(no_rope=True, theta=1e4)
 
 
-# ------------------------------------------------------------------------------------------------------------ parsing
-
-
-# ------------------------------------------------------------------------------------------------------------ options
 def test_heads_and_layers_are_parsed() -> None:
     assert intervene.parse_head("3.2", DEEP) == (3, 2)
     assert [intervene.parse_layers(text, DEEP) for text in ("1:3", ":3", "2:", ":")] == [

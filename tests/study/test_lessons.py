@@ -69,15 +69,11 @@ def test_a_wrong_number_out_of_sight_makes_a_lesson_fail() -> None:
         render_lessons.execute([render_lessons.Cell("code", "x\n")])
 
 
-def test_a_changed_result_is_stale(tmp_path: Path) -> None:
+def test_a_changed_result_or_figure_is_stale_and_a_rounding_error_is_not(tmp_path: Path) -> None:
     file = tmp_path / "lesson.md"
     file.write_text("difference 1.2e-07\nq · k = 0.48")
     assert not render_lessons.stale(file, file.read_text().replace("1.2e-07", "3.4e-08"))
     assert render_lessons.stale(file, file.read_text().replace("0.48", "0.49"))
-    assert render_lessons.stale(tmp_path / "no.md", "")
-
-
-def test_a_changed_figure_is_stale_and_a_rounding_error_is_not() -> None:
     picture = (LEARN / "figures" / "arrows-light.svg").read_text()
     place = re.search(r'x="(\d+\.\d)"', picture)
     assert place
@@ -97,19 +93,11 @@ def test_the_figures_are_small_and_used_and_both_themes_are_one_picture() -> Non
             assert lesson_svg.same(lesson_svg.dark(text), files[name.replace("-light", "-dark")]), name
 
 
-def test_every_link_leads_to_a_file_and_the_course_lists_every_lesson() -> None:
+def test_the_course_lists_every_lesson_and_papers_are_linked_by_their_numbers() -> None:
     rows = re.findall(r"^\| \[((?:\d+|Appendix)\. .*?)\]\((.*?)\) \|", README, re.MULTILINE)
     assert [file for _, file in rows] == [lesson.name for lesson in LESSONS]
     for title, file in rows:
-        assert (LEARN / file).read_text().startswith(f"# {title}\n")
-    for name, text in [("README.md", README), *((lesson.name, lesson.read_text()) for lesson in LESSONS)]:
-        text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-        for link in re.findall(r"\]\((?!http)(.*?)\)", text):
-            file, _, anchor = link.partition("#")
-            assert (LEARN / (file or name)).exists(), f"{name}: {link}"
-            if anchor and (file or name).endswith(".md"):
-                headings = re.findall(r"^#+ (.*)$", (LEARN / (file or name)).read_text(), re.MULTILINE)
-                slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-                assert anchor in slugs, f"{name}: {link}"
+        text = (LEARN / file).read_text()
+        assert text.startswith(f"# {title}\n")
         for id, url in re.findall(r"arXiv:(\d{4}\.\d{5})\]\((.*?)\)", text):
             assert url == f"https://arxiv.org/abs/{id}"

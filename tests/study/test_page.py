@@ -283,49 +283,6 @@ def test_python_and_the_page_have_the_same_methods(js: Engine) -> None:
         assert js("Rope.scalingOf($0, 3.5, 4096)", method) == page.scaling_of(method, 3.5, 4096)
 
 
-# ------------------------------------------------------------------------------------------------------------ the texts
-def claims(step: int) -> tuple[str, str]:
-    """The text and the setting of step 1.. of the guided path."""
-    item = re.findall(r'<li data-figure="\w+" data-set="([^"]+)">(.*?)</li>', PAGE, re.DOTALL)[step - 1]
-    return " ".join(re.sub("<[^>]+>", " ", item[1]).split()), item[0].replace("&amp;", "&")
-
-
-def path_state(js: Engine, step: int) -> dict[str, Any]:
-    answer = js("Rope.fromHash($0)", claims(step)[1])
-    assert answer["ignored"] == []
-    state: dict[str, Any] = answer["state"]
-    return state
-
-
-def test_the_numbers_in_the_guided_path_equal_the_librarys(js: Engine) -> None:
-    waves = measures.wavelengths(by_library(path_state(js, 1), "default")[0])
-    slow = [i for i, wave in enumerate(waves.tolist()) if wave > 2048]
-    assert f"pairs {slow[0]} to {slow[-1]} never finished a turn" in claims(1)[0]
-    assert f"The {64 - len(slow)} faster pairs" in claims(1)[0]
-
-    state = path_state(js, 2)
-    before, after = (math.degrees(float(by_library(state, method)[0][0])) for method in ("default", "linear"))
-    assert f"{after:.1f}° per token instead of {before:.1f}°" in claims(2)[0]
-
-    state = path_state(js, 3)
-    divided = (by_library(state, "default")[0].double() / by_library(state)[0].double()).tolist()
-    short = [i for i in slow if divided[i] < 3.999]
-    assert (
-        f"pairs {short[0]} to {short[-1]} need 4 and get {divided[short[0]]:.2f} to {divided[short[-1]]:.2f}"
-        in (claims(3)[0])
-    )
-
-    for method in ("yarn", "llama3"):
-        state = {**path_state(js, 4), "method": method}
-        assert not any(js("Rope.pairs($0)", state)["beyond"])
-    assert path_state(js, 4)["method"] == "yarn"
-
-    state = path_state(js, 5)
-    waves = measures.wavelengths(by_library(state, "default")[0])
-    assert f"{int((waves > state['trained']).sum())} of 64 pairs do not finish a turn" in claims(5)[0]
-    assert (state["base"], state["trained"]) == (500000, 8192)
-
-
 # --------------------------------------------------------------------------------------------------------- the file
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama.errors import LlamaError
+from llama.errors import UsageError
 from llama.study import encodings, measures, topics
 from llama.study.topics import order, sinusoids
 
@@ -70,7 +70,13 @@ def test_sinusoids_reports_the_wavelengths_and_that_only_sines_shift() -> None:
     np.testing.assert_allclose(waves_of, np.arcsin(table(50, 8, 10000.0)) * 2 / np.pi, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [-2, 0, 1, 3])
+def test_a_table_of_odd_or_no_width_is_refused(width: int) -> None:
+    with pytest.raises(UsageError, match="must be even and at least 2"):
+        measures.sinusoids(torch.arange(3), width)
+
+
 @pytest.mark.parametrize("name", ["heatmap", "binary", "shift"])
 def test_a_removed_topic_names_its_successor(name: str) -> None:
-    with pytest.raises(LlamaError, match="clearllama study sinusoids"):
+    with pytest.raises(UsageError, match="clearllama study sinusoids"):
         topics.find(name)
