@@ -91,12 +91,7 @@ def test_the_same_steering_is_the_same_model_for_sessions() -> None:
 @pytest.mark.parametrize(
     ("vector", "scale", "layers", "message"),
     [
-        (
-            a_vector(dim=32),
-            1.0,
-            None,
-            "direction.1 of the control vector has 32 numbers; expected 64 for",
-        ),
+        (a_vector(dim=32), 1.0, None, "direction.1 of the control vector has 32 numbers; expected 64 for"),
         (a_vector(range(3, 5)), 1.0, None, "direction.4 .*made for another model"),
         (a_vector(range(1, 3)), 1.0, [3], "no direction for these layers; it has layers 1 to 2"),
     ],

@@ -274,11 +274,8 @@ def test_two_scalings_are_compared_on_one_text(tiny_llm: Llama) -> None:
 
 def test_the_lens_says_from_which_layer_on_the_answer_stays(tiny_llm: Llama) -> None:
     found = facts(tiny_llm.model, tiny_llm, IDS)
-    for ranks, where in (
-        ([1, 1, 1], "already in the embedding"),
-        ([3, 1, 1], "from layer 0"),
-        ([1, 2, 1], "from layer 1"),
-    ):
+    where = {(1, 1, 1): "already in the embedding", (3, 1, 1): "from layer 0", (1, 2, 1): "from layer 1"}
+    for ranks, expected in where.items():
         found["lens"]["rank"] = [[rank] for rank in ranks]  # of the last token, after the embedding and each layer
         assert f"is the most probable {expected}" in tracing.summary(found)
 
