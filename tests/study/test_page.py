@@ -195,33 +195,19 @@ def test_a_turned_arrow_moves_its_token_by_the_angle(
     assert (found["m"], found["n"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "unfinished", "beyond"),
-    [
-        ({"method": "default"}, range(41, 64), range(41, 64)),  # 001-16
-        ({"method": "default", "trained": 4096, "length": 16384}, range(46, 64), range(46, 64)),
-        ({"method": "default", "base": 5e5, "trained": 8192, "length": 32768}, range(35, 64), range(35, 64)),
-        ({"method": "linear"}, range(41, 64), ()),
-        ({"method": "ntk"}, range(41, 64), range(41, 63)),  # E21
-        ({"method": "dynamic"}, range(41, 64), range(41, 63)),
-        ({"method": "dynamic", "length": 2048}, range(41, 64), ()),
-        ({"method": "yarn"}, range(41, 64), ()),
-        ({"method": "llama3"}, range(41, 64), ()),
-    ],
-)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("base", "trained"), [(1e4, 2048), (1e4, 4096), (5e5, 8192)])
+@pytest.mark.parametrize("times", [1, 4])
 def test_which_pairs_meet_angles_that_did_not_occur_in_training(
-    js: Engine, changes: dict[str, Any], unfinished: range, beyond: range
+    js: Engine, method: str, base: float, trained: int, times: int
 ) -> None:
-    state = {**START, **changes}
-    ours = js("Rope.pairs($0)", state)
-    assert [i for i, flag in enumerate(ours["unfinished"]) if flag] == list(unfinished)
-    assert [i for i, flag in enumerate(ours["beyond"]) if flag] == list(beyond)
-    waves = measures.wavelengths(by_library(state, "default")[0])
-    assert [i for i, wave in enumerate(waves.tolist()) if wave > state["trained"]] == list(unfinished)
-    end = state["length"] if state["method"] == "dynamic" else round(state["trained"] * state["stretch"])
-    reached = (end - 1) * by_library(state)[0].double() / by_library(state, "default")[0].double()  # trained tokens
-    outside = [i for i in unfinished if float(reached[i]) > state["trained"] * (1 + 1e-6)]
-    assert outside == list(beyond)
+    changes = {"method": method, "base": base, "trained": trained, "stretch": float(times), "length": times * trained}
+    ours = js("Rope.pairs($0)", {**START, **changes})
+    plain, scaled = (by_library({**START, **changes}, name)[0].double() for name in ("default", method))
+    unfinished = 2 * math.pi / plain > trained
+    assert ours["unfinished"] == unfinished.tolist()
+    reached = (times * trained - 1) * scaled / plain  # in trained positions
+    assert ours["beyond"] == (unfinished & (reached > trained * (1 + 1e-6))).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
