@@ -54,6 +54,7 @@ def test_every_step_passes_with_the_same_numbers_in_every_form(changes: dict[str
         found, same = explain.explain(net, IDS, layer=layer), explain.explain(tiny.model(config), IDS, layer=layer)
         assert [step.name for step in found.steps] == STEPS
         assert found.passed
+        assert any("in Meta's layout" in note for note in found.notes) == (form == "half")
         for source in (source for step in found.steps for source in step.sources):
             assert source is not None
             assert (ROOT / source.file).read_text().splitlines()[source.line - 1].strip() == source.text

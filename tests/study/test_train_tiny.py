@@ -22,28 +22,21 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_tiny.py"
 TEXT = "Genesis 1\n" + "the morning and the evening were the first day. " * 40 + "\nRevelation 1\nheld out words\n"
 
 
-def command(tmp_path: Path, name: str, text: str = TEXT) -> list[str]:
-    (tmp_path / "text.txt").write_text(text)
-    options = ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / name), "--steps", "2", "--batch", "4"]
-    return [str(SCRIPT), *options]
-
-
-def run_here(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
-    monkeypatch.setattr(sys, "argv", words)
-    threads = torch.get_num_threads()
-    try:
-        with torch.enable_grad():
-            return train_tiny.main()
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.slow  # trains twice
 def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run in a new process, and one in this process, which has used random numbers before."""
-    assert subprocess.run([sys.executable, *command(tmp_path, "a")], capture_output=True, check=False).returncode == 0
-    assert run_here(monkeypatch, command(tmp_path, "b")) == 0
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--text", str(tmp_path / "text.txt"), "--steps", "2", "--batch", "4"]
+    one, other = ([str(SCRIPT), *options, "--out", str(tmp_path / name)] for name in "ab")
+    assert subprocess.run([sys.executable, *one], capture_output=True, check=False).returncode == 0
+    monkeypatch.setattr(sys, "argv", other)
+    threads = torch.get_num_threads()
+    try:
+        with torch.enable_grad():
+            assert train_tiny.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == ["config.json", "held-out.txt", "model.safetensors", "tokenizer.json"]
     for file in files:
