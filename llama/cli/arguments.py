@@ -14,12 +14,25 @@ from typing import Any
 from ..checks import number
 from ..errors import UsageError
 from ..hub import default_model
+from . import streams
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 MANY = {"action": "append"}  # an option that may be repeated
 UNSET = {"default": None}  # for a switch: None instead of False if it is not given
 
-Subparsers = Any  # argparse's own class is private
+# Options of several commands, as rows for `add`
+ADAPTER = (
+    "--adapter",
+    "PATH[:SCALE]",
+    "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
+    {**MANY, "default": []},
+)
+TOKENIZER = ("--tokenizer", "PATH", "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)")
+KV_CACHE = (
+    "--kv-cache",
+    ["model", "int8"],
+    "store keys and values in the model's dtype, or in int8, half the memory of 16 bits (default: model)",
+)
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -66,33 +79,24 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         "a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the Hugging Face hub, which"
         f" is downloaded on first use{'' if optional else default}"
     )
-    add(group, ("--model -m", "PATH_OR_NAME", model, {"default": None if optional else default_model()}))
-    add_adapter_option(group)
-    add_tokenizer_option(group)
     devices = "cpu, cuda, cuda:1, mps; cuda:0,cuda:1 puts layers on both (default: auto)"
     dtypes = f"float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest on the device'})"
     schemes = "quantize while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)"
     add(
         group,
+        ("--model -m", "PATH_OR_NAME", model, {"default": None if optional else default_model()}),
+        ADAPTER,
+        TOKENIZER,
         ("--device", "DEVICE", devices, {"default": "auto"}),
         ("--dtype", "DTYPE", dtypes, {"default": dtype or "auto"}),
         ("--quantize", "SCHEME", schemes),
         ("--compile", None, "compile the decoding step: about 20 s the first time"),
         ("--max-seq-len", "N", "context length in tokens (default: the model's)"),
-    )
-    add_kv_cache_option(group, "the model's dtype")
-    add(
-        group,
+        KV_CACHE,
         ("--gpu-layers", "K", "put only the last K layers on the GPU"),
         ("--threads", "N", "CPU threads (default: one per usable core)"),
         ("--no-memory-check", None, "load the model even if memory seems too small"),
     )
-
-
-def add_kv_cache_option(parser: argparse._ActionsContainer, model: str) -> None:
-    """Add --kv-cache. model: what the choice `model` means."""
-    about = f"store keys and values in {model}, or in int8, half the memory of 16 bits (default: model)"
-    add(parser, ("--kv-cache", ["model", "int8"], about))
 
 
 def add_rope_options(parser: argparse.ArgumentParser) -> None:
@@ -109,18 +113,6 @@ def add_rope_options(parser: argparse.ArgumentParser) -> None:
         ("--rope-theta", "T", "base of the rotary frequencies"),
         ("--rope", ["complex", "real", "half"], forms),
     )
-
-
-def add_adapter_option(parser: argparse._ActionsContainer) -> None:
-    """Add --adapter."""
-    about = "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)"
-    add(parser, ("--adapter", "PATH[:SCALE]", about, {**MANY, "default": []}))
-
-
-def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
-    """Add --tokenizer."""
-    about = "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)"
-    add(parser, ("--tokenizer", "PATH", about))
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
@@ -192,7 +184,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     )
     add(
         group("structured output", grammars).add_mutually_exclusive_group(),
-        ("--json-schema", "FILE", "a file with a JSON schema"),
+        ("--json-schema", "FILE", "a file with a JSON schema", {"dest": "schema"}),
         ("--regex", "EXPRESSION", "a regular expression that the whole answer matches"),
         ("--grammar", "FILE", "a file with a context-free grammar in llguidance's Lark syntax"),
     )
@@ -211,7 +203,6 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     add(
         group("several processes", processes),
         ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"),
-        ("--pipeline-parallel", "N", argparse.SUPPRESS),
     )
     parser.set_defaults(world=None)
 
@@ -243,16 +234,6 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
     )
 
 
-def add_chat_template(parser: argparse.ArgumentParser) -> None:
-    """Add --chat-template."""
-    about = (
-        "the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the source's"
-        " template; for Meta's format, which has none, the one that fits the vocabulary if the name of the source"
-        " folder contains instruct or chat)"
-    )
-    add(parser, ("--chat-template", "NAME|FILE", about, {"default": "auto"}))
-
-
 def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
     """Add --quiet, --debug and, for a command that writes JSON, --json; `json` says what it writes."""
     if json is not None:
@@ -265,32 +246,20 @@ def add_output_options(parser: argparse.ArgumentParser, json: str | None = None)
 
 
 # --------------------------------------------------------------------------------------- the values of parsed options
-def chat_template(args: argparse.Namespace) -> str:
-    """The name of a template, or the content of the file."""
-    from ..chat import TEMPLATES
-    from .streams import read_text
-
-    name: str = args.chat_template
-    return name if name in ("auto", "none", *TEMPLATES) else read_text(Path(name))
-
-
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
     from ..sampling import SamplingParams
-    from .streams import read_text
 
     names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.logit_bias is not None:
         options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
-    stop = args.stop or []
-    if "" in stop:
-        raise UsageError("--stop must not be empty")
-    files = {"schema": args.json_schema, "grammar": args.grammar}
-    grammars = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
-    ends = {"stop": stop, "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
-    return {**options, **ends, **grammars, **({} if args.regex is None else {"regex": args.regex})}
+    options |= {"stop": args.stop or [], "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
+    for name in ("schema", "grammar"):
+        if getattr(args, name) is not None:
+            options[name] = streams.read_text(Path(getattr(args, name)))
+    return options if args.regex is None else {**options, "regex": args.regex}
 
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -322,8 +291,6 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
 
     kind: str | None = args.rope_scaling
     factor: float | None = args.rope_factor
-    if args.rope_theta is not None:
-        number("--rope-theta", args.rope_theta, 0, 1e300, above=True)
     if factor is not None:
         number("--rope-factor", factor, 1, LARGEST_FACTOR)
         if kind in (None, "none"):

@@ -1,4 +1,8 @@
-"""clearllama doctor: what this machine provides, and a self-test."""
+"""Show versions, processor, memory, devices, C++ kernels and cache folders, then run a self-test.
+
+The self-test is a small random model in each way that this machine runs models. Each line is ok, note (it works, but
+slower or without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,13 @@ MOST_SECONDS = 3600
 KEYS = {"status": "status", "group": "group", "item": "item", "message": "told", "remedy": "remedy"}
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        description="Show versions, processor, memory, devices, C++ kernels and cache folders, then run a self-test: a"
-        " small random model in each way that this machine runs models. Each line is ok, note (it works, but slower or"
-        " without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.",
-    )
-    parser.add_argument("--no-self-test", action="store_true", help="show the machine only")
-    parser.add_argument(
-        "--seconds", type=float, default=60, metavar="S", help="time limit of the self-test (default: %(default)s)"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    arguments.add(
+        parser,
+        ("--no-self-test", None, "show the machine only"),
+        ("--seconds", "S", "time limit of the self-test (default: %(default)s)", {"default": 60}),
     )
     arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,8 @@
-"""clearllama serve: an HTTP server with an OpenAI-compatible API."""
+"""Serve a model over an OpenAI-compatible HTTP API.
+
+The paths are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics (docs/guides/serving.md). Requests
+are answered together, in one batch.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +26,22 @@ NUMBERS = {
 }
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "serve",
-        description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
-        " /v1/models, and also /health and /metrics (docs/guides/serving.md). Requests are answered together, in one"
-        " batch.",
-        usage="%(prog)s [options]",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
-    parser.add_argument("--no-auth", action="store_true", help="with --host: accept other machines without a key")
-    parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
-    for option, (default, _, _, help) in NUMBERS.items():
-        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help} (default: %(default)s)")
+def add_options(parser: argparse.ArgumentParser) -> None:
     origin = "an origin whose web pages may use the server, such as https://example.org; may be repeated"
-    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    arguments.add(
+        parser,
+        ("--host", "ADDRESS", "address to listen on (default: %(default)s)", {"default": "127.0.0.1"}),
+        ("--api-key", "FILE", f"a file with the key that clients send (or set {KEY})"),
+        ("--no-auth", None, "with --host: accept other machines without a key"),
+        ("--name", "NAME", "the model's name in requests (default: the name of its file or folder)"),
+        *((option, "N", f"{help} (default: %(default)s)", {"default": n}) for option, (n, *_, help) in NUMBERS.items()),
+        ("--cors-origin", "ORIGIN", origin, {**arguments.MANY, "default": []}),
+    )
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
     arguments.add_steer_options(parser)
     arguments.add_rope_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
