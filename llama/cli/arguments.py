@@ -18,7 +18,6 @@ from . import streams
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 MANY = {"action": "append"}  # an option that may be repeated
-UNSET = {"default": None}  # for a switch: None instead of False if it is not given
 
 # Options of several commands, as rows for `add`
 ADAPTER = (
@@ -27,7 +26,11 @@ ADAPTER = (
     "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
     {**MANY, "default": []},
 )
-TOKENIZER = ("--tokenizer", "PATH", "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)")
+TOKENIZER = (
+    "--tokenizer",
+    "PATH",
+    "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)",
+)
 KV_CACHE = (
     "--kv-cache",
     ["model", "int8"],
@@ -68,7 +71,7 @@ def option(name: str) -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, dtype: str | None = None) -> None:
-    """Add the options of a model. A command that loads one adds the options of its RoPE as well, after its own groups.
+    """Add the options of a model, and the overrides of its RoPE settings.
 
     optional  the command also works without a model, so that --model has no default
     dtype     the default of --dtype; None for the fastest dtype of the device
@@ -97,10 +100,6 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         ("--threads", "N", "CPU threads (default: one per usable core)"),
         ("--no-memory-check", None, "load the model even if memory seems too small"),
     )
-
-
-def add_rope_options(parser: argparse.ArgumentParser) -> None:
-    """Add the overrides of the RoPE settings, and --rope."""
     kinds = (
         "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
         ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
@@ -199,7 +198,6 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         ("--draft-tokens", "N", "maximum number of tokens per draft (default: 10)"),
     )
     add_steer_options(parser)
-    add_rope_options(parser)
     add(
         group("several processes", processes),
         ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"),

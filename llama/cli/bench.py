@@ -1,6 +1,9 @@
-"""Prefill random prompts and decode greedily. Report the speed of every run, the best and the median, the bytes read per
-token, and how much of this machine's memory bandwidth the run used. Speed depends on the load of the machine: to
-compare two engines or settings, run one right after the other."""
+"""Prefill random prompts, decode greedily and report the speed.
+
+The report has every run, the best and the median, the bytes read per token, and how much of this machine's memory
+bandwidth the run used. Speed depends on the load of the machine: to compare two engines or settings, run one right
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--new-tokens -n", "N", "decoding steps (default: %(default)s)", {"default": 64}),
         ("--reps", "N", "repetitions (default: %(default)s)", {"default": 3}),
     )
-    arguments.add_rope_options(parser)
     arguments.add_output_options(parser, json="one JSON object")
 
 

@@ -81,5 +81,7 @@ def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> None:
     for warning in proof.warnings:
         streams.info(args, f"warning: {warning}")
     facts = {"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256, **more}
-    text = f"{proof.path}\n{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}\n"
+    text = (
+        f"{proof.path}\n{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}\n"
+    )
     streams.show(args, facts, text)

@@ -9,25 +9,19 @@ from __future__ import annotations
 import argparse
 
 from .. import __version__
-from ..checks import number
 from . import arguments, tables
 
-MOST_SECONDS = 3600
+SECONDS = 60  # limit of the self-test
 KEYS = {"status": "status", "group": "group", "item": "item", "message": "told", "remedy": "remedy"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(
-        parser,
-        ("--no-self-test", None, "show the machine only"),
-        ("--seconds", "S", "time limit of the self-test (default: %(default)s)", {"default": 60}),
-    )
+    arguments.add(parser, ("--no-self-test", None, "show the machine only"))
     arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
 
 
 def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
-    number("--seconds", args.seconds, 0, MOST_SECONDS, above=True)
-    findings = examine(not args.no_self_test, args.seconds)
+    findings = examine(not args.no_self_test, SECONDS)
     return tables.report(findings, args.json, KEYS, lambda: {"clearllama": __version__})

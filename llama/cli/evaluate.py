@@ -38,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_output_options(parser, json="the complete results as one JSON object, instead of the table")
     arguments.add_model_options(parser)
-    arguments.add_rope_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

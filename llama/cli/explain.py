@@ -21,7 +21,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser, optional=True, dtype="float32")
-    arguments.add_rope_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,8 +9,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..checks import integer
-from ..config import LARGEST_SIZE
 from ..hub import default_model
 from . import arguments, streams, tables
 
@@ -23,23 +21,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         ("model", "PATH_OR_NAME", "the checkpoint", {"nargs": "?", "default": argparse.SUPPRESS}),
         ("--model -m", "PATH_OR_NAME", "the checkpoint (default: %(default)s)", {"default": default_model()}),
-        ("--context", "N", "tokens per sequence in the KV cache (default: the model's context)"),
-        ("--batch", "N", "number of sequences in the KV cache (default: 1)", {"default": 1}),
         arguments.TOKENIZER,
     )
     arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
-    integer("--batch", args.batch, 1, 4096)
-    if args.context is not None:
-        integer("--context", args.context, 1, LARGEST_SIZE)
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
     from ..tools.model_facts import model_facts
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
-    facts = model_facts(checkpoint, args.context, args.batch)
+    facts = model_facts(checkpoint)
     streams.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
     return 1 if facts["mismatches"] else 0
 

@@ -127,7 +127,7 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     set_chat_form(args, llm)
     raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     for name in ("system", "template_option"):
-        if raw and getattr(args, name) is not None:
+        if raw and getattr(args, name, None) is not None:
             option = arguments.option(name)
             raise UsageError(f"{option} needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
     return raw

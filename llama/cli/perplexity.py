@@ -20,7 +20,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default: the model's context)")
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser)
-    arguments.add_rope_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Compute the memory needed on each GPU, what fits, and an upper bound on the speed of decoding.
 
-The bound is the bandwidth divided by the bytes that a step reads. The sources are the model's shapes and the data sheets
-of the GPUs; no weights are needed. Exit code 1 if the GPUs have too little memory.
+The bound is the bandwidth divided by the bytes that a step reads. The sources are the model's shapes and the data
+sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too little memory.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def text(facts: dict[str, Any]) -> str:
     speed = "not estimated: add --gpu-bandwidth" if facts["fits"] else "none"
     if decode:
         speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total; programs reach"
-        speed += f" {REACHED[0]:.0%} to {REACHED[1]:.0%}"
+        speed += f" {REACHED[0]:.0%} to {REACHED[1]:.0%} of it"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),

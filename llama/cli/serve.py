@@ -41,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
     arguments.add_steer_options(parser)
-    arguments.add_rope_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add_chat_format(parser, "no format is used and the texts are plain")
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
-    arguments.add_rope_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -195,21 +195,12 @@ def read_prompt(args: argparse.Namespace) -> str:
         if sys.stdin is not None and sys.stdin.isatty():
             raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
         given = "-"
-    if "-" in (given, *files):
-        files = ["-", *files] if given == "-" else files
-    elif _has_input():
-        info(args, "standard input is not part of the prompt; to read it, add -f -")
-    parts = [read_text(Path(name)) for name in files]
+    if "-" not in (given, *files):
+        with contextlib.suppress(OSError):  # standard input is closed
+            if stat.S_ISFIFO(os.fstat(0).st_mode):
+                info(args, "standard input is not part of the prompt; to read it, add -f -")
+    parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
     if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
         parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
     parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]
     return "\n\n".join(part for part in parts if part)
-
-
-def _has_input() -> bool:
-    """Whether standard input is a pipe, or a file that is not empty."""
-    try:
-        status = os.fstat(0)
-    except OSError:  # closed
-        return False
-    return stat.S_ISFIFO(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size > 0)

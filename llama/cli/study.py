@@ -54,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..study import figure as figures
-    from ..study import topics
     from ..study import report as reports
+    from ..study import topics
 
     given = {keyword: getattr(args, keyword) for keyword in PARAMETERS if getattr(args, keyword) is not None}
     if args.html is not None:

@@ -38,11 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--ablate-head", "LAYER.HEAD", head, {**arguments.MANY, "default": []}),
         ("--layers", "FIRST:END", "run only these layers: 0:8 is layers 0 to 7"),
         ("--no-rope", None, "do not rotate queries and keys"),
-        ("--against", "METHOD", "compare --rope-scaling with this one, such as linear:4"),
         ("--patch-from", "TEXT", patching),
     )
     arguments.add_model_options(parser, dtype="float32")
-    arguments.add_rope_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,19 +51,13 @@ def run(args: argparse.Namespace) -> int:
     from ..loader import with_rope
     from ..rope_scaling import reach
     from ..study import intervene, trace, trace_page
-    from ..study.perplexity import scaling_of
 
     prompt, scaling = streams.read_prompt(args), arguments.rope_scaling(args)
-    if args.against is not None and scaling is None:
-        raise UsageError("--against compares two scalings: add --rope-scaling, for example --rope-scaling yarn")
-    against = args.against and intervene.Intervention(scaling=scaling_of(args.against))
     # the RoPE options are interventions, so the model is loaded without them
     unchanged = dict.fromkeys(("rope_scaling", "rope_factor", "rope_theta"))
     llm = loading.load(argparse.Namespace(**{**vars(args), **unchanged}))
     config = llm.model.config
     stretched = reach(with_rope(config, scaling, args.rope_theta))
-    if against:
-        stretched = max(stretched, reach(with_rope(config, against.scaling, None)))
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
@@ -78,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     ids = llm.tokenizer.encode_prompt(prompt)
     if len(ids) > args.max_tokens:
         raise UsageError(f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens}; raise it")
-    traced = trace.trace(llm.model, ids, intervention, against)
+    traced = trace.trace(llm.model, ids, intervention)
     about = {"model": loading.model_name(args.model), "prompt": prompt, "dtype": loading.dtype_name(llm.model)}
     about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
     facts = trace.facts(traced, llm.tokenizer, about)
