@@ -53,7 +53,7 @@ REMOVED = {
     ("study", "--checks"): "the tests of the repository check the numbers of a topic",
     ("bench", "--profile"): "run llama.generate under torch.profiler",
     ("bench", "--quality"): "run clearllama perplexity FILE with and without --quantize",
-    ("study", "--which"): "--figures FOLDER writes all figures of a topic",
+    **dict.fromkeys([("study", "--which"), ("study", "--figures")], "--figure FOLDER draws all figures of a topic"),
     ("study", "--quiz"): "study bugs lists the wrong lines; predict the effect of one, then name it to see the effect",
     ("trace", "--sample"): "give a text in quotes",
     ("trace", "--against"): "trace the text twice, with one --rope-scaling each time",

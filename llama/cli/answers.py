@@ -21,14 +21,11 @@ if TYPE_CHECKING:
 DELAY = 1.5  # seconds of a prompt before its bar appears
 
 
-def write(
-    args: argparse.Namespace, prompt: str, stream: Callable[..., Generator[Piece]], before: str = "", label: str = ""
-) -> str:
+def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator[Piece]], before: str = "") -> str:
     """Write an answer while it is generated, or as one JSON object at the end; then its statistics. Returns its text.
 
     stream  begins the answer; `progress` is called while the model reads the prompt
     before  written before the text, but not in JSON
-    label   before the statistics
 
     Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
@@ -47,7 +44,7 @@ def write(
         streams.write_json({"prompt": prompt, **fields})
     elif chat or text:
         streams.write(before + "\n")
-    streams.info(args, label + ("stopped" if completion is None else _statistics(args, completion)))
+    streams.info(args, "stopped" if completion is None else _statistics(args, completion))
     return text
 
 

@@ -8,6 +8,7 @@ with an empty line between them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -75,16 +76,13 @@ def history_folder(args: argparse.Namespace) -> Path | None:
     from ..system.folders import state_folder
     from ..system.temporary import check_writable
 
-    if args.no_history:
-        return None
-    try:
-        folder = state_folder()
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        check_writable(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is not known
-        streams.info(args, f"the input history is not saved: {error}")
-        return None
-    return folder
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the home folder is not known
+        if not args.no_history:
+            folder = state_folder()
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            check_writable(folder)
+            return folder
+    return None
 
 
 def converse(args: argparse.Namespace, chat: Chat) -> int:
@@ -92,7 +90,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
     read: Callable[[], str] = partial(turns.read_lines, turns.piped_line)
     if not chat.piped and (args.world is None or args.world.rank == 0):
         read = turns.line_editor(re.findall(r"^/\w+", HELP, re.MULTILINE), history_folder(args))
-    failed, number = False, 0
+    failed = False
     while not chat.left:
         try:
             text, is_command = ranks.first(args, lambda: turns.parse_turn(read()))
@@ -109,15 +107,13 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
             continue
         if not text:
             continue
-        number += 1
-        chat.label = f"turn {number}: " if chat.piped else ""
         try:
             if is_command:
                 chat.command(text)
             else:
                 chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
         except KeyboardInterrupt:  # before the answer began
-            streams.info(args, f"{chat.label}stopped; the conversation is unchanged")
+            streams.info(args, "stopped; the conversation is unchanged")
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
         except (LlamaError, MemoryError, RuntimeError, OSError, ValueError) as error:  # the conversation continues
@@ -127,7 +123,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
             message = streams.describe(error)
             if args.json and not is_command:
                 streams.write_json({"prompt": text, "error": message})
-            streams.error(chat.label + message)
+            streams.error(message)
     return int(failed)
 
 
@@ -145,7 +141,6 @@ class Chat:
         self.args, self.llm, self.options = args, llm, options
         self.piped = ranks.first(args, lambda: not sys.stdin.isatty())  # turns are read from a pipe or a file
         self.separator = ""  # before the text of the next answer
-        self.label = ""  # of the current turn, before its messages
         self.left = False  # whether the user has left
         self.session = Session() if session is None else session
         if args.system is not None:
@@ -159,7 +154,7 @@ class Chat:
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
         stream = partial(self.llm.stream_ids, prompt, continues=False, session=self.session, **options)
-        text = answers.write(self.args, messages[-1]["content"], stream, self.separator, self.label)
+        text = answers.write(self.args, messages[-1]["content"], stream, self.separator)
         self.separator = "\n" if self.piped else ""
         self.session.messages = [*messages, {"role": "assistant", "content": text}]
 
@@ -186,7 +181,7 @@ class Chat:
         if len(fewer) >= context:
             return messages, prompt
         count = starts.index(start) + 1
-        streams.info(self.args, f"{self.label}dropped the {count} oldest turn{'s' * (count > 1)}, the context is full")
+        streams.info(self.args, f"dropped the {count} oldest turn{'s' * (count > 1)}, the context is full")
         return shorter, fewer
 
     # -------------------------------------------------------------------------------------------------- commands

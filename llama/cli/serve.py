@@ -7,7 +7,6 @@ are answered together, in one batch.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..errors import LlamaError, UsageError
 from . import arguments, loading, streams
 
 KEY = "CLEARLLAMA_API_KEY"
+LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
 # option -> default, smallest and largest value, help
 NUMBERS = {
     "--port": (8000, 0, 65535, "port to listen on; 0 chooses a free one"),
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     for option, (_, low, high, _) in NUMBERS.items():
         integer(option, getattr(args, option[2:]), low, high)
-    key, local = api_key(args.api_key), is_loopback(args.host)
+    key, local = api_key(args.api_key), args.host in LOCAL
     if not local and key is None and not args.no_auth:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or loading.model_name(args.model)
     engine = Engine(llm, args.parallel, args.queue)
     app = Server(llm, engine, name, key, Limits(seconds=args.timeout)).app(
-        ["localhost", "127.0.0.1", "[::1]", args.host] if local else None, args.cors_origin
+        ["localhost", "127.0.0.1", "[::1]"] if local else None, args.cors_origin
     )
     server = uvicorn.Server(configuration(app, args.parallel + args.queue))
     host, port = listener.getsockname()[:2]
@@ -88,14 +88,6 @@ def bind(host: str, port: int) -> socket.socket:
         return listener
     except (OSError, UnicodeError) as error:
         raise UsageError(f"can't listen on --host {host} --port {port}: {error}; --port 0 finds a free port") from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def api_key(path: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,12 @@ OPTIONS = {keyword: row[0].split()[0] for keyword, row in PARAMETERS.items()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    figure = "a file for the main figure (.png, .svg) or its data (.csv, .json), or a folder for all figures"
     arguments.add(
         parser,
         ("topic", "TOPIC", "a topic; clearllama study lists them", {"nargs": "?"}),
         ("bug", "BUG", "with TOPIC bugs: a bug to show", {"nargs": "?"}),
-        ("--figure", "FILE", "draw a figure (.png or .svg) or write its data (.csv or .json)", {"type": Path}),
-        ("--figures", "FOLDER", "write all figures, of TOPIC or of all topics, as .png and .csv", {"type": Path}),
+        ("--figure", "PATH", figure, {"type": Path}),
         ("--html", "FILE", "write a page to explore RoPE in a browser: one file, works offline", {"type": Path}),
     )
     rows = ((*row[:3], {"dest": keyword, **dict(*row[3:])}) for keyword, row in PARAMETERS.items())
@@ -69,10 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         if given or args.json or args.figure is not None:
             raise UsageError(f"--figure, --json and parameters need a TOPIC: one of {', '.join(topics.TOPICS)}")
-        if args.figures is not None:
-            draw_all(args, topics.TOPICS, {})
-        else:
-            streams.write(tables.table(topics.TOPICS.items()))
+        streams.write(tables.table(topics.TOPICS.items()))
         return 0
     topic = topics.find(args.topic)
     options = accepted(topic.report, OPTIONS)
@@ -83,20 +80,27 @@ def run(args: argparse.Namespace) -> int:
         if args.topic != "bugs":
             raise UsageError("BUG belongs to the topic bugs: clearllama study bugs BUG")
         return bugs.run(args)
-    if (args.figure or args.figures) and not topic.figures:
-        raise UsageError(f"study {args.topic} has no figure")
+    drawn: dict[Path, Figure] = {}
     if args.figure is not None:
-        figures.check(args.figure)
+        if not topic.figures:
+            raise UsageError(f"study {args.topic} has no figure")
+        drawn = {args.figure: topic.figure()}
+        if not args.figure.suffix:
+            args.figure.mkdir(parents=True, exist_ok=True)
+            drawn = {args.figure / f"{figure.name}.png": figure for figure in topic.figures}
+        for file in drawn:
+            figures.check(file)
     with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
         given |= accepted(topic.report, {"progress": show})
-        if args.figures is not None:
-            draw_all(args, [args.topic], given)
         report = topic.report(**given)
-        if args.figure is not None:
-            draw(args, topic.figure(), args.figure, given)
+        for file, figure in drawn.items():
+            used = accepted(figure.data, given)
+            figures.save(figure, file, **used)
+            ignored = ", ".join(key for key in given if key not in used and key != "progress")
+            streams.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
     streams.show(args, reports.as_dict(report), reports.text(report))
     if topic.figures and not args.json:
-        streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figures FOLDER)")
+        streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FOLDER)")
     return 0
 
 
@@ -105,24 +109,3 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
     from ..study.topics.base import options_of
 
     return {keyword: given[keyword] for keyword in options_of(function) if keyword in given}
-
-
-def draw(args: argparse.Namespace, figure: Figure, file: Path, given: Mapping[str, Any]) -> None:
-    from ..study import figure as figures
-
-    used = accepted(figure.data, given)
-    figures.save(figure, file, **used)
-    ignored = ", ".join(key for key in given if key not in used and key != "progress")
-    streams.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
-
-
-def draw_all(args: argparse.Namespace, names: Iterable[str], given: Mapping[str, Any]) -> None:
-    from ..study import figure as figures
-    from ..study import topics
-
-    figures.check(Path("any.png"))  # before the folder is made
-    args.figures.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        for figure in topics.find(name).figures:
-            for ending in ("png", "csv"):
-                draw(args, figure, args.figures / f"{figure.name}.{ending}", given)
