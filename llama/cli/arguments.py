@@ -41,13 +41,19 @@ KV_CACHE = (
 def bias(text: str) -> tuple[int, float]:
     """Parse ID=B of --logit-bias."""
     id, _, value = text.partition("=")
+    return int(id), float(value)
+
+
+def variable(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE of --template-option. A value that is no JSON is text."""
+    name, value = text.split("=", 1)
     try:
-        return int(id), float(value)
+        return name, json.loads(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ID=B, such as 42=-100, got {text!r:.80}") from None
+        return name, value
 
 
-TYPES = {"N": int, "K": int, "P": float, "R": float, "S": float, "T": float, "ID=B": bias}
+TYPES = {"N": int, "K": int, "P": float, "R": float, "S": float, "T": float, "ID=B": bias, "NAME=VALUE": variable}
 
 
 def add(parser: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
@@ -139,26 +145,13 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         "applied in this order: penalties, logit bias, grammar, temperature, top-k, top-p, min-p. The defaults come"
         f" from the checkpoint's generation_config.json; without that file: {fallback}"
     )
-    grammars = (
-        "constrain the answer to a JSON schema, a regular expression or a grammar (docs/guides/structured.md; needs pip"
-        " install 'clearllama[structured]')"
-    )
-    sessions = (
-        "save the KV cache in a file; a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If"
-        " both options name the same file, the first run creates it"
-    )
-    drafts = (
-        "a draft proposes several tokens, and the model verifies them in one pass; this is faster if many are accepted."
-        " The output is unchanged: identical when greedy, the same distribution when sampling"
-    )
+    grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
+    sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
+    drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
     draft = (
-        "ngram: propose the tokens that followed the last few tokens earlier in the text, which helps if answers repeat"
-        " the prompt. MODEL: a smaller model with the same vocabulary, as in --model"
+        "ngram: what followed the last few tokens earlier in the text. MODEL: a smaller model with the same vocabulary"
     )
-    processes = (
-        "N processes, started by torchrun --nproc-per-node N -m llama ..., divide the model. Each uses one GPU or, on"
-        " the CPU, a share of the cores. See docs/guides/several-devices.md"
-    )
+    processes = "torchrun --nproc-per-node N -m llama ... divides the model (docs/guides/several-devices.md)"
     most = "maximum number of new tokens (default: %(default)s)"
     add_model_options(parser)
     add(
@@ -170,11 +163,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         ("--min-p", "P", "keep tokens with at least P times the probability of the most likely one; 0 is off"),
         ("--repetition-penalty", "R", "above 1, make tokens that are already in the text less likely; 1 is off"),
         ("--presence-penalty", "P", "subtract P from the logit of each token that occurs in the answer; 0 is off"),
-        (
-            "--frequency-penalty",
-            "P",
-            "subtract P from the logit of a token each time it occurs in the answer; 0 is off",
-        ),
+        ("--frequency-penalty", "P", "subtract P from a token's logit for each time it occurs in it; 0 is off"),
         ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--seed", "N", "the same seed gives the same tokens (default: random)"),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
@@ -189,7 +178,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     )
     add(
         group("session", sessions),
-        ("--load-session", "FILE", "load a saved session"),
+        ("--load-session", "FILE", "load a saved session; the first run may name the FILE of --save-session"),
         ("--save-session", "FILE", "save it at the end or at Ctrl-C, replacing FILE"),
     )
     add(
@@ -198,10 +187,8 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         ("--draft-tokens", "N", "maximum number of tokens per draft (default: 10)"),
     )
     add_steer_options(parser)
-    add(
-        group("several processes", processes),
-        ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"),
-    )
+    parallel = group("several processes", processes)
+    add(parallel, ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"))
     parser.set_defaults(world=None)
 
 
@@ -222,13 +209,11 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
         "how messages are encoded: by the checkpoint's template (jinja), or a built-in format for checkpoints without"
         f" one, such as Meta's (default: auto, the template; without a template, {otherwise})"
     )
-    variable = (
-        "set a variable of the chat template, such as enable_thinking=false; VALUE is JSON or text; may be repeated"
-    )
+    option = "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated"
     add(
         parser,
         ("--chat-format", ["auto", "jinja", "llama2", "llama3", "codellama-70b"], about),
-        ("--template-option", "NAME=VALUE", variable, MANY),
+        ("--template-option", "NAME=VALUE", option, {**MANY, "default": []}),
     )
 
 
@@ -258,20 +243,6 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) is not None:
             options[name] = streams.read_text(Path(getattr(args, name)))
     return options if args.regex is None else {**options, "regex": args.regex}
-
-
-def template_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The variables of --template-option. A value that is no JSON is text."""
-    options: dict[str, Any] = {}
-    for given in args.template_option or ():
-        name, equals, value = given.partition("=")
-        if not equals:
-            raise UsageError(f"--template-option: expected NAME=VALUE, got {given!r:.80}")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -92,38 +92,33 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
         read = turns.line_editor(re.findall(r"^/\w+", HELP, re.MULTILINE), history_folder(args))
     failed = False
     while not chat.left:
+        text, is_command = "", False
         try:
             text, is_command = ranks.first(args, lambda: turns.parse_turn(read()))
-        except (EOFError, KeyboardInterrupt) as end:  # an interrupt while typing discards the turn
-            if not chat.piped:
-                streams.write_stderr("")
-            if isinstance(end, EOFError):
-                break
-            continue
-        except (UsageError, UnicodeError) as error:
-            if chat.piped:
-                raise
-            streams.error(streams.describe(error))
-            continue
-        if not text:
-            continue
-        try:
             if is_command:
                 chat.command(text)
-            else:
+            elif text:
                 chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
-        except KeyboardInterrupt:  # before the answer began
-            streams.info(args, "stopped; the conversation is unchanged")
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # while typing, or before the answer began: the turn is discarded
+            streams.write_stderr("")
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
-        except (LlamaError, MemoryError, RuntimeError, OSError, ValueError) as error:  # the conversation continues
-            if args.debug or (args.world is not None and not isinstance(error, LlamaError)):
+        except Exception as error:  # the conversation continues, unless a pipe can't be read
+            if (
+                args.debug
+                or (chat.piped and not text)
+                or (args.world is not None and not isinstance(error, LlamaError))
+            ):
                 raise
             failed = chat.piped
             message = streams.describe(error)
-            if args.json and not is_command:
+            if args.json and text and not is_command:
                 streams.write_json({"prompt": text, "error": message})
             streams.error(message)
+    if not chat.piped:
+        streams.write_stderr("")
     return int(failed)
 
 
