@@ -119,25 +119,27 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
     first = words[0]
     parser = build_parser([first])
-    if first not in COMMANDS and first not in parser._option_string_actions:
-        hint = _hint("", first.partition("=")[0], COMMANDS)
-        parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{hint}")
+    name, command = (first, parser.commands[first]) if first in COMMANDS else ("", parser)
+    for word in words:
+        option = word.partition("=")[0]
+        if (name, option) in REMOVED:
+            command.error(f"{option} was removed; {REMOVED[name, option]}")
+    if not name and first not in parser._option_string_actions:
+        near = _similar(first, COMMANDS)
+        parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:
-        command = parser.commands[args.command]
-        option = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
-        hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") else ""
-        if option is not None:
-            hint = _hint(args.command, option, command._option_string_actions)
+        option = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
+        hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") and not option else ""
+        hint = hint or _similar(option, command._option_string_actions)
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 
 
-def _hint(command: str, word: str, known: Iterable[str]) -> str:
-    """What to do instead of a removed option, or the known name that is similar to a word; '' if there is none."""
-    near = difflib.get_close_matches(word.replace("_", "-"), known, 1, 0.75)
-    found = REMOVED.get((command, word)) or (f"did you mean {near[0]}?" if near else "")
-    return found and f"; {found}"
+def _similar(name: str, known: Iterable[str]) -> str:
+    """'; did you mean NAME?', or '' if no known name is similar."""
+    near = difflib.get_close_matches(name.replace("_", "-"), known, 1, 0.75)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
