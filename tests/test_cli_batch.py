@@ -14,7 +14,6 @@ import pytest
 from llama import cli, loader
 from llama.text import Llama
 
-from . import tiny
 from .conftest import Run
 
 Lines = list[dict[str, Any]]
@@ -162,15 +161,12 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
         ('{"prompt": null}', "no content"),
         ('{"prompt": "a", "system": 1}', "content must be a string"),
         ('{"messages": "a"}', "must be"),
-        ('{"messages": [{"role": "nobody", "content": "x"}]}', "role must be one of"),
         ('{"messages": [{"role": "user", "content": "a"}], "system": "a"}', "include a system message"),
         ('{"prompt": "a", "id": true}', "id must be"),
         ('{"prompt": "a", "id": 1}', "line 1 has the same id 1"),
-        ('{"prompt": "a", "id": 3}', "line 2 has the same id 3"),
         ('{"prompt": "a", "temperature": NaN}', "temperature must be"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', "logit_bias must be"),
         ('{"prompt": "a", "id": "\\udfff"}', "half of a surrogate pair"),
-        ('{"prompt": "a", "stop": ["b", "\\ud83d"]}', "half of a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a surrogate pair"),
     ],
 )
@@ -183,7 +179,7 @@ def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
-    assert f"{source} line {3 if line.endswith('3}') and 'same' in message else 2}" in error
+    assert f"{source} line 2" in error
     assert not target.exists()
 
 
@@ -196,22 +192,13 @@ def test_ids_keep_their_type_and_a_byte_order_mark_is_ignored(main: Command, tmp
     assert [(answer["id"], answer["prompt"]) for answer in read(target)] == [(1, "a"), ("1", "\u2028b"), ("x", "c")]
 
 
-@pytest.mark.parametrize(
-    ("line", "options"),
-    [
-        ({"prompt": "a", "system": "b"}, ()),
-        ({"messages": [{"role": "user", "content": "b"}]}, ("--raw",)),
-    ],
-)
-def test_conversations_need_a_chat_template(
-    clearllama: Run, tmp_path: Path, line: dict[str, Any], options: tuple[str, ...]
+@pytest.mark.parametrize("own", [{"prompt": "a", "system": "b"}, {"messages": [{"role": "user", "content": "b"}]}])
+def test_a_conversation_is_not_raw(
+    main: Command, tmp_path: Path, own: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = tiny.write_gguf(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
-    source, target = write(tmp_path / "in", [{"prompt": "a"}, line]), tmp_path / "out"
-    args = ("generate", "-m", str(base), "--prompts", str(source), "--output", str(target), "-q", "-n", "1")
-    result = clearllama(*args, *options)
-    assert result.returncode == 2
-    assert b" needs a chat, but " in result.stderr
+    source, target = write(tmp_path / "in", [{"prompt": "a"}, own]), tmp_path / "out"
+    assert main("--prompts", str(source), "--output", str(target), "--raw") == 2
+    assert "line 2 needs a chat, but " in capsys.readouterr().err
     assert target.read_bytes() == b""
 
 
@@ -220,13 +207,11 @@ def test_conversations_need_a_chat_template(
     [
         (("hello",), "leave the PROMPT argument out"),
         (("--draft", "ngram"), "leave --draft out"),
-        (("--output", "no/such/folder/x"), "--output 'no/such/folder/x': No such file"),
+        (("--output", "no/such/folder/x"), "--output no/such/folder/x: expected a file in an existing folder"),
         (("--json",), "leave --json out"),
         (("--batch-size", "0"), "--batch-size must be"),
         (("--output", "IN"), "is missing; choose another --output"),
-        (("--output", "."), "not a regular file"),
-        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
-        (("--prompts", "/dev/zero"), "is a device"),
+        (("--output", "/dev/null"), "not a regular file"),
     ],
 )
 def test_contradicting_options_are_refused(
@@ -236,7 +221,7 @@ def test_contradicting_options_are_refused(
     given = [str(source) if arg == "IN" else arg for arg in args]
     assert cli.main(["generate", "--prompts", str(source), *given]) == 2
     assert message in capsys.readouterr().err
-    for alone in (("--output", "x"), ("--batch-size", "4"), ("--fresh",)):
+    for alone in (("--output", "x"), ("--batch-size", "4")):
         assert cli.main(["generate", "hello", *alone]) == 2
         assert "needs --prompts" in capsys.readouterr().err
 
@@ -284,8 +269,6 @@ def test_a_rerun_answers_the_ids_without_an_answer(
     error = capsys.readouterr().err
     assert 'made with the prompt "d"; this run has "other"' in error
     assert target.read_bytes() == content
-    assert main(*args, "--fresh") == 0
-    assert [answer["prompt"] for answer in read(target)] == ["c", "a", "b", "other"]
 
 
 @pytest.mark.parametrize("to_file", [True, False])

@@ -85,12 +85,11 @@ def run(args: argparse.Namespace) -> int:
     if args.figure is not None:
         if not topic.figures:
             raise UsageError(f"study {args.topic} has no figure")
+        figures.check(args.figure if args.figure.suffix else args.figure.with_suffix(".png"))
         drawn = {args.figure: topic.figure()}
         if not args.figure.suffix:
-            args.figure.mkdir(parents=True, exist_ok=True)
+            args.figure.mkdir(exist_ok=True)
             drawn = {args.figure / f"{figure.name}.png": figure for figure in topic.figures}
-        for file in drawn:
-            figures.check(file)
     with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
         given |= accepted(topic.report, {"progress": show})
         report = topic.report(**given)

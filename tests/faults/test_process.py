@@ -278,7 +278,7 @@ def without(*names: str) -> str:
 def test_figures_without_matplotlib_are_refused(attempt: Try, tmp_path: Path, ending: str) -> None:
     args = ("study", "clock", "--figure", tmp_path / f"x.{ending}")
     attempt(*args, before=without("matplotlib")).refused("pip install 'clearllama[study]'", code=2)
-    attempt("study", "clock", "--figures", tmp_path / "all", before=without("matplotlib")).refused(
+    attempt("study", "clock", "--figure", tmp_path / "all", before=without("matplotlib")).refused(
         "pip install 'clearllama[study]'", code=2
     )
     table = attempt("study", "clock", "--figure", tmp_path / "x.csv", before=without("matplotlib"), writes=("x.csv",))
