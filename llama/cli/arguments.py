@@ -148,10 +148,11 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
     sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
     drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
-    draft = (
-        "ngram: what followed the last few tokens earlier in the text. MODEL: a smaller model with the same vocabulary"
+    draft = "ngram: repeat what followed the last few tokens earlier in the text. MODEL: a smaller model with the same vocabulary"
+    processes = (
+        "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
+        " (docs/guides/several-devices.md)"
     )
-    processes = "torchrun --nproc-per-node N -m llama ... divides the model (docs/guides/several-devices.md)"
     most = "maximum number of new tokens (default: %(default)s)"
     add_model_options(parser)
     add(
@@ -163,7 +164,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         ("--min-p", "P", "keep tokens with at least P times the probability of the most likely one; 0 is off"),
         ("--repetition-penalty", "R", "above 1, make tokens that are already in the text less likely; 1 is off"),
         ("--presence-penalty", "P", "subtract P from the logit of each token that occurs in the answer; 0 is off"),
-        ("--frequency-penalty", "P", "subtract P from a token's logit for each time it occurs in it; 0 is off"),
+        ("--frequency-penalty", "P", "subtract P from a token's logit for each time it occurs; 0 is off"),
         ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--seed", "N", "the same seed gives the same tokens (default: random)"),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(
         parser,
         ("--tasks", "NAME|FILE[,...]", tasks, {"required": True}),
-        ("--limit", "T", "first T examples of each task; below 1, a fraction"),
+        ("--limit", "N", "first N examples of each task; below 1, a fraction", {"type": float}),
         ("--batch-size", "N", "requests at once (default: 16)", {"default": 16}),
         ("--num-fewshot", "N", "worked examples in a prompt (default: the task's)"),
         ("--apply-chat-template", None, "write each prompt as a chat message, and worked examples as turns"),

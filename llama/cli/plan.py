@@ -117,7 +117,7 @@ def text(facts: dict[str, Any]) -> str:
     speed = "not estimated: add --gpu-bandwidth" if facts["fits"] else "none"
     if decode:
         speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total; programs reach"
-        speed += f" {REACHED[0]:.0%} to {REACHED[1]:.0%} of it"
+        speed += f" {REACHED[0]:.0%} to {REACHED[1]:.0%} of this bound"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),

@@ -1,7 +1,7 @@
 """Run the model on plain text and show what it computes.
 
-That is the surprisal of every token, the prediction after each layer, every attention map, and the angles of RoPE. With
-an intervention, it is also the difference from the unchanged model. Layers and heads are numbered from 0.
+The results are the surprisal of every token, the prediction after each layer, every attention map and the angles of
+RoPE; with an intervention, also the difference from the unchanged model. Layers and heads are numbered from 0.
 """
 
 from __future__ import annotations
