@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,26 +269,6 @@ def test_a_rerun_answers_the_ids_without_an_answer(
     error = capsys.readouterr().err
     assert 'made with the prompt "d"; this run has "other"' in error
     assert target.read_bytes() == content
-
-
-@pytest.mark.parametrize("to_file", [True, False])
-def test_an_interrupt_reports_how_far_an_output_is(
-    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to_file: bool
-) -> None:
-    real = Llama.answers
-
-    def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
-        for number, piece in real(*args, **options):
-            yield number, piece
-            if piece.completion is not None:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Llama, "answers", interrupted)
-    source, target = write(tmp_path / "in", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
-    output = ["--output", str(target)] if to_file else []
-    assert cli.main(["generate", "--prompts", str(source), *output, "-n", "1", "--batch-size", "1"]) == 130
-    message = "1 of 2 prompts are answered; run the same command again to resume"
-    assert (message in capsys.readouterr().err) == to_file
 
 
 def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

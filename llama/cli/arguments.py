@@ -148,7 +148,9 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
     sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
     drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
-    draft = "ngram: repeat what followed the last few tokens earlier in the text. MODEL: a smaller model with the same vocabulary"
+    draft = (
+        "ngram: repeat what followed the last tokens earlier in the text; MODEL: a smaller one with the same vocabulary"
+    )
     processes = (
         "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
         " (docs/guides/several-devices.md)"
@@ -265,14 +267,12 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
         number("--rope-factor", factor, 1, LARGEST_FACTOR)
         if kind in (None, "none"):
             raise UsageError("--rope-factor needs a method: add --rope-scaling, for example --rope-scaling yarn")
-    if kind in (None, "none"):
+    if kind is None or kind == "none":
         return None if kind is None else {"rope_type": "default"}
     scaling: dict[str, Any] = {"rope_type": kind}
     if kind.lstrip().startswith("{"):
         scaling = parse_json(kind.encode(errors="surrogateescape"), "--rope-scaling", UsageError)
-    if factor is not None and scaling.setdefault("factor", factor) != factor:
-        raise UsageError(f"the RoPE factor is {factor:g} and, in the JSON, {scaling['factor']!r:.40}; give it once")
-    return scaling
+    return scaling if factor is None else {**scaling, "factor": factor}
 
 
 def check_one_device(args: argparse.Namespace, command: str) -> None:

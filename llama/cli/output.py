@@ -87,8 +87,8 @@ class Output:
     def resume(self, record: Record, prompts: Mapping[Id, Mapping[str, Any]]) -> dict[Id, bool]:
         """Prepare the file for the answers of a run. Returns {id of an answered prompt: whether it failed}.
 
-        An incomplete last line is removed. Raises UsageError if the answers were made
-        with another model, other options or other prompts ({id: prompt}).
+        An incomplete last line is removed. Raises UsageError if the answers were made with another model, other options
+        or other prompts ({id: prompt}).
         """
         done: dict[Id, bool] = {}
         made: list[tuple[str, Any, Any]] = []  # (what, then, now)
@@ -107,11 +107,10 @@ class Output:
             then, now = self.kept["lines"], record["lines"]
             made += [(f"options of the line with id {id}:", then.get(id), now.get(id)) for id in map(json.dumps, done)]
             record["lines"] = {**then, **now}
-        if other := [one for one in made if one[1] != one[2]][:3]:
-            then = ", ".join(f"{what} {_shown(then)}" for what, then, _ in other)
-            now = ", ".join(_shown(now) for *_, now in other)
-            help = "repeat the run as it was, choose another --output, or delete it to start over"
-            raise UsageError(f"{self.name} was made with {then}; this run has {now}: {help}")
+        for what, then, now in made:
+            if then != now:
+                help = "repeat the run as it was, choose another --output, or delete it to start over"
+                raise UsageError(f"{self.name} was made with {what} {_shown(then)}; this run has {_shown(now)}: {help}")
         self.file.truncate(size)
         streams.write_file(self.record, json.dumps(record, ensure_ascii=False) + "\n")
         return done
