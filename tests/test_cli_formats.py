@@ -176,16 +176,14 @@ def test_converted_checkpoints_run_and_have_equal_weights(clearllama: Run, meta:
 
 
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    new = str(tmp_path / "x")
     for arguments, code, message in (
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
-        ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
-        ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),
-        ((str(meta), str(tmp_path / "x"), "--to", "onnx"), 2, b"invalid choice"),
-        ((str(meta), str(tmp_path / "x"), "--to", "hf", "--shards", "-1"), 2, b"shards must be an integer"),
+        ((str(tmp_path / "none"), new, "--to", "hf"), 1, b"there is no file or folder"),
+        ((str(meta), new, "--to", "onnx"), 2, b"invalid choice"),
+        ((str(meta), new, "--to", "hf", "--shards", "-1"), 2, b"shards must be an integer"),
     ):
         result = clearllama("convert", *arguments)
-        assert result.returncode == code
+        assert (result.returncode, result.stdout, result.stderr.count(b"\n")) == (code, b"", 1)
         assert message in result.stderr
-        assert result.stderr.count(b"\n") == 1
-        assert result.stdout == b""
     assert os.listdir(tmp_path) == []
