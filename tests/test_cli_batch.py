@@ -131,20 +131,19 @@ def test_prompts_from_a_pipe_are_answered_on_stdout(clearllama: Run, tiny_gguf: 
 def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = {"prompt": "hello"}
+    long = "x " * 400
     lines: Lines = [
-        {"id": "long", "prompt": "x " * 400}, good, {"prompt": "x" * 300}, good,
-        {"messages": [{"role": "user", "content": "x" * 300}]}, good, {"prompt": "x" * 300},
-    ]  # fmt: skip
+        {"id": "long", "prompt": long},
+        {"prompt": "hello"},
+        {"messages": [{"role": "user", "content": long}]},
+    ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "4", "--batch-size", "2")
     assert main(*args) == 1
     answers = read(target)
-    assert [set(answer) & {"error", "text"} for answer in answers] == [
-        {"error"}, {"text"}, {"error"}, {"text"}, {"error"}, {"text"}, {"error"}
-    ]  # fmt: skip
-    assert all("must hold prompt and answer" in answers[at]["error"] for at in (0, 4))
-    assert capsys.readouterr().err.startswith("clearllama: error: 4 of 7 prompts failed")
+    assert ["text" in answer for answer in answers] == [False, True, False]
+    assert all("must hold prompt and answer" in answers[at]["error"] for at in (0, 2))
+    assert capsys.readouterr().err.startswith("clearllama: error: 2 of 3 prompts failed")
     before = target.read_bytes()
     assert main(*args) == 1  # errors of an earlier run count, and nothing is run again
     assert target.read_bytes() == before

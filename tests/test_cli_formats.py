@@ -30,20 +30,11 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", make_tiny.names())
 def test_every_official_architecture_is_recognized(name: str) -> None:
     config = make_tiny.real_config(name)
-    assert name in families.names_of(config)
+    same = [other for other in make_tiny.names() if make_tiny.real_config(other) == config]
+    assert families.names_of(config) == same
     tweaked = dataclasses.replace(config, max_seq_len=999, norm_eps=3e-6)  # files may lack these values
-    assert name in families.names_of(tweaked)
+    assert {*same} <= {*families.names_of(tweaked)}
     assert families.names_of(dataclasses.replace(config, hidden_dim=config.hidden_dim + 1)) == []
-
-
-def test_families_are_distinguished_where_they_differ() -> None:
-    for name, more in {
-        "llama-2-7b": [],
-        "llama-1-7b": [],
-        "llama-3-8b": [],
-        "llama-3.1-70b": ["llama-3.3-70b"],
-    }.items():
-        assert families.names_of(make_tiny.real_config(name)) == [name, *more]
 
 
 # ---------------------------------------------------------------------------------------------------------- inspect
@@ -156,23 +147,6 @@ def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -
     result = clearllama("generate", "-m", str(folder), "x", *FAST)
     assert result.returncode == 1
     assert b"there is no tokenizer.model in it or in the folder above" in result.stderr
-
-
-# ---------------------------------------------------------------------------------------------------------- convert
-def test_converted_checkpoints_run_and_have_equal_weights(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    answers, hashes = [], set()
-    for to, name in (("hf", "hf"), ("gguf", "model.gguf")):
-        source = meta if to == "hf" else tmp_path / "hf"
-        result = clearllama("convert", str(source), str(tmp_path / name), "--to", to, "--json")
-        assert result.returncode == 0, result.stderr
-        proof = json.loads(result.stdout)
-        hashes.add(proof["sha256"])
-        out = clearllama(
-            "generate", "-m", proof["path"], "--raw", "The dog bites", "--dtype", "float32", "--json", *FAST
-        )
-        answers.append(json.loads(out.stdout)["tokens"])
-    assert len(hashes) == 1
-    assert answers[0] == answers[1]
 
 
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
