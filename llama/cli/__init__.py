@@ -39,31 +39,27 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
 }
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-PLANNED = "plan divides the bytes evenly over the GPUs, and computes with their bandwidth only"
-# (command or '', option that was removed) -> what to do instead
-REMOVED = {
-    **dict.fromkeys([("plan", f"--gpu-{name}") for name in ("flops", "link", "network")], PLANNED),
-    **dict.fromkeys([("plan", f"--{name}") for name in ("gpus-per-host", "tensor-parallel")], PLANNED),
-    **dict.fromkeys(
-        [(name, "--pipeline-parallel") for name in ("generate", "chat", "plan")],
-        "use --tensor-parallel with torchrun, or vLLM",
-    ),
-    ("", "--print-completion"): "shtab prints a script: shtab --shell bash llama.cli.build_parser",
-    ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
-    ("study", "--checks"): "the tests of the repository check the numbers of a topic",
-    ("bench", "--profile"): "run llama.generate under torch.profiler",
-    ("bench", "--quality"): "run clearllama perplexity FILE with and without --quantize",
-    **dict.fromkeys([("study", "--which"), ("study", "--figures")], "--figure FOLDER draws all figures of a topic"),
-    ("study", "--quiz"): "study bugs lists the wrong lines; predict the effect of one, then name it to see the effect",
-    ("trace", "--sample"): "give a text in quotes",
-    ("trace", "--against"): "trace the text twice, with one --rope-scaling each time",
-    ("doctor", "--seconds"): "the self-test ends after a minute",
-    ("generate", "--fresh"): "delete the output file to start over",
-    **dict.fromkeys([("inspect", "--context"), ("inspect", "--batch")], "plan computes the memory of a run"),
-    ("evaluate", "--include-path"): "name the task's .yaml file or its folder in --tasks",
-    ("evaluate", "--no-fewshot-as-multiturn"): "with --apply-chat-template, worked examples are turns",
-    ("chat", "--drop-oldest"): "chat always drops the oldest turns when the context is full",
-    ("convert", "--modelfile"): "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+REMOVED = {  # command and options that were removed -> what to do instead
+    "clearllama --print-completion": "shtab prints a script: shtab --shell bash llama.cli.build_parser",
+    "generate --fresh": "delete the output file to start over",
+    "generate --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
+    "chat --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
+    "chat --drop-oldest": "chat always drops the oldest turns when the context is full",
+    "inspect --context --batch": "plan computes the memory of a run",
+    "plan --gpu-flops --gpu-link --gpu-network": "plan computes with the bandwidth of the GPUs only",
+    "plan --gpus-per-host --tensor-parallel --pipeline-parallel": "plan divides the bytes evenly over the GPUs",
+    "convert --modelfile": "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+    "doctor --seconds": "the self-test ends after a minute",
+    "evaluate --include-path": "name the task's .yaml file or its folder in --tasks",
+    "evaluate --no-fewshot-as-multiturn": "with --apply-chat-template, worked examples are turns",
+    "bench --profile": "run llama.generate under torch.profiler",
+    "bench --quality": "run clearllama perplexity FILE with and without --quantize",
+    "perplexity --tensor-parallel": "perplexity runs in one process",
+    "study --checks": "the tests of the repository check the numbers of a topic",
+    "study --which --figures": "--figure FOLDER draws all figures of a topic",
+    "study --quiz": "study bugs lists the wrong lines; predict the effect of one, then name it to see the effect",
+    "trace --sample": "give a text in quotes",
+    "trace --against": "trace the text twice, with one --rope-scaling each time",
 }
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
@@ -119,12 +115,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
     first = words[0]
     parser = build_parser([first])
-    name, command = (first, parser.commands[first]) if first in COMMANDS else ("", parser)
-    for word in words:
-        option = word.partition("=")[0]
-        if (name, option) in REMOVED:
-            command.error(f"{option} was removed; {REMOVED[name, option]}")
-    if not name and first not in parser._option_string_actions:
+    name, command = (first, parser.commands[first]) if first in COMMANDS else (parser.prog, parser)
+    for removed, instead in REMOVED.items():
+        owner, *options = removed.split()
+        if owner == name and (gone := {*options} & {word.partition("=")[0] for word in words}):
+            command.error(f"{gone.pop()} was removed; {instead}")
+    if command is parser and first not in parser._option_string_actions:
         near = _similar(first, COMMANDS)
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
