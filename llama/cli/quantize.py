@@ -27,7 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
-        return show_schemes(args)
+        from ..quant.schemes import SCHEMES
+
+        facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
+        rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
+        streams.show(args, facts, tables.table(rows, right=[1]))
+        return 0
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
     from ..checkpoint import open_checkpoint
@@ -42,14 +47,4 @@ def run(args: argparse.Namespace) -> int:
     sizes, seconds = f"{before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB", time.perf_counter() - started
     streams.info(args, f"quantized {sizes} of weights ({args.scheme}) in {seconds:.1f} s")
     convert.write_proof(args, proof, scheme=args.scheme, bytes_before=before, bytes_after=after)
-    return 0
-
-
-def show_schemes(args: argparse.Namespace) -> int:
-    """List the schemes with their bits per weight, scales and offsets included."""
-    from ..quant.schemes import SCHEMES
-
-    facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
-    rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
-    streams.show(args, facts, tables.table(rows, right=[1]))
     return 0
