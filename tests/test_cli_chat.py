@@ -168,7 +168,7 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     assert termios.tcgetattr(chat.side) == chat.before
 
 
-def test_an_unwritable_history_is_reported(start: Start, letters: Path, tmp_path: Path) -> None:
+def test_a_chat_needs_no_history(start: Start, letters: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("not a folder")
     chat = start("-m", letters, *GREEDY, "-n", "3")
     assert "aaa" in chat.enter("one")
@@ -263,45 +263,38 @@ def test_retry_samples_with_a_new_seed(clearllama: Run, tiny_gguf: Path, tiny_ll
 
 def test_a_system_message_begins_a_conversation(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     at, text = str(tmp_path / "talk"), str(tmp_path / "text")
-    system = ("--system", "the", "-n", "3")
-    talk(clearllama, tiny_gguf, "hello", "/system be", "hello", f"/save {at}", args=system)
-    assert [message["content"] for message in open_session(Path(at))[1]["messages"][:2]] == ["be", "hello"]
+    system = ("--system", "the")
+    talk(clearllama, tiny_gguf, "hello", "/system be", "hello", f"/save {at}", args=("-n", "3", *system))
     refused = talk(clearllama, tiny_gguf, "hello", args=(*system, "--load-session", at), code=2)
     assert f"--system can't change the conversation in {at}" in refused.stderr.decode()
     # A session that generate saved has no conversation, so that --system applies.
     clearllama("generate", "-m", str(tiny_gguf), *GREEDY, "hello", "-n", "3", "--save-session", text)
-    options = (*system, "--json")
-    told = {
-        "loaded": talk(clearllama, tiny_gguf, "hello", "/clear", "hello", args=("--load-session", at, *options[2:])),
-        "fresh": talk(clearllama, tiny_gguf, "hello", args=("--system", "be", *options[2:])),
-        "begun": talk(clearllama, tiny_gguf, "hello", args=(*options, "--load-session", text)),
-        "typed": talk(clearllama, tiny_gguf, "/system the", f"/load {text}", "hello", args=options[2:]),
-        "plain": talk(clearllama, tiny_gguf, "hello", args=options),
-        "removed": talk(clearllama, tiny_gguf, "/system", "hello", args=options),
-        "none": talk(clearllama, tiny_gguf, "hello", args=options[2:]),
-    }
-    tokens = {name: json.loads(done.stdout.splitlines()[-1])["tokens"] for name, done in told.items()}
-    assert tokens["loaded"] == tokens["fresh"] != tokens["plain"]
-    assert tokens["begun"] == tokens["typed"] == tokens["plain"] != tokens["none"] == tokens["removed"]
-    assert "continuing the conversation of 3 messages" in told["loaded"].stderr.decode()
-    assert "continuing" not in told["begun"].stderr.decode()
+
+    def last(*lines: str, args: tuple[str, ...] = ()) -> list[int]:
+        done = talk(clearllama, tiny_gguf, *lines, "hello", args=("-n", "3", "--json", *args))
+        ids: list[int] = json.loads(done.stdout.splitlines()[-1])["tokens"]
+        return ids
+
+    plain, none = last(args=system), last()
+    assert last("hello", "/clear", args=("--load-session", at)) == last(args=("--system", "be")) != plain
+    assert last(args=(*system, "--load-session", text)) == last("/system the", f"/load {text}") == plain
+    assert last("/system", args=system) == none != plain
 
 
 def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
-    at, ended = tmp_path / "talk", tmp_path / "ended"
+    at, ended, damaged = tmp_path / "talk", tmp_path / "ended", tmp_path / "damaged"
     args = ("-n", "6", "--json", "--system", "the")
     one = talk(clearllama, tiny_gguf, "hello", f"/save {at}", "the end", args=args)
+    damaged.write_bytes(at.read_bytes()[:-1])
     two = talk(clearllama, tiny_gguf, "other", f"/load {at}", "the end", args=(*args, "--save-session", str(ended)))
     three = talk(clearllama, tiny_gguf, "the end", args=(*args[:3], "--load-session", str(at)))
-    answers = [json.loads(done.stdout.splitlines()[-1]) for done in (one, two, three)]
-    assert answers[0]["tokens"] == answers[1]["tokens"] == answers[2]["tokens"]
+    lost = talk(clearllama, tiny_gguf, "hello", f"/load {damaged}", "/load", "the end", args=args, code=1)
+    answers = [json.loads(done.stdout.splitlines()[-1]) for done in (one, two, three, lost)]
+    assert all(answer["tokens"] == answers[0]["tokens"] for answer in answers)
     assert answers[0]["stats"]["cached_tokens"] == answers[1]["stats"]["cached_tokens"] > 20
     assert re.search(rf"{at}: loaded \d+ tokens and 3 messages", two.stderr.decode())
+    assert "continuing the conversation of 3 messages" in three.stderr.decode()
     assert questions(ended) == ["hello", "the end"]  # of the conversation that was loaded
-    damaged = tmp_path / "damaged"
-    damaged.write_bytes(at.read_bytes()[:-1])
-    lost = talk(clearllama, tiny_gguf, "hello", f"/load {damaged}", "/load", "the end", args=args, code=1)
-    assert json.loads(lost.stdout.splitlines()[-1])["tokens"] == answers[0]["tokens"]  # the failure changed nothing
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
@@ -334,33 +327,22 @@ def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
 @pytest.mark.parametrize(
     ("lines", "text", "command"),
     [
-        (["  hello "], "hello", False),
         (["/clear "], "/clear", True),
         (["///x"], "//x", False),
         (["/pasted\ntext"], "/pasted\ntext", False),
         (["\n\n  a\n\nb \n"], "  a\n\nb", False),
         (['"""a"""'], "a", False),
-        (['"""', '"""'], "", False),
         (['"""', "", "  a", "", "/b ", "", '"""'], "  a\n\n/b", False),
         (['"""a', 'b"""  '], "a\nb", False),
         (['"""', 'say """x""" now', 'end"""'], 'say """x""" now\nend', False),
         (['"""doc"""\ndef f(): pass'], '"""doc"""\ndef f(): pass', False),
-        (['""'], '""', False),
         (["\u2028a\x0bb"], "a\x0bb", False),
-        (["   "], "", False),
     ],
 )
 def test_what_a_turn_is(lines: list[str], text: str, command: bool) -> None:
     remaining = iter(lines)
-    prompts = []
-
-    def read(prompt: str) -> str:
-        prompts.append(prompt)
-        return next(remaining)
-
-    entered = turns.read_lines(read)
+    entered = turns.read_lines(lambda prompt: next(remaining))
     assert turns.parse_turn(entered) == (text, command)
     assert list(remaining) == []
-    assert prompts == ["> "] + ["... "] * (len(lines) - 1)
     assert turns.is_complete(entered)
     assert not any(turns.is_complete("\n".join(lines[:n])) for n in range(1, len(lines)))

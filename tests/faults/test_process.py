@@ -26,15 +26,7 @@ COMMANDS = {
     "generate": (*GENERATE, "-m", "MODEL"),
     "inspect --json": ("inspect", "MODEL", "--json"),
     "study": ("study",),
-    "trace": ("trace", "hello", "-m", "MODEL", "--device", "cpu"),
-    "plan": ("plan", "-m", "MODEL", "--gpus", "2xH100"),
-    "quantize --list": ("quantize", "--list"),
 }
-# A few by default, all of them among the slow tests.
-SOME = [
-    pytest.param(name, marks=() if name in ("version", "generate", "inspect --json", "study") else pytest.mark.slow)
-    for name in COMMANDS
-]
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
 READ_ONLY = "import os; os.dup2(os.open('/dev/null', os.O_RDONLY), 1)"
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_without_a_stdout_a_command_fails(attempt: Try, model: Path, name: str) -> None:
     """With a stdout it succeeds. A file that is opened later may get the descriptor of stdout."""
     good = attempt(*command(name, model))
@@ -96,20 +88,14 @@ def test_chat_refuses_input_that_is_not_utf_8(attempt: Try, model: Path) -> None
     attempt(*args, stdin=b"\xff\n").refused("not UTF-8: byte 0 is 0xff", code=2)
 
 
-@pytest.mark.parametrize("name", ["generate", "study", "trace"])
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
-def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Path, name: str, encoding: str) -> None:
+def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Path, encoding: str) -> None:
     """Compared with the same command in UTF-8; the text has characters that neither encoding has."""
-    args = command(name, model)
-    if name in ("generate", "trace"):
-        at = args.index("hello")
-        args = (*args[:at], "日本語 é – 😀", *args[at + 1 :])
-        args = (*args, "-q", *(("-n", "30", "--temp", "9", "--seed", "3") if name == "generate" else ()))
-    if name == "trace":
-        assert not attempt(*args).stdout.isascii()
+    args = ("trace", "日本語 é – 😀", "-m", model, "--device", "cpu", "-q")
     narrow = f"import sys; [s.reconfigure(encoding={encoding!r}, errors='strict') for s in (sys.stdout, sys.stderr)]"
     plain, escaped = attempt(*args), attempt(*args, before=narrow)
     assert (plain.code, escaped.code) == (0, 0), escaped.error
+    assert not plain.stdout.isascii()
     assert escaped.stdout == plain.stdout.decode().encode(encoding, "backslashreplace")
 
 
@@ -204,7 +190,7 @@ NO_SOCKET = (
 )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_local_files_are_used_without_the_network(attempt: Try, model: Path, name: str) -> None:
     assert attempt(*command(name, model), before=NO_SOCKET).survived()
 
