@@ -36,6 +36,20 @@ KV_CACHE = (
     ["model", "int8"],
     "store keys and values in the model's dtype, or in int8, half the memory of 16 bits (default: model)",
 )
+CHAT = (
+    (
+        "--chat-format",
+        ["auto", "jinja", "llama2", "llama3", "codellama-70b"],
+        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for checkpoints such as"
+        " Meta's, which have none (default: auto, the template if there is one)",
+    ),
+    (
+        "--template-option",
+        "NAME=VALUE",
+        "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
+        {**MANY, "default": []},
+    ),
+)
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -122,10 +136,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
 
 def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
     """Add PROMPT, --prompt and --file. `what` is the word for it in the help."""
-    file = (
-        f"read the {what} from FILE; '-' is standard input; may be repeated. PROMPT and files are joined in this order,"
-        " separated by blank lines (docs/guides/prompts.md)"
-    )
+    file = f"add the text of FILE to the {what}; '-' is standard input; may be repeated (docs/guides/prompts.md)"
     text = f"the {what}; without PROMPT, or if it is '-', standard input is read"
     add(
         parser,
@@ -203,20 +214,6 @@ def add_steer_options(parser: argparse.ArgumentParser) -> None:
         ("--steer", "FILE", "a control vector in GGUF, also from llama.cpp or repeng"),
         ("--steer-scale", "S", "multiply the vector by S (default: 1)"),
         ("--steer-layers", "FIRST:END", "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
-    )
-
-
-def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the format that fits the vocabulary") -> None:
-    """Add --chat-format. otherwise: what is used for a model without a template."""
-    about = (
-        "how messages are encoded: by the checkpoint's template (jinja), or a built-in format for checkpoints without"
-        f" one, such as Meta's (default: auto, the template; without a template, {otherwise})"
-    )
-    option = "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated"
-    add(
-        parser,
-        ("--chat-format", ["auto", "jinja", "llama2", "llama3", "codellama-70b"], about),
-        ("--template-option", "NAME=VALUE", option, {**MANY, "default": []}),
     )
 
 

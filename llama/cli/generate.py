@@ -16,29 +16,23 @@ if TYPE_CHECKING:
     from ..text import Llama
 
 BATCH = (
-    'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
-    ' number), "system" and max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,'
-    " frequency_penalty, logit_bias, seed, stop, schema, regex, grammar. The answers are JSON lines in the same order."
-    " With --output, the same command resumes an interrupted run. FILE.run.json records the model and the options; a"
-    " run with a different model or options is refused. With --seed N, line n uses the seed N + n - 1"
+    'one JSON object per line, {"prompt": "..."} or {"messages": [...]}, with an "id" and options of its own if wanted'
+    " (docs/guides/batches.md). The answers are JSON lines in the same order. With --output, the same command resumes"
+    " an interrupted run"
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    special = (
-        "with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens (default: as plain"
-        " text)"
-    )
     arguments.add_prompt_options(parser)
     arguments.add(
         parser,
         ("--system", "TEXT", "a system message"),
         ("--raw", None, "continue the prompt without a chat template"),
-        ("--parse-special", None, special),
+        ("--parse-special", None, "with --raw: control strings in the prompt, such as <|im_end|>, are control tokens"),
         ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
         ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
+        *arguments.CHAT,
     )
-    arguments.add_chat_format(parser, "no format is used and the prompt is continued")
     keys = "prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
     arguments.add_output_options(parser, json=f"one JSON object: {keys}")
     arguments.add_generation_options(parser, max_new_tokens=256, fallback="greedy")

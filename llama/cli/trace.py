@@ -29,8 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_output_options(parser, json="all numbers as one JSON object, in place of the summary")
     patching = (
-        "copy the residual stream of TEXT into the run on PROMPT, at one layer and token at a time; show how much of"
-        " the difference between the two answers each copy restores. TEXT must have as many tokens as PROMPT"
+        "copy the residual stream of TEXT into this run, one layer and token at a time, and show the effect of each"
     )
     head = "set the output of a head to zero, for example 3.5; may be repeated"
     arguments.add(
