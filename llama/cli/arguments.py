@@ -40,8 +40,8 @@ CHAT = (
     (
         "--chat-format",
         ["auto", "jinja", "llama2", "llama3", "codellama-70b"],
-        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for checkpoints such as"
-        " Meta's, which have none (default: auto, the template if there is one)",
+        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
+        " without a template (default: auto, the template if there is one)",
     ),
     (
         "--template-option",

@@ -79,13 +79,8 @@ def run(args: argparse.Namespace) -> int:
 def captured(quiet: bool) -> Iterator[None]:
     """Send what lm-eval prints to stderr if it is a terminal, and drop it otherwise. Warnings are always written."""
     shown = sys.stderr if sys.stderr.isatty() and not quiet else io.StringIO()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.ERROR if quiet else logging.WARNING)  # the packages set their loggers' levels themselves
-    with contextlib.ExitStack() as stack:
-        for name in ("llama", "lm_eval"):
-            log = logging.getLogger(name)
-            stack.callback(setattr, log, "handlers", log.handlers)
-            log.handlers = [handler]
-        stack.enter_context(contextlib.redirect_stdout(shown))
-        stack.enter_context(contextlib.redirect_stderr(shown))
+    warnings, log = logging.StreamHandler(sys.stderr), logging.getLogger("lm_eval")
+    warnings.setLevel(logging.ERROR if quiet else logging.WARNING)  # lm-eval sets the level of its log itself
+    log.handlers = [warnings]
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         yield

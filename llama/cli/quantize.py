@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
         facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
         rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
-        streams.show(args, facts, tables.table(rows, right=[1]))
+        streams.show(args, facts, tables.table(rows))
         return 0
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")

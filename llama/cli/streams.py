@@ -70,8 +70,8 @@ def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
 
 def show_log(quiet: bool) -> None:
     """Show the library's log on stderr, each record as one line; with --quiet only errors."""
-    log, handler = logging.getLogger("llama"), logging.Handler()
-    handler.emit = lambda record: write_stderr(one_line(record.getMessage()))  # type: ignore[method-assign]
+    log, handler = logging.getLogger("llama"), logging.StreamHandler(sys.stderr)
+    handler.format = lambda record: one_line(record.getMessage())  # type: ignore[method-assign]
     log.handlers = [handler]
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
