@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from llama.checkpoint import open_checkpoint
-from llama.cli import main, quality
+from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.errors import ContextLengthError
@@ -24,7 +23,6 @@ from llama.tools import benchmark
 from . import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 WIDE = ModelConfig(128, 2, 4, 2, 32, 256, 320, norm_eps=2**-17, max_seq_len=256)
 SIZES = ("--prompt-tokens", "20", "--new-tokens", "3", "--reps", "2")
 Capture = pytest.CaptureFixture[str]
@@ -176,11 +174,7 @@ def test_json_has_the_measurements_and_lines_have_the_keys_of_the_json(
     [
         (["--batch", "0"], "--batch must be an integer of at least 1"),
         (["--batch", "1,2"], "--batch: invalid int value"),
-        (["--window", "9"], "--window needs --quality"),
-        (["--quality", "--reps", "4"], "--reps only affects speed"),
-        (["--quality", "--quantize", "int9"], "unknown quantization scheme 'int9'"),
-        (["--quality", "--window", "999"], "--window must be an integer from 2 to 256"),
-        (["--quality", "/nowhere"], "No such file"),
+        (["--quality", "x"], "run clearllama perplexity FILE with and without --quantize"),
     ],
 )
 def test_usage_errors_are_one_line(file: Path, capsys: Capture, options: list[str], message: str) -> None:
@@ -189,43 +183,3 @@ def test_usage_errors_are_one_line(file: Path, capsys: Capture, options: list[st
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
-
-
-# -------------------------------------------------------------------------------------------------------- the quality
-def test_the_change_of_perplexity_and_its_standard_error() -> None:
-    exact, other = [10.0, 20.0, 30.0], [11.0, 20.5, 30.0]
-    found = quality.compare(exact, other, 15)
-    assert found["perplexity"] == pytest.approx(math.exp(61.5 / 15))
-    ratio = math.exp(61.5 / 15) / math.exp(60 / 15)
-    assert found["change_percent"] == pytest.approx(100 * (ratio - 1))
-    mean = 1.5 / 3
-    spread = (sum((rise - mean) ** 2 for rise in (1, 0.5, 0)) / 2) ** 0.5  # of one window, estimated from three
-    assert found["stderr_percent"] == pytest.approx(100 * ratio * spread * 3**0.5 / 15)
-    assert quality.compare([10.0], [11.0], 5)["stderr_percent"] is None
-
-
-@needs_kernels
-def test_quality_is_the_perplexity_of_each_scheme(file: Path, tmp_path: Path, capsys: Capture) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("hello, the other world: é 中 " * 60)
-
-    def perplexity(*options: str) -> dict[str, object]:
-        assert main([*options, "-m", str(file), "--json", "-q", "--window", "50"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    options = ["--quantize", "int8,int4,none", "--dtype", "float32", "--window", "50"]
-    assert main(["bench", "-m", str(file), "--quality", str(text), "--json", *options]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    exact = perplexity("perplexity", str(text), "--dtype", "float32")
-    assert found["float32"] == pytest.approx(exact["perplexity"], rel=1e-6)
-    assert {key: found[key] for key in ("tokens", "predicted", "window")}.items() <= exact.items()
-    assert f"text.txt: {exact['tokens']:,} tokens" in err
-    for row, name, goal in zip(found["schemes"], ("int8", "int4", None), (0.5, 6.0, None), strict=True):
-        scheme = [] if name is None else ["--quantize", name]
-        expected = perplexity("perplexity", str(text), "--dtype", "float32", *scheme)["perplexity"]
-        assert (row["quantize"], row["dtype"], row["goal_percent"]) == (name, "float32", goal)
-        assert row["perplexity"] == pytest.approx(expected, rel=1e-6)
-        assert row["change_percent"] == pytest.approx(100 * (expected / exact["perplexity"] - 1), abs=1e-3)
-        assert row["met"] is (None if goal is None else row["change_percent"] <= goal)
-        assert row["change_percent"] == 0 or name is not None

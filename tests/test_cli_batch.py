@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 from llama import cli, loader
 from llama.text import Llama
 
-from . import tiny
 from .conftest import Run
 
 Lines = list[dict[str, Any]]
@@ -132,20 +131,19 @@ def test_prompts_from_a_pipe_are_answered_on_stdout(clearllama: Run, tiny_gguf: 
 def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = {"prompt": "hello"}
+    long = "x " * 400
     lines: Lines = [
-        {"id": "long", "prompt": "x " * 400}, good, {"prompt": "x" * 300}, good,
-        {"messages": [{"role": "user", "content": "x" * 300}]}, good, {"prompt": "x" * 300},
-    ]  # fmt: skip
+        {"id": "long", "prompt": long},
+        {"prompt": "hello"},
+        {"messages": [{"role": "user", "content": long}]},
+    ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "4", "--batch-size", "2")
     assert main(*args) == 1
     answers = read(target)
-    assert [set(answer) & {"error", "text"} for answer in answers] == [
-        {"error"}, {"text"}, {"error"}, {"text"}, {"error"}, {"text"}, {"error"}
-    ]  # fmt: skip
-    assert all("must hold prompt and answer" in answers[at]["error"] for at in (0, 4))
-    assert capsys.readouterr().err.startswith("clearllama: error: 4 of 7 prompts failed")
+    assert ["text" in answer for answer in answers] == [False, True, False]
+    assert all("must hold prompt and answer" in answers[at]["error"] for at in (0, 2))
+    assert capsys.readouterr().err.startswith("clearllama: error: 2 of 3 prompts failed")
     before = target.read_bytes()
     assert main(*args) == 1  # errors of an earlier run count, and nothing is run again
     assert target.read_bytes() == before
@@ -162,15 +160,12 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
         ('{"prompt": null}', "no content"),
         ('{"prompt": "a", "system": 1}', "content must be a string"),
         ('{"messages": "a"}', "must be"),
-        ('{"messages": [{"role": "nobody", "content": "x"}]}', "role must be one of"),
         ('{"messages": [{"role": "user", "content": "a"}], "system": "a"}', "include a system message"),
         ('{"prompt": "a", "id": true}', "id must be"),
         ('{"prompt": "a", "id": 1}', "line 1 has the same id 1"),
-        ('{"prompt": "a", "id": 3}', "line 2 has the same id 3"),
         ('{"prompt": "a", "temperature": NaN}', "temperature must be"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', "logit_bias must be"),
         ('{"prompt": "a", "id": "\\udfff"}', "half of a surrogate pair"),
-        ('{"prompt": "a", "stop": ["b", "\\ud83d"]}', "half of a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a surrogate pair"),
     ],
 )
@@ -183,7 +178,7 @@ def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
-    assert f"{source} line {3 if line.endswith('3}') and 'same' in message else 2}" in error
+    assert f"{source} line 2" in error
     assert not target.exists()
 
 
@@ -196,22 +191,13 @@ def test_ids_keep_their_type_and_a_byte_order_mark_is_ignored(main: Command, tmp
     assert [(answer["id"], answer["prompt"]) for answer in read(target)] == [(1, "a"), ("1", "\u2028b"), ("x", "c")]
 
 
-@pytest.mark.parametrize(
-    ("line", "options"),
-    [
-        ({"prompt": "a", "system": "b"}, ()),
-        ({"messages": [{"role": "user", "content": "b"}]}, ("--raw",)),
-    ],
-)
-def test_conversations_need_a_chat_template(
-    clearllama: Run, tmp_path: Path, line: dict[str, Any], options: tuple[str, ...]
+@pytest.mark.parametrize("own", [{"prompt": "a", "system": "b"}, {"messages": [{"role": "user", "content": "b"}]}])
+def test_a_conversation_is_not_raw(
+    main: Command, tmp_path: Path, own: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = tiny.write_gguf(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
-    source, target = write(tmp_path / "in", [{"prompt": "a"}, line]), tmp_path / "out"
-    args = ("generate", "-m", str(base), "--prompts", str(source), "--output", str(target), "-q", "-n", "1")
-    result = clearllama(*args, *options)
-    assert result.returncode == 2
-    assert b" needs a chat, but " in result.stderr
+    source, target = write(tmp_path / "in", [{"prompt": "a"}, own]), tmp_path / "out"
+    assert main("--prompts", str(source), "--output", str(target), "--raw") == 2
+    assert "line 2 needs a chat, but " in capsys.readouterr().err
     assert target.read_bytes() == b""
 
 
@@ -220,13 +206,11 @@ def test_conversations_need_a_chat_template(
     [
         (("hello",), "leave the PROMPT argument out"),
         (("--draft", "ngram"), "leave --draft out"),
-        (("--output", "no/such/folder/x"), "--output 'no/such/folder/x': No such file"),
+        (("--output", "no/such/folder/x"), "--output no/such/folder/x: expected a file in an existing folder"),
         (("--json",), "leave --json out"),
         (("--batch-size", "0"), "--batch-size must be"),
         (("--output", "IN"), "is missing; choose another --output"),
-        (("--output", "."), "not a regular file"),
-        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
-        (("--prompts", "/dev/zero"), "is a device"),
+        (("--output", "/dev/null"), "not a regular file"),
     ],
 )
 def test_contradicting_options_are_refused(
@@ -236,7 +220,7 @@ def test_contradicting_options_are_refused(
     given = [str(source) if arg == "IN" else arg for arg in args]
     assert cli.main(["generate", "--prompts", str(source), *given]) == 2
     assert message in capsys.readouterr().err
-    for alone in (("--output", "x"), ("--batch-size", "4"), ("--fresh",)):
+    for alone in (("--output", "x"), ("--batch-size", "4")):
         assert cli.main(["generate", "hello", *alone]) == 2
         assert "needs --prompts" in capsys.readouterr().err
 
@@ -284,28 +268,6 @@ def test_a_rerun_answers_the_ids_without_an_answer(
     error = capsys.readouterr().err
     assert 'made with the prompt "d"; this run has "other"' in error
     assert target.read_bytes() == content
-    assert main(*args, "--fresh") == 0
-    assert [answer["prompt"] for answer in read(target)] == ["c", "a", "b", "other"]
-
-
-@pytest.mark.parametrize("to_file", [True, False])
-def test_an_interrupt_reports_how_far_an_output_is(
-    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to_file: bool
-) -> None:
-    real = Llama.answers
-
-    def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
-        for number, piece in real(*args, **options):
-            yield number, piece
-            if piece.completion is not None:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Llama, "answers", interrupted)
-    source, target = write(tmp_path / "in", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
-    output = ["--output", str(target)] if to_file else []
-    assert cli.main(["generate", "--prompts", str(source), *output, "-n", "1", "--batch-size", "1"]) == 130
-    message = "1 of 2 prompts are answered; run the same command again to resume"
-    assert (message in capsys.readouterr().err) == to_file
 
 
 def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,34 +30,16 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", make_tiny.names())
 def test_every_official_architecture_is_recognized(name: str) -> None:
     config = make_tiny.real_config(name)
-    assert name in families.names_of(config)
+    same = [other for other in make_tiny.names() if make_tiny.real_config(other) == config]
+    assert families.names_of(config) == same
     tweaked = dataclasses.replace(config, max_seq_len=999, norm_eps=3e-6)  # files may lack these values
-    assert name in families.names_of(tweaked)
+    assert {*same} <= {*families.names_of(tweaked)}
     assert families.names_of(dataclasses.replace(config, hidden_dim=config.hidden_dim + 1)) == []
 
 
-def test_families_are_distinguished_where_they_differ() -> None:
-    for name, more in {
-        "llama-2-7b": [],
-        "llama-1-7b": [],
-        "llama-3-8b": [],
-        "llama-3.1-70b": ["llama-3.3-70b"],
-    }.items():
-        assert families.names_of(make_tiny.real_config(name)) == [name, *more]
-
-
 # ---------------------------------------------------------------------------------------------------------- inspect
-def test_inspect_refuses_sizes_out_of_range(clearllama: Run, meta: Path) -> None:
-    for option, most in (("--context", 2**31), ("--batch", 4096)):
-        for value in (0, most + 1, 10**30):
-            refused = clearllama("inspect", str(meta), option, str(value))
-            message = f"clearllama: error: {option} must be an integer from 1 to {most}, got {value}\n"
-            assert (refused.returncode, refused.stdout, refused.stderr.decode()) == (2, b"", message)
-        assert clearllama("inspect", str(meta), option, str(most)).returncode == 0
-
-
 def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None:
-    result = clearllama("inspect", str(meta), "--json", "--context", "100", "--batch", "3")
+    result = clearllama("inspect", str(meta), "--json")
     assert result.returncode == 0
     facts = json.loads(result.stdout)
     assert facts["format"] == "Meta"
@@ -67,7 +49,9 @@ def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None
     assert facts["chat_template"] is False
     assert facts["chat_format"] == "llama3"
     assert facts["stop_ids"] == {"513": "<|end_of_text|>", "520": "<|eom_id|>", "521": "<|eot_id|>"}
-    assert facts["kv_cache_bytes"]["bfloat16, 100 tokens x 3"] == 3 * 100 * 2 * 2 * 2 * 8 * 16
+    assert clearllama("inspect", "-m", str(meta), "--json").stdout == result.stdout
+    tokens = facts["max_seq_len"]
+    assert facts["kv_cache_bytes"][f"bfloat16, {tokens} tokens x 1"] == tokens * 2 * 2 * 2 * 8 * 16
     assert facts["mismatches"] == []
     assert any("factor" in line for line in facts["decided_here"])
 
@@ -76,8 +60,8 @@ SIZES = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def test_inspect_shows_the_numbers_of_the_json_with_units(clearllama: Run, meta: Path) -> None:
-    facts = json.loads(clearllama("inspect", str(meta), "--json", "--context", "12345").stdout)
-    text = clearllama("inspect", str(meta), "--context", "12345").stdout.decode()
+    facts = json.loads(clearllama("inspect", str(meta), "--json").stdout)
+    text = clearllama("inspect", str(meta)).stdout.decode()
     shown = dict(zip(facts, re.split(r"\n(?! )", text), strict=False))
     assert re.split(r"\s{2,}", shown["max_seq_len"]) == ["max seq len", f"{facts['max_seq_len']:,} tokens"]
     assert shown["parameters"].endswith(f" {facts['parameters']:,}")
@@ -87,7 +71,6 @@ def test_inspect_shows_the_numbers_of_the_json_with_units(clearllama: Run, meta:
         sizes = [float(number.replace(",", "")) * SIZES[unit] for number, unit in found]
         assert sizes == [pytest.approx(size, rel=0.05) for size in facts[label].values()], shown[label]
         assert all(float(number.replace(",", "")) < 1000 for number, _ in found)
-    assert "bfloat16, 12345 tokens x 1: " in shown["kv_cache_bytes"]
 
 
 def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Path) -> None:
@@ -163,46 +146,18 @@ def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     result = clearllama("generate", "-m", str(folder), "x", *FAST)
     assert result.returncode == 1
-    assert b"there is no tokenizer.model in it or in the folder above" in result.stderr
-
-
-# ---------------------------------------------------------------------------------------------------------- convert
-def test_converted_checkpoints_run_and_have_equal_weights(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    answers, hashes = [], set()
-    for to, name in (("hf", "hf"), ("gguf", "model.gguf")):
-        source = meta if to == "hf" else tmp_path / "hf"
-        result = clearllama("convert", str(source), str(tmp_path / name), "--to", to, "--json")
-        assert result.returncode == 0, result.stderr
-        proof = json.loads(result.stdout)
-        hashes.add(proof["sha256"])
-        out = clearllama(
-            "generate", "-m", proof["path"], "--raw", "The dog bites", "--dtype", "float32", "--json", *FAST
-        )
-        answers.append(json.loads(out.stdout)["tokens"])
-    assert len(hashes) == 1
-    assert answers[0] == answers[1]
+    assert b"has no tokenizer.model" in result.stderr
 
 
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    new = str(tmp_path / "x")
     for arguments, code, message in (
-        (
-            (str(meta), str(tmp_path / "x"), "--to", "gguf", "--modelfile"),
-            2,
-            b"--modelfile; for Ollama, write a Modelfile",
-        ),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
-        ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
-        ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),
-        ((str(meta), str(tmp_path / "x"), "--to", "onnx"), 2, b"invalid choice"),
-        (
-            (str(meta), str(tmp_path / "x"), "--to", "hf", "--shards", "-1"),
-            2,
-            b"shards must be an integer of at least 0",
-        ),
+        ((str(tmp_path / "none"), new, "--to", "hf"), 1, b"there is no file or folder"),
+        ((str(meta), new, "--to", "onnx"), 2, b"invalid choice"),
+        ((str(meta), new, "--to", "hf", "--shards", "-1"), 2, b"shards must be an integer"),
     ):
         result = clearllama("convert", *arguments)
-        assert result.returncode == code
+        assert (result.returncode, result.stdout, result.stderr.count(b"\n")) == (code, b"", 1)
         assert message in result.stderr
-        assert result.stderr.count(b"\n") == 1
-        assert result.stdout == b""
     assert os.listdir(tmp_path) == []

@@ -303,7 +303,7 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert err == ""
 
 
-@pytest.mark.parametrize("options", ["", "--limit 1.5", "--log-samples", "--no-fewshot-as-multiturn"])
+@pytest.mark.parametrize("options", ["", "--limit 1.5", "--log-samples"])
 def test_usage_errors(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--tasks", str(tmp_path), *options.split()) == 2
     out, err = capsys.readouterr()

@@ -38,7 +38,6 @@ RUNS: dict[str, Words] = {
     "convert": lambda model, new: ("convert", model, str(new / "x.gguf"), "--to", "gguf"),
     "quantize --list": lambda model, new: ("quantize", "--list"),
     "verify": lambda model, new: ("verify", model),
-    "bench --quality": lambda model, new: ("bench", "-m", model, "--quality", str(new / "text"), "--window", "8"),
     "perplexity": lambda model, new: ("perplexity", str(new / "text"), "-m", model),
     "study": lambda model, new: ("study", "pairing"),
     "study bugs": lambda model, new: ("study", "bugs", "step"),
@@ -57,7 +56,6 @@ WRONG: dict[str, Words] = {
     "plan": lambda model, new: ("plan", "-m", model, "--gpus", "1xNone"),
     "convert": lambda model, new: ("convert", model, str(new / "text"), "--to", "gguf"),
     "quantize": lambda model, new: ("quantize", model, str(new / "x"), "--scheme", "none-such"),
-    "doctor": lambda model, new: ("doctor", "--seconds", "-1"),
     "bench": lambda model, new: ("bench", "-m", model, *SMALL[2:], "--prompt-tokens", "9999"),
     "study": lambda model, new: ("study", "none-such"),
     "trace": lambda model, new: ("trace", "-m", model, "hello the", "--max-tokens", "1"),
@@ -78,7 +76,7 @@ def value_of(done: subprocess.CompletedProcess[bytes]) -> object:
 
 
 def test_every_command_with_the_option_is_tested() -> None:
-    parsers = cli.commands_of(cli.build_parser())
+    parsers = cli.build_parser().commands
     having = {name for name, parser in parsers.items() if "--json" in parser.format_help()}
     assert having == {name.split()[0] for name in (*RUNS, *SLOW)}
 

@@ -78,8 +78,8 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
     "the model's theta": ({"model": "theta"}, [], "made with rope_theta 10000.0; this run has 20000.0: "),
     "the chat template": ({"model": "template"}, [], "made with chat_template "),
     "the vocabulary": ({"model": "one merge"}, [], "made with tokenizer "),
-    "--dtype": ({}, ["--dtype", "bfloat16"], 'made with dtype "float32", weights '),
-    "--quantize": ({}, ["--quantize", "int8"], 'made with quantization "none", weights '),
+    "--dtype": ({}, ["--dtype", "bfloat16"], 'made with dtype "float32"; this run has "bfloat16": '),
+    "--quantize": ({}, ["--quantize", "int8"], 'made with quantization "none"; this run has '),
     "--kv-cache": ({}, ["--kv-cache", "int8"], 'made with kv_cache "model"; this run has "int8": '),
     "--chat-format": ({}, ["--chat-format", "jinja"], 'made with chat_format none; this run has "jinja": '),
     "--system": ({}, ["--system", "x"], 'made with system none; this run has "x": '),
@@ -110,7 +110,6 @@ def test_an_output_is_resumed_only_with_what_it_was_made_with(
         error = capsys.readouterr().err
         assert message in error, name
         assert error.count("\n") == 1
-        assert "--fresh" in error
         assert state(tmp_path) == before, name
     for name, args in RESUMED.items():
         (tmp_path / "out").write_bytes(one)
@@ -164,33 +163,26 @@ ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
 def test_an_output_without_its_record_is_not_changed(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: bytes | None, content: bytes
 ) -> None:
-    """Nor is a file that has the name of the record, not even by --fresh."""
+    """Nor is a file that has the name of the record."""
     (tmp_path / "out").write_bytes(content)
     if record is not None:
         (tmp_path / "out.run.json").write_bytes(record)
     before = state(tmp_path)
-    for args in ([], ["--fresh"]):
-        assert batch(*args) == 2
-        error = capsys.readouterr().err
-        assert "out.run.json" in error
-        assert error.count("\n") == 1
-        assert state(tmp_path) == before
+    assert batch() == 2
+    error = capsys.readouterr().err
+    assert "out.run.json" in error
+    assert error.count("\n") == 1
+    assert state(tmp_path) == before
 
 
-def test_fresh_starts_anew(batch: Batch, tmp_path: Path) -> None:
+def test_without_answers_the_record_is_replaced(batch: Batch, tmp_path: Path) -> None:
     assert batch() == 0
     first = state(tmp_path)
-    assert batch("--fresh", "--max-seq-len", "0") == 2  # the model can't be loaded, so nothing is deleted
-    assert state(tmp_path) == first
-    assert batch("--fresh", model="other seed") == 0
-    second = state(tmp_path)
-    assert second["out"] != first["out"]
-    assert second["out"].count(b"\n") == 2
-    assert second["out.run.json"] != first["out.run.json"]
+    (tmp_path / "out").unlink()
     assert batch(model="other seed") == 0
-    assert state(tmp_path) == second
-    (tmp_path / "out").write_bytes(b"")  # no answers, so any record of a run may be replaced
-    assert batch() == 0
+    second = state(tmp_path)
+    assert second["out"].count(b"\n") == 2
+    assert all(first[name] != second[name] for name in ("out", "out.run.json"))
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions

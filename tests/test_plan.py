@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.cli import main
-from llama.cli.plan import architecture, quantity
+from llama.cli.plan import architecture
 from llama.config import ModelConfig
 from llama.engine.linears import BlockLinear
-from llama.errors import LlamaError, UsageError
+from llama.errors import LlamaError
 from llama.hub.families import official
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.study.perplexity import tiny_folder
@@ -71,10 +71,6 @@ def test_quantized_weights_are_the_bytes_of_a_gpus_layers(scheme: str, tied: boo
         kind = scheme_for(wanted, SCHEMES[scheme])
         total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind.format)).buffers())
     assert run_of(config, scheme=scheme).weights == total
-
-
-def test_the_shards_of_405b_have_the_sizes_of_the_published_files() -> None:
-    assert run_of(B405, gpus=8).memory["weights"] == pytest.approx(101_470_976_045, rel=1e-4)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
@@ -132,27 +128,11 @@ def test_a_step_reads_every_matrix_once_and_the_cache() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the command
-def test_the_name_of_a_repository_stands_for_its_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, shapes in (("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"), ("Llama-2-7b-chat-hf", "llama-2-7b")):
-        main(["plan", "-m", name, "--gpus", "H100", "--json"])
-        out, err = capsys.readouterr()
-        assert json.loads(out)["model"] == shapes
-        assert f"the shapes are those of {shapes}" in err
-
-
-def test_gpus_and_quantities_are_parsed() -> None:
+def test_gpus_are_parsed() -> None:
     assert parse_gpus("16xh100") == (16, H100)
     assert parse_gpus(" 2 x a100 ") == (2, GPUS["a100"])
     assert parse_gpus("cpu", 24e9, 40e9)[1][1:3] == (24e9, 40e9)
     assert parse_gpus("H100", bandwidth=3e12)[1][1:3] == (80e9, 3e12)
-    for text, unit, value in (
-        *(("80GB", "b", 80e9), ("24GiB", "b", 24 * 2**30), ("512B", "b", 512.0)),
-        *(("3350GB/s", "b/s", 3.35e12), ("3.35 TB/s", "b/s", 3.35e12), ("40gb/s", "b/s", 40e9)),
-    ):
-        assert quantity(text, "--gpu-memory", unit, "") == value
-    for text in ("", "GB", "80", "1e12", "80 apples", "-80GB", "0GB", "80GB/s", "inf", "9" * 5000 + "GB"):
-        with pytest.raises(UsageError, match="--gpu-memory must be a number above 0 with a unit, such as 80GB, got"):
-            quantity(text, "--gpu-memory", "b", "80GB")
 
 
 def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,16 +145,19 @@ def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]
         assert main([*command, "--json"]) == code
         facts = json.loads(capsys.readouterr().out)
         assert bool(re.search(r"^fits +yes", out, re.MULTILINE)) == facts["fits"] == (code == 0)
+        for other in facts["alternatives"]:
+            assert other["fits"] == (other["largest_context"] >= facts["context"])
+            assert f"\n{other['quantize'] or facts['dtype']}" in out
         memory = facts["memory"]
         parts = ("weights", "kv_cache", "activations", "reserve")
         assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=4)
-        assert f" {memory['total'] / 1e9:.2f} of {memory['of'] / 1e9:.2f} GB" in out
+        assert f" {memory['total'] / 1e9:.2f} GB on each GPU: " in out
         assert ("tok/s each" in out) == (facts["decode"] is not None) == facts["fits"]
 
 
 def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "-m", "llama-3.1-8b", "--gpus", "1xcustom", "--gpu-memory", "16GB", "--quantize", "int4"]
-    for more, text in (([], "not estimated: add --gpu-bandwidth"), (["--gpu-bandwidth", "1TB/s"], "tok/s each")):
+    for more, text in (([], "not estimated: add --gpu-bandwidth"), (["--gpu-bandwidth", "1000GB/s"], "tok/s each")):
         assert main([*command, *more]) == 0
         assert text in capsys.readouterr().out
 
@@ -184,10 +167,10 @@ def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.Ca
     [
         (["-m", "llama-3.1-8b", "--gpus", "37xH100"], r"number of GPUs must be an integer from 1 to 32, got 37"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--batch", "0"], "batch must be an integer from 1"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-flops", "1TFLOP/s"], "; plan divides the bytes evenly"),
+        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "80TB"], "--gpu-memory: invalid gigabytes value: '80TB'"),
+        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "0"], "--gpu-memory must be a number above 0"),
         (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; give a path, .*; models without files: .*, llama-3-8b,"),
         (["-m", "llama-3-8b", "--gpus", "2xtpu"], "unknown GPU 'tpu'; known: h100, .*custom"),
-        (["-m", "llama-3-8b", "--gpus", "0xH100"], "number of GPUs must be an integer from 1"),
         (["-m", "llama-3-8b", "--gpus", "custom"], "custom has no data sheet: add --gpu-memory"),
     ],
 )  # fmt: skip
@@ -210,9 +193,6 @@ def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "params.json"
     file.write_text(json.dumps(metas))
     assert architecture(str(file))[1].n_params == 405_853_388_800
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({name: value for name, value in asdict(replace(B8, n_layers=16)).items() if value}))
-    assert architecture(str(file)) == ("mine", replace(B8, n_layers=16), None)
     for text in ("", "[]", "{", '{"dim": 1}'):
         file.write_text(text)
         with pytest.raises(LlamaError):
@@ -243,8 +223,9 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     facts = planned(capsys, path)
     assert facts["memory"]["weights"] == expected
     assert (facts["stored"], facts["dequantized"]) == ([type], [type] if type == "Q5_0" else [])
-    found = {other["quantize"]: other["weights"] for other in facts["alternatives"]}
+    found = {other["quantize"]: other["per_gpu"] for other in facts["alternatives"]}
     assert (facts["quantize"], list(found)) == ("as stored", ["as stored", None, "int8", "int4"])
-    assert found["as stored"] == expected
-    assert found[None] == 2 * config.n_params == planned(capsys, path, "--dtype", "bfloat16")["memory"]["weights"]
-    assert found["int4"] == planned(capsys, path, "--quantize", "int4")["memory"]["weights"]
+    for options in ((), ("--dtype", "bfloat16"), ("--quantize", "int4")):
+        alone = planned(capsys, path, *options)
+        assert found[alone["quantize"]] == alone["memory"]["total"]
+        assert options[:1] != ("--dtype",) or alone["memory"]["weights"] == 2 * config.n_params

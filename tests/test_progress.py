@@ -41,30 +41,24 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     return Bar.made
 
 
-def test_a_bar_shows_the_counts_that_are_reported(bars: list[Bar]) -> None:
-    with streams.progress(False, "weight") as show:
-        for done in (2, 3, 7, 9):
-            show("writing", done, 9)
-            assert [(bar.n, bar.total) for bar in bars] == [(done, 9)]
-
-
-def test_each_part_has_its_bar_which_is_closed_when_it_is_complete(
+def test_each_part_has_a_bar_with_the_counts_reported_which_is_closed_when_it_is_complete(
     bars: list[Bar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Bar] = []
     monkeypatch.setattr(Bar, "close", lambda bar: closed.append(bar))
     with streams.progress(False, "weight") as show:
-        show("writing", 1, 2)
-        show("writing", 2, 2)
+        for done in (2, 3, 7):
+            show("writing", done, 9)
+            assert [(bar.n, bar.total) for bar in bars] == [(done, 9)]
+        show("writing", 9, 9)
         assert closed == bars
         show("checking", 1, 2)
         assert (len(bars), len(closed)) == (2, 1)
     assert closed == bars
-    with streams.progress(True, "weight") as show:
-        show("writing", 1, 2)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    with streams.progress(False, "weight") as show:
-        show("writing", 1, 2)
+    for quiet in (True, False):
+        with streams.progress(quiet, "weight") as show:
+            show("writing", 1, 2)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     assert len(bars) == 2
 
 

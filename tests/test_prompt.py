@@ -87,8 +87,6 @@ def test_every_source_of_a_prompt_has_the_same_rules(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-", "-f", "-"), "standard input was named twice"),
-        (("-f", "-", "-f", "-"), "standard input was named twice"),
         (("a", "-p", "b"), "given twice"),
         (("-f", "no-such-file"), "no-such-file: No such file"),
         (("-f", "/dev/null"), "is a device"),

@@ -141,7 +141,6 @@ ONE_ONLY = ("--compile", "--gpu-layers 0", "--draft x", "--steer x", "--save-ses
 REFUSED = [
     ("generate x --tensor-parallel 8", 1, r"type: torchrun --nproc-per-node 8 -m llama generate 'a b'$"),
     ("chat --tensor-parallel 4", 2, "found 2; type: torchrun --nproc-per-node 4 "),
-    ("chat --pipeline-parallel 2", 1, "use --tensor-parallel with torchrun, or vLLM"),
     ("perplexity x", 2, "clearllama perplexity runs in one process; start it without torchrun"),
     *((f"chat {option}", 2, f"{option.split()[0]} does not support several processes") for option in ONE_ONLY),
 ]

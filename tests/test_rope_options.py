@@ -213,7 +213,6 @@ def test_a_scaling_that_the_command_line_accepts_is_that_of_python() -> None:
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "factor": 8}'], "a key occurs twice"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "beta_fats": 8}'], "does not accept 'beta_fats'"),
         (["--rope-scaling", '{"rope_type": "yarn"', "--rope-factor", "4"], "not valid JSON"),
-        (["--rope-scaling", '{"rope_type": "yarn", "factor": 2}', "--rope-factor", "4"], "give it once"),
         (["--rope-theta", "-1"], "--rope-theta must be a number above 0"),
     ],
 )

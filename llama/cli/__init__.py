@@ -9,14 +9,14 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import arguments, completion, ranks, streams
+from . import arguments, ranks, streams
 
 COMMANDS = {  # name, also of the module, which is imported when the command is used -> its line in the help
     "generate": "answer or continue a prompt",
@@ -30,7 +30,7 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
     "verify": "check that a checkpoint is complete and undamaged",
     "doctor": "check this machine and run a self-test",
     "evaluate": "score a model on the tasks of lm-evaluation-harness",
-    "bench": "measure speed and memory, or the quality loss of quantization",
+    "bench": "measure speed and memory",
     "perplexity": "measure how well a model predicts a text",
     "study": "answer questions about RoPE with numbers and figures",
     "trace": "show what a model computes on a text",
@@ -39,37 +39,57 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
 }
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-# (command, option that was removed) -> what to do instead
-REMOVED = {
-    **dict.fromkeys(
-        [("plan", f"--{name}") for name in ("gpu-flops", "gpu-link", "gpu-network", "gpus-per-host")]
-        + [("plan", f"--{name}-parallel") for name in ("tensor", "pipeline")],
-        "plan divides the bytes evenly over the GPUs, and computes with their bandwidth only",
-    ),
-    ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
-    ("study", "--checks"): "the tests of the repository check the numbers of a topic",
-    ("study", "--output"): "--figure FILE.csv writes the results of a topic",
-    ("study", "--seed"): "the quiz asks in one order",
-    ("bench", "--profile"): "run llama.generate under torch.profiler",
-    ("convert", "--modelfile"): "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+REMOVED = {  # command and options that were removed -> what to do instead
+    "clearllama --print-completion": "shtab prints a script: shtab --shell bash llama.cli.build_parser",
+    "generate --fresh": "delete the output file to start over",
+    "generate --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
+    "chat --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
+    "chat --drop-oldest": "chat always drops the oldest turns when the context is full",
+    "inspect --context --batch": "plan computes the memory of a run",
+    "plan --gpu-flops --gpu-link --gpu-network": "plan computes with the bandwidth of the GPUs only",
+    "plan --gpus-per-host --tensor-parallel --pipeline-parallel": "plan divides the bytes evenly over the GPUs",
+    "convert --modelfile": "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+    "doctor --seconds": "the self-test ends after a minute",
+    "evaluate --include-path": "name the task's .yaml file or its folder in --tasks",
+    "evaluate --no-fewshot-as-multiturn": "with --apply-chat-template, worked examples are turns",
+    "bench --profile": "run llama.generate under torch.profiler",
+    "bench --quality": "run clearllama perplexity FILE with and without --quantize",
+    "perplexity --tensor-parallel": "perplexity runs in one process",
+    "study --checks": "the tests of the repository check the numbers of a topic",
+    "study --output": "--figure FILE.csv writes the results of a topic",
+    "study --which --figures": "--figure FOLDER draws all figures of a topic",
+    "study --quiz": "study bugs lists the wrong lines; predict the effect of one, then name it to see the effect",
+    "trace --sample": "give a text in quotes",
+    "trace --against": "trace the text twice, with one --rope-scaling each time",
 }
+GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
+
+  clearllama generate "Why is the sky blue?"
+  clearllama chat
+  clearllama trace "The capital of France is" --html trace.html
+
+The first run downloads a small model. clearllama --help lists all commands.
+"""
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help with a usage line that names only --help and what is required."""
+
+    def add_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None) -> None:
+        shown = [action for action in actions if action.required or not action.option_strings or action.dest == "help"]
+        super().add_usage(usage, shown, [], prefix)
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with usage errors on one line, and without abbreviations of options."""
 
+    commands: dict[str, Parser]  # of the main parser
+
     def __init__(self, **settings: Any):
-        super().__init__(**{**settings, "allow_abbrev": False})
+        super().__init__(**settings, allow_abbrev=False, formatter_class=Formatter)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
-
-
-class Subparsers(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """argparse's table of the commands, each with its line of COMMANDS."""
-
-    def add_parser(self, name: str, **settings: Any) -> Any:
-        return super().add_parser(name, **{**settings, "help": COMMANDS[name]})
 
 
 def build_parser(names: Collection[str] = COMMANDS) -> Parser:
@@ -80,41 +100,35 @@ def build_parser(names: Collection[str] = COMMANDS) -> Parser:
         epilog="'clearllama COMMAND --help' shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
-    about = "print a script that completes commands, options and paths in a shell"
-    action = completion.PrintCompletion
-    parser.add_argument("--print-completion", action=action, choices=completion.SHELLS, help=about)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, action=Subparsers)
-    for name in COMMANDS:
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.commands = commands.choices
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about)
         if name in names:
-            import_module(f".{name}", __name__).add_parser(commands)
-        else:
-            commands.add_parser(name)
+            module = import_module(f".{name}", __name__)
+            command.description = module.__doc__
+            command.set_defaults(run=module.run)
+            module.add_options(command)
     return parser
-
-
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands, by name."""
-    (action,) = (one for one in parser._actions if isinstance(one, Subparsers))
-    commands: dict[str, argparse.ArgumentParser] = action.choices
-    return commands
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
-    first = next(iter(words), "")
+    first = words[0]
     parser = build_parser([first])
-    if first and first not in COMMANDS and first.partition("=")[0] not in parser._option_string_actions:
+    name, command = (first, parser.commands[first]) if first in COMMANDS else (parser.prog, parser)
+    for removed, instead in REMOVED.items():
+        owner, *options = removed.split()
+        if owner == name and (gone := {*options} & {word.partition("=")[0] for word in words}):
+            command.error(f"{gone.pop()} was removed; {instead}")
+    if command is parser and first not in parser._option_string_actions:
         near = _similar(first, COMMANDS)
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:
-        command = commands_of(parser)[args.command]
-        option = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
-        if option is None:
-            hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") else ""
-        else:
-            removed = REMOVED.get((args.command, option))
-            hint = f"; {removed}" if removed else _similar(option, command._option_string_actions)
+        option = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
+        hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") and not option else ""
+        hint = hint or _similar(option, command._option_string_actions)
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 
@@ -143,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args = argparse.Namespace(debug=False)
     try:
+        if not words:
+            streams.write(GREETING)
+            return 0
         try:
             args = parse(words)
         finally:
@@ -152,18 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.command not in ("pull", "doctor"):  # these need no torch, or import it in a process of their own
             _import_torch(args)
-            from ..engine import runtime
-
-            runtime.set_threads(getattr(args, "threads", None))
-        _handle_signals(_exit_on_signal, signal.default_int_handler)
-        code = ranks.run(args, words)
-        if code == 0:  # a failure was already reported, here or by a rank
-            streams.write_raw("")
-        return code
+        _handle(signal.SIGINT, signal.default_int_handler)
+        for name in ("SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):  # Windows has no SIGHUP
+                _handle(getattr(signal, name), _exit_on_signal)
+        return ranks.run(args, words)
     except KeyboardInterrupt:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second interrupt
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second interrupt
         streams.write_stderr("\nclearllama: interrupted")
-        signal.signal(signal.SIGINT, previous)
         return 130
     except BrokenPipeError:  # the reader of stdout has closed it
         _drop_stdout()
@@ -186,18 +199,15 @@ def with_options(message: str, args: argparse.Namespace) -> str:
 
 
 def _import_torch(args: argparse.Namespace) -> None:
-    """Import torch and the library, which takes about a second. A signal during the import exits at once.
-
-    A Python handler could run inside the import, where its exception may be lost or leave a module half imported.
-    """
+    """Import torch and the library, which takes about a second, and set the number of threads."""
     # By default PyTorch's OpenMP threads wait in a busy loop for milliseconds. A second program on the same cores then
     # makes each loop wait for a thread that is not running: a prompt takes ten times as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    _handle(signal.SIGINT, signal.SIG_DFL)  # an exception inside the import may be lost or leave a module half imported
     alone = "torch" not in sys.modules
     if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
         gc.disable()
-    _handle_signals(_leave, _leave)
     if args.command in ("generate", "chat") and not getattr(args, "raw", False):
         from ..chat import template
         from ..system.child import ChildError
@@ -205,27 +215,18 @@ def _import_torch(args: argparse.Namespace) -> None:
         with contextlib.suppress(ChildError):  # the first rendering reports it
             template.CHILD.start()  # on another core meanwhile
     from .. import loader, text  # noqa: F401
+    from ..engine import runtime
 
+    runtime.set_threads(getattr(args, "threads", None))
     if alone:
         gc.freeze()
         gc.enable()
 
 
-Handler = Callable[[int, FrameType | None], Any]
-
-
-def _handle_signals(end: Handler, interrupt: Handler) -> None:
-    """Set `end` for SIGTERM and SIGHUP, and `interrupt` for SIGINT. Ignored signals stay ignored (nohup)."""
-    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
-    for number, handler in ((signal.SIGTERM, end), (hangup, end), (signal.SIGINT, interrupt)):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    if number == signal.SIGINT:
-        os.write(2, b"\nclearllama: interrupted\n")
-    os._exit(128 + number)
+def _handle(number: int, handler: Any) -> None:
+    """Set the handler of a signal, unless the signal is ignored (nohup)."""
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

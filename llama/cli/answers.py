@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +21,18 @@ if TYPE_CHECKING:
 DELAY = 1.5  # seconds of a prompt before its bar appears
 
 
-def prompt_bar(args: argparse.Namespace) -> contextlib.AbstractContextManager[streams.Progress]:
-    """A bar for a long prompt. It is removed when the answer begins."""
-    return streams.progress(args.quiet, "tok", leave=False, delay=DELAY)
-
-
-def write(args: argparse.Namespace, prompt: str, pieces: Generator[Piece], before: str = "", label: str = "") -> str:
+def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator[Piece]], before: str = "") -> str:
     """Write an answer while it is generated, or as one JSON object at the end; then its statistics. Returns its text.
 
+    stream  begins the answer; `progress` is called while the model reads the prompt
     before  written before the text, but not in JSON
-    label   before the statistics
 
     Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
     chat, text, completion = args.command == "chat", "", None
-    with contextlib.closing(pieces), contextlib.suppress(*[KeyboardInterrupt] if chat else []):
+    bar = streams.progress(args.quiet, "tok", leave=False, delay=DELAY)  # it is removed when the answer begins
+    stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
+    with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
             if not args.json:
                 streams.write(before + piece.text)
@@ -42,34 +40,29 @@ def write(args: argparse.Namespace, prompt: str, pieces: Generator[Piece], befor
             text += piece.text
             completion = piece.completion
     if args.json:
-        streams.write_json({"prompt": prompt, **as_dict(completion, text)})
+        fields = {"text": text, "finish_reason": "interrupted"} if completion is None else as_dict(completion)
+        streams.write_json({"prompt": prompt, **fields})
     elif chat or text:
         streams.write(before + "\n")
-    streams.info(args, label + ("stopped" if completion is None else _statistics(args, completion)))
+    streams.info(args, "stopped" if completion is None else _statistics(args, completion))
     return text
 
 
 def _statistics(args: argparse.Namespace, completion: Completion) -> str:
     """Token counts, speed and seed of an answer."""
     stats: Stats = completion.stats
-
-    def speed(tps: float | None) -> str:
-        return f" ({tps:,.0f} tok/s)" if tps else ""
-
-    prompt = f"{stats.prompt_tokens} prompt token{'s' * (stats.prompt_tokens != 1)}{speed(stats.prefill_tps)}"
+    prompt_speed, speed = (f" ({tps:,.0f} tok/s)" if tps else "" for tps in (stats.prefill_tps, stats.decode_tps))
+    prompt = f"{stats.prompt_tokens} prompt token{'s' * (stats.prompt_tokens != 1)}{prompt_speed}"
     if args.load_session is not None and stats.cached_tokens:
         prompt += f", {stats.cached_tokens} of them from the session"
-    new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
+    new = f"{stats.new_tokens} new{speed}"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
     return f"{prompt}, {new}, finish: {completion.finish_reason}, seed {stats.seed}"
 
 
-def as_dict(completion: Completion | None, text: str = "") -> dict[str, Any]:
-    """The JSON fields of an answer. Of an interrupted one (None), only its text is known."""
-    if completion is None:
-        unknown = dict.fromkeys(("text", "tokens", "prompt_tokens", "finish_reason", "logprobs", "stats"))
-        return {**unknown, "text": text, "finish_reason": "interrupted"}
+def as_dict(completion: Completion) -> dict[str, Any]:
+    """The JSON fields of an answer."""
     logprobs = completion.logprobs
     return {
         "text": completion.text,
@@ -90,8 +83,7 @@ def check_session(args: argparse.Namespace) -> None:
     from ..generation.session import check_target, open_session
 
     loaded, saved = args.load_session, args.save_session
-    same = None not in (loaded, saved) and os.path.realpath(loaded) == os.path.realpath(saved)
-    if same and not os.path.lexists(loaded):
+    if loaded is not None and loaded == saved and not os.path.lexists(loaded):
         streams.info(args, f"{loaded} does not exist: starting a new session")
         args.load_session = None
     elif loaded is not None:
@@ -128,22 +120,18 @@ def save_session(session: Session, path: Path, model: Transformer) -> str:
 
 @contextlib.contextmanager
 def saving(args: argparse.Namespace, session: Callable[[], Session | None], model: Transformer) -> Iterator[None]:
-    """Save the session after the block if --save-session is set, also when a signal ends the block.
+    """Save the session after the block if --save-session is set, also when a signal or an error ends the block.
 
     session  returns the session to save, since a chat may load another one
     """
-
-    def save() -> None:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):  # the answer ended in the middle of a line
+        if args.save_session is not None:
+            streams.write_stderr("")
+        raise
+    finally:
         kept = session()
         if args.save_session is not None:
             empty = f"{args.save_session} was not saved: the session is empty"
             streams.info(args, save_session(kept, args.save_session, model) if kept and kept.tokens else empty)
-
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, BrokenPipeError):
-        if args.save_session is not None:
-            streams.write_stderr("")  # the answer ended in the middle of a line
-        save()
-        raise
-    save()

@@ -42,16 +42,8 @@ class Item:
     id: Id
     number: int  # of the line, from 1
     prompt: dict[str, Any]  # {"prompt": str} or {"messages": [..]}, as in the line
+    messages: list[dict[str, Any]]  # the conversation to answer
     own: dict[str, Any]  # the options and the system message of the line, which override those of the command
-
-    def messages(self, system: str | None) -> list[dict[str, Any]]:
-        """The conversation to answer. system: that of the command"""
-        if "messages" in self.prompt:
-            conversation: list[dict[str, Any]] = self.prompt["messages"]
-            return conversation
-        system = self.own.get("system", system)
-        first = [] if system is None else [{"role": "system", "content": system}]
-        return [*first, {"role": "user", "content": self.prompt["prompt"]}]
 
     def options(self, options: dict[str, Any], raw: bool) -> dict[str, Any]:
         """The options of the line: the command's, overridden by its own.
@@ -59,7 +51,7 @@ class Item:
         The command's seed N becomes N + number - 1. So equal prompts get different answers, and a resumed run repeats
         those of an uninterrupted one.
         """
-        merged = {**options, "continues": raw or continues_answer(self.messages(None))}
+        merged = {**options, "continues": raw or continues_answer(self.messages)}
         if "seed" in merged:
             merged["seed"] = (merged["seed"] + self.number - 1) % 2**63
         if self.own.keys() & GRAMMARS:  # it replaces a grammar of another kind
@@ -69,7 +61,7 @@ class Item:
 
 def read_items(args: argparse.Namespace) -> list[Item]:
     """Read the prompts. Raises UsageError, which names the line and its mistake."""
-    text = streams.read_stdin() if args.prompts == "-" else streams.read_text(Path(args.prompts))
+    text = streams.read_text(Path(args.prompts))
     items: dict[Id, Item] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         here = f"{args.prompts} line {number}"
@@ -85,7 +77,10 @@ def read_items(args: argparse.Namespace) -> list[Item]:
 
 
 def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
-    """The item of a line. Raises UsageError for a mistake that shows before the model is loaded."""
+    """The item of a line. Raises UsageError for a mistake that shows before the model is loaded.
+
+    system  the command's system message
+    """
     if unknown := [key for key in values if key not in KEYS]:
         raise UsageError(f"unknown key {unknown[0]!r:.80}; known: {', '.join(KEYS)}")
     if ("prompt" in values) == ("messages" in values):
@@ -105,9 +100,12 @@ def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
     if not isinstance(id, Id) or isinstance(id, bool):
         raise UsageError(f"id must be a string or an integer, got {id!r:.80}")
     prompt: dict[str, Any] = {key: values.pop(key) for key in ("prompt", "messages") if key in values}
-    item = Item(id, number, prompt, values)
-    check_messages(item.messages(system))
-    return item
+    messages = [{"role": "user", "content": prompt.get("prompt")}]
+    if (system := values.get("system", system)) is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    messages = prompt.get("messages", messages)
+    check_messages(messages)
+    return Item(id, number, prompt, messages, values)
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -121,8 +119,6 @@ def run(args: argparse.Namespace) -> int:
     options = {**arguments.sampling_options(args), "logprobs": args.logprobs}
     items = ranks.first(args, lambda: read_items(args))
     output = None if args.output in (None, "-") else Output(args.output)
-    if args.fresh and output is None:
-        raise UsageError("--fresh needs --output FILE")
     llm = loading.load(args)
     raw = loading.pick_form(args, llm)
     for item in items:
@@ -135,28 +131,21 @@ def run(args: argparse.Namespace) -> int:
         if output is None:
             return {}
         record = record_of(llm, options, {item.id: item.own for item in items}, raw=raw, system=args.system)
-        return output.resume(record, {item.id: item.prompt for item in items}, bool(args.fresh))
+        return output.resume(record, {item.id: item.prompt for item in items})
 
     if done := ranks.first(args, resume):
         streams.info(args, f"{args.output}: resuming, {len(done)} of {len(items)} prompts are already answered")
     streams.info(args, "each prompt is " + ("continued as plain text" if raw else "one user message"))
     left = [item for item in items if item.id not in done]
-    errors, tokens, written = sum(done.values()), 0, 0
+    errors, tokens = sum(done.values()), 0
     started = time.perf_counter()
     with streams.progress(args.quiet, "prompt") as show:
-        try:
-            for item, answer in in_order(left, answer_all(args, llm, left, options, raw, size)):
-                line = {"id": item.id, **item.prompt, **answer}
-                streams.write_json(line) if output is None else output.write(line)
-                errors += "error" in answer
-                tokens += len(answer.get("tokens", ()))
-                written += 1
-                show("prompts", written, len(left))
-        except (KeyboardInterrupt, SystemExit):
-            if output is not None:
-                count = f"{written} of {len(left)} prompts are answered"
-                streams.info(args, f"{count}; run the same command again to resume")
-            raise
+        for written, (item, answer) in enumerate(in_order(left, answer_all(args, llm, left, options, raw, size)), 1):
+            line = {"id": item.id, **item.prompt, **answer}
+            streams.write_json(line) if output is None else output.write(line)
+            errors += "error" in answer
+            tokens += len(answer.get("tokens", ()))
+            show("prompts", written, len(left))
     seconds = time.perf_counter() - started
     count = f"{len(left)} prompt{'s' * (len(left) != 1)}, {tokens:,} new tokens"
     streams.info(args, f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
@@ -176,9 +165,7 @@ def answer_all(
     refused: list[tuple[Item, dict[str, Any]]] = []
 
     def encode(item: Item) -> list[int]:
-        if raw:
-            return llm.tokenizer.encode_prompt(item.prompt["prompt"])
-        return llm.encode_chat(item.messages(args.system))
+        return llm.tokenizer.encode_prompt(item.prompt["prompt"]) if raw else llm.encode_chat(item.messages)
 
     def prompts() -> Iterator[Prompt]:
         for item in items:
@@ -203,9 +190,8 @@ def answer_all(
 def in_order(items: list[Item], answered: Answered) -> Answered:
     """The same pairs in the order of the items."""
     ready: dict[Id, dict[str, Any]] = {}
-    at = 0
-    for item, answer in answered:
-        ready[item.id] = answer
-        while at < len(items) and items[at].id in ready:
-            yield items[at], ready.pop(items[at].id)
-            at += 1
+    for item in items:
+        while item.id not in ready:
+            found, answer = next(answered)
+            ready[found.id] = answer
+        yield item, ready.pop(item.id)

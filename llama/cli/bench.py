@@ -1,4 +1,9 @@
-"""clearllama bench: measure prefill speed, decoding speed and memory, in units that other engines report."""
+"""Prefill random prompts, decode greedily and report the speed.
+
+The report has every run, the best and the median, the bytes read per token, and how much of this machine's memory
+bandwidth the run used. Speed depends on the load of the machine: to compare two engines or settings, run one right
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +12,26 @@ import time
 from pathlib import Path
 
 from ..checks import integer
-from ..errors import UsageError
-from . import arguments, loading, quality, streams, tables
+from . import arguments, loading, streams, tables
 
-# Counts, with their defaults and help. They only affect speed, so --quality refuses them.
-COUNTS = {
-    "batch": (1, "sequences at once"),
-    "prompt_tokens": (512, "tokens per prompt"),
-    "new_tokens": (64, "decoding steps"),
-    "reps": (3, "repetitions"),
-}
+COUNTS = ("batch", "prompt_tokens", "new_tokens", "reps")
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "bench",
-        description="Prefill random prompts and decode greedily. Report the speed of every run, the best and the"
-        " median, the bytes read per token, and how much of this machine's memory bandwidth the run used. Speed depends"
-        " on the load of the machine: to compare two engines or settings, run one right after the other.",
-        usage="%(prog)s [options]",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add_model_options(parser)
-    group = parser.add_argument_group("what is measured")
-    for name, (default, about) in COUNTS.items():
-        options = [arguments.option(name)] + ["-n"] * (name == "new_tokens")
-        group.add_argument(*options, type=int, default=default, metavar="N", help=f"{about} (default: %(default)s)")
-    quality.add_options(parser)
-    arguments.add_rope_options(parser)
+    arguments.add(
+        parser.add_argument_group("what is measured"),
+        ("--batch", "N", "sequences at once (default: %(default)s)", {"default": 1}),
+        ("--prompt-tokens", "N", "tokens per prompt (default: %(default)s)", {"default": 512}),
+        ("--new-tokens -n", "N", "decoding steps (default: %(default)s)", {"default": 64}),
+        ("--reps", "N", "repetitions (default: %(default)s)", {"default": 3}),
+    )
     arguments.add_output_options(parser, json="one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, (default, _) in COUNTS.items():
-        count = integer(arguments.option(name), getattr(args, name))
-        if args.quality is not None and (count != default or args.compile):
-            option = "--compile" if args.compile else arguments.option(name)
-            raise UsageError(f"{option} only affects speed; leave it out with --quality")
-    if args.quality is not None:
-        return quality.run(args)
-    if args.window is not None:
-        raise UsageError("--window needs --quality")
+    for name in COUNTS:
+        integer(arguments.option(name), getattr(args, name))
     from ..engine.runtime import describe_threads
     from ..tools import benchmark
 
@@ -65,8 +49,5 @@ def run(args: argparse.Namespace) -> int:
         "batch": args.batch,
         "context": args.prompt_tokens,
     }
-    if args.json:
-        streams.write_json(result)
-    else:
-        streams.write(tables.table((key, str(value)) for key, value in result.items()))
+    streams.show(args, result, tables.table((key, str(value)) for key, value in result.items()))
     return 0

@@ -1,16 +1,23 @@
-"""clearllama chat: a conversation at the terminal. It keeps the KV cache, so a turn computes only its new tokens."""
+'''Have a conversation with an instruct model; /help lists the commands of the chat.
+
+The chat keeps the KV cache, so a turn computes only its new tokens. If the context is full, the oldest turns are
+dropped. If the input is a pipe, each line, or each block between """ and """, is one message; the answers are written
+with an empty line between them.
+'''
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..chat import encode_chat
-from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
+from ..errors import LlamaError, TemplateError, UsageError
 from . import answers, arguments, loading, ranks, streams, turns
 
 if TYPE_CHECKING:
@@ -19,7 +26,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-ALIASES = {"/quit": "/exit", "/bye": "/exit"}
 HELP = '''/help         show this list
 /retry        answer the last question again, with another random seed
 /undo         remove the last question and its answer
@@ -29,28 +35,14 @@ HELP = '''/help         show this list
 /load FILE    continue a saved conversation
 /exit         leave (also Ctrl-D)
 Paste a message of several lines, or put it between """ and """. Type // to begin a message with a slash.
-Ctrl-C stops an answer; the part shown so far stays in the conversation.'''
+Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab completes a command.'''
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "chat",
-        description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
-        ' a pipe, each line, or each block between """ and """, is one message; the answers are written with'
-        " an empty line between them.",
-        usage="%(prog)s [options]",
-    )
-    arguments.add(parser, ("--system", "TEXT", "the system message"))
-    arguments.add_chat_format(parser)
-    dropping = "also in a pipe, drop the oldest turns if the context is full; the system message is kept"
-    arguments.add(
-        parser,
-        ("--drop-oldest", None, dropping),
-        ("--no-history", None, "do not read or write the file that keeps the input of earlier chats"),
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    history = "do not read or write the file that keeps the input of earlier chats"
+    arguments.add(parser, ("--system", "TEXT", "the system message"), *arguments.CHAT, ("--no-history", None, history))
     arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
     arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,59 +75,49 @@ def history_folder(args: argparse.Namespace) -> Path | None:
     from ..system.folders import state_folder
     from ..system.temporary import check_writable
 
-    if args.no_history:
-        return None
-    try:
-        folder = state_folder()
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        check_writable(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is not known
-        streams.info(args, f"the input history is not saved: {error}")
-        return None
-    return folder
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the home folder is not known
+        if not args.no_history:
+            folder = state_folder()
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            check_writable(folder)
+            return folder
+    return None
 
 
 def converse(args: argparse.Namespace, chat: Chat) -> int:
     """Answer turns until the input ends or the user leaves. Returns 1 if a turn from a pipe failed."""
-    typed = not chat.piped and (args.world is None or args.world.rank == 0)
-    read = turns.line_editor(history_folder(args)) if typed else partial(turns.read_lines, turns.piped_line)
-    failed, number = False, 0
+    read: Callable[[], str] = partial(turns.read_lines, turns.piped_line)
+    if not chat.piped and (args.world is None or args.world.rank == 0):
+        read = turns.line_editor(re.findall(r"^/\w+", HELP, re.MULTILINE), history_folder(args))
+    failed = False
     while not chat.left:
+        text, is_command = "", False
         try:
             text, is_command = ranks.first(args, lambda: turns.parse_turn(read()))
-        except EOFError:
-            if not chat.piped:
-                streams.write_stderr("")
-            break
-        except KeyboardInterrupt:  # while typing: discard the turn
-            streams.write_stderr("")
-            continue
-        except (UsageError, UnicodeError) as error:
-            if chat.piped:
-                raise
-            streams.error(streams.describe(error))
-            continue
-        if not text:
-            continue
-        number += 1
-        chat.label = f"turn {number}: " if chat.piped else ""
-        try:
             if is_command:
                 chat.command(text)
-            else:
+            elif text:
                 chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
-        except KeyboardInterrupt:  # before the answer began
-            streams.info(args, f"{chat.label}stopped; the conversation is unchanged")
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # while typing, or before the answer began: the turn is discarded
+            streams.write_stderr("")
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
-        except (LlamaError, MemoryError, RuntimeError, OSError, ValueError) as error:  # the conversation continues
-            if args.debug or (args.world is not None and not isinstance(error, LlamaError)):
+        except Exception as error:  # the conversation continues, unless a pipe can't be read
+            if (
+                args.debug
+                or (chat.piped and not text)
+                or (args.world is not None and not isinstance(error, LlamaError))
+            ):
                 raise
             failed = chat.piped
             message = streams.describe(error)
-            if args.json and not is_command:
+            if args.json and text and not is_command:
                 streams.write_json({"prompt": text, "error": message})
-            streams.error(chat.label + message)
+            streams.error(message)
+    if not chat.piped:
+        streams.write_stderr("")
     return int(failed)
 
 
@@ -153,7 +135,6 @@ class Chat:
         self.args, self.llm, self.options = args, llm, options
         self.piped = ranks.first(args, lambda: not sys.stdin.isatty())  # turns are read from a pipe or a file
         self.separator = ""  # before the text of the next answer
-        self.label = ""  # of the current turn, before its messages
         self.left = False  # whether the user has left
         self.session = Session() if session is None else session
         if args.system is not None:
@@ -166,19 +147,17 @@ class Chat:
         An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown.
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
-        with answers.prompt_bar(self.args) as show:
-            options = {**options, "session": self.session, "progress": partial(show, "prompt")}
-            pieces = self.llm.stream_ids(prompt, continues=False, **options)
-            text = answers.write(self.args, messages[-1]["content"], pieces, self.separator, self.label)
+        stream = partial(self.llm.stream_ids, prompt, continues=False, session=self.session, **options)
+        text = answers.write(self.args, messages[-1]["content"], stream, self.separator)
         self.separator = "\n" if self.piped else ""
         self.session.messages = [*messages, {"role": "assistant", "content": text}]
 
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The messages and their prompt ids. At a terminal or with --drop-oldest, turns that do not fit are dropped.
+        """The messages and their prompt ids, without the oldest turns if the context is full.
 
         The context counts as full if it has room neither for max_new_tokens nor for an eighth of its length. Then as
-        few of the oldest turns as possible are dropped until max_new_tokens or a quarter fit. Raises
-        ContextLengthError if the prompt does not fit.
+        few of the oldest turns as possible are dropped until max_new_tokens or a quarter fit, but never the last
+        question. If that is too long alone, nothing is dropped, and the model refuses it.
         """
         prompt, context = self.llm.encode_chat(messages), self.llm.model.max_seq_len
 
@@ -186,23 +165,17 @@ class Chat:
             return len(prompt) + min(self.options["max_new_tokens"], context // share) <= context
 
         starts = [at for at, message in enumerate(messages) if message["role"] == "user"][1:]
-        keep = self.piped and not self.args.drop_oldest
-        if is_roomy(prompt, 8) or not starts or (keep and len(prompt) < context):
+        if is_roomy(prompt, 8) or not starts:
             return messages, prompt
         for start in starts:
             shorter = [*system_of(messages), *messages[start:]]
             fewer = self.llm.encode_chat(shorter)
             if is_roomy(fewer, 4):
                 break
-        if len(fewer) >= context:  # the last question alone is too long
+        if len(fewer) >= context:
             return messages, prompt
-        if keep:
-            raise ContextLengthError(
-                f"the conversation has {len(prompt):,} tokens, but the context of {context:,} must hold prompt and"
-                " answer; --drop-oldest drops the oldest turns, /clear starts a new conversation"
-            )
         count = starts.index(start) + 1
-        streams.info(self.args, f"{self.label}dropped the {count} oldest turn{'s' * (count > 1)}, the context is full")
+        streams.info(self.args, f"dropped the {count} oldest turn{'s' * (count > 1)}, the context is full")
         return shorter, fewer
 
     # -------------------------------------------------------------------------------------------------- commands
@@ -211,7 +184,7 @@ class Chat:
         from ..generation.session import Session
 
         name, _, rest = line.partition(" ")
-        match ALIASES.get(name, name), rest.strip():
+        match name, rest.strip():
             case "/help", "":
                 reply = HELP
             case "/retry", "":
@@ -236,7 +209,7 @@ class Chat:
                 self.session, reply = loaded, f"{file}: loaded {answers.contents(loaded)}"
             case "/save" | "/load" as command, "":
                 raise UsageError(f"{command} needs a file: {command} FILE")
-            case "/exit", "":
+            case "/exit" | "/quit" | "/bye", "":
                 self.left, reply = True, ""
             case _:
                 raise UsageError(f"unknown command {line!r:.80}; /help lists them; // begins a message with a slash")
@@ -252,16 +225,10 @@ class Chat:
     def undo(self) -> str:
         """Remove the last question and its answer, also from the cache."""
         del self.session.messages[self.last_question() :]
-        system = system_of(self.session.messages)
-        if self.session.messages == system:  # some templates need a question
-            self.restart(system)
+        if self.session.messages == system_of(self.session.messages):  # some templates need a question
+            self.restart(system_of(self.session.messages))
         else:
-            llm = self.llm  # llm.encode_chat would leave the last answer open
-            variables = llm.template_options
-            ids = encode_chat(
-                llm.tokenizer, llm.chat_template, self.session.messages, format=llm.chat_format, variables=variables
-            )
-            self.session.reuse(llm.model, ids, llm.tokenizer)
+            self.session.reuse(self.llm.model, self.llm.encode_chat(self.session.messages), self.llm.tokenizer)
             self.session.give_back(self.session.tokens, nonfinite=False)
         return "removed the last question and its answer"
 

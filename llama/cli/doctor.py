@@ -1,35 +1,26 @@
-"""clearllama doctor: what this machine provides, and a self-test."""
+"""Show versions, processor, memory, devices, C++ kernels and cache folders, then run a self-test.
+
+The self-test is a small random model in each way that this machine runs models. Each line is ok, note (it works, but
+slower or without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from .. import __version__
-from ..checks import number
 from . import arguments, tables
 
-MOST_SECONDS = 3600
 KEYS = {"status": "status", "group": "group", "item": "item", "message": "told", "remedy": "remedy"}
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        description="Show versions, processor, memory, devices, C++ kernels and cache folders, then run a self-test: a"
-        " small random model in each way that this machine runs models. Each line is ok, note (it works, but slower or"
-        " without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.",
-    )
-    parser.add_argument("--no-self-test", action="store_true", help="show the machine only")
-    parser.add_argument(
-        "--seconds", type=float, default=60, metavar="S", help="time limit of the self-test (default: %(default)s)"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    arguments.add(parser, ("--no-self-test", None, "show the machine only"))
     arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
-    number("--seconds", args.seconds, 0, MOST_SECONDS, above=True)
-    findings = examine(not args.no_self_test, args.seconds)
+    findings = examine(not args.no_self_test)
     return tables.report(findings, args.json, KEYS, lambda: {"clearllama": __version__})

@@ -1,4 +1,8 @@
-"""clearllama explain: follow one token through one block, with the equation, values and code of each step."""
+"""Follow one token through one block.
+
+Each step shows its equation, shapes, some values, its line of code, and whether the result equals the same step written
+in numpy. Without --model, a tiny random model with byte tokens is used. Exit code 1 if a step differs.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,15 @@ from ..errors import UsageError
 from . import arguments, loading, streams
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "explain",
-        description="Follow one token through one block. Each step shows its equation, shapes, some values, its line of"
-        " code, and whether the result equals the same step written in numpy. Without --model, a tiny random model with"
-        " byte tokens is used. Exit code 1 if a step differs.",
-        usage="%(prog)s [options]",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    arguments.add(
+        parser,
+        ("--text", "TEXT", "the text (default: %(default)s)", {"default": "The cat sat on the mat"}),
+        ("--token", "N", "index of the token, from 0 (default: the last)"),
+        ("--layer", "N", "index of the block (default: %(default)s)", {"default": 0}),
     )
-    parser.add_argument("--text", default="The cat sat on the mat", help="the text (default: %(default)s)")
-    parser.add_argument("--token", type=int, metavar="N", help="index of the token, from 0 (default: the last)")
-    parser.add_argument("--layer", type=int, default=0, metavar="N", help="index of the block (default: %(default)s)")
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser, optional=True, dtype="float32")
-    arguments.add_rope_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,9 +42,6 @@ def run(args: argparse.Namespace) -> int:
         llm = loading.load(args)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
         name, texts = loading.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
-    explanation = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
-    if args.json:
-        streams.write_json(explain.as_dict(explanation))
-    else:
-        streams.write(explain.text(explanation))
-    return 0 if explanation.passed else 1
+    found = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
+    streams.show(args, explain.as_dict(found), explain.text(found))
+    return 0 if found.passed else 1

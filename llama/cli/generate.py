@@ -1,50 +1,37 @@
-"""clearllama generate: answer one prompt. batch.py answers many."""
+"""Answer a prompt.
+
+If the model has a chat template, the prompt becomes one user message; --raw continues it as plain text.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from . import answers, arguments, loading, ranks, streams
 
 if TYPE_CHECKING:
-    from ..text import Llama, Piece
+    from ..text import Llama
 
 BATCH = (
-    'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
-    ' number), "system" and max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,'
-    " frequency_penalty, logit_bias, seed, stop, schema, regex, grammar. The answers are JSON lines in the same order."
-    " With --output, the same command resumes an interrupted run. FILE.run.json records the model and the options; a"
-    " run with a different model or options is refused. With --seed N, line n uses the seed N + n - 1"
+    'one JSON object per line, {"prompt": "..."} or {"messages": [...]}, with an "id" and options of its own if wanted'
+    " (docs/guides/batches.md). The answers are JSON lines in the same order. With --output, the same command resumes"
+    " an interrupted run"
 )
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "generate",
-        description="Answer a prompt. If the model has a chat template, the prompt becomes one user message; --raw"
-        " continues it as plain text.",
-        usage="%(prog)s [options] [PROMPT]",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add_prompt_options(parser)
-    special = (
-        "with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens (default: as plain"
-        " text)"
-    )
     arguments.add(
         parser,
         ("--system", "TEXT", "a system message"),
         ("--raw", None, "continue the prompt without a chat template"),
-        ("--parse-special", None, special, arguments.UNSET),
-    )
-    arguments.add_chat_format(parser, "no format is used and the prompt is continued")
-    arguments.add(
-        parser,
+        ("--parse-special", None, "with --raw: control strings in the prompt, such as <|im_end|>, are control tokens"),
         ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
         ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
+        *arguments.CHAT,
     )
     keys = "prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
     arguments.add_output_options(parser, json=f"one JSON object: {keys}")
@@ -53,10 +40,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         parser.add_argument_group("many prompts", BATCH),
         ("--prompts", "FILE", "the file of prompts; '-' is standard input"),
         ("--output", "FILE", "the file for the answers (default: '-', standard output)"),
-        ("--fresh", None, "delete the answers in the --output file and start over", arguments.UNSET),
         ("--batch-size", "N", "number of prompts to run at once (default: 16)"),
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from . import batch
 
         return batch.run(args)
-    for name in ("output", "fresh", "batch_size"):
+    for name in ("output", "batch_size"):
         if getattr(args, name) is not None:
             raise UsageError(f"{arguments.option(name)} needs --prompts FILE")
     prompt = ranks.first(args, lambda: streams.read_prompt(args))
@@ -83,31 +68,29 @@ def run(args: argparse.Namespace) -> int:
         streams.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []
     raw = loading.pick_form(args, llm)
-    with answers.prompt_bar(args) as show, answers.saving(args, lambda: session, llm.model):
-        options["progress"] = partial(show, "prompt")
-        answers.write(args, prompt, stream(args, llm, prompt, raw, options))
+    with answers.saving(args, lambda: session, llm.model):
+        ids = ranks.first(args, lambda: encode(args, llm, prompt, raw))
+        continues = raw or args.suffix is not None
+        answers.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 
 
-def stream(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool, options: dict[str, Any]) -> Generator[Piece]:
-    """The pieces of the answer. Reports how the prompt is encoded."""
-    tokenizer, special = llm.tokenizer, bool(args.parse_special)
-    encode: Callable[[], list[int]]
+def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> list[int]:
+    """The ids of a prompt. Reports how it is encoded."""
+    tokenizer = llm.tokenizer
     if args.suffix is not None:
-        form = "filling in the text between prompt and suffix"
-        encode = partial(tokenizer.encode_infill, prompt, args.suffix)
-    elif raw:
-        kind = "text with control tokens" if special else "plain text"
+        streams.info(args, "filling in the text between prompt and suffix")
+        return tokenizer.encode_infill(prompt, args.suffix)
+    if raw:
+        kind = "text with control tokens" if args.parse_special else "plain text"
         form = f"the prompt is continued as {kind} ({loading.why_raw(args, llm)})"
         found = dict.fromkeys(part for part, is_control in tokenizer.split_control(prompt) if is_control)
-        if found and not special:
+        if found and not args.parse_special:
             strings = ", ".join(list(found)[:3])
             form += f"; the prompt contains {strings} as plain text; --parse-special enables control tokens"
-        encode = partial(tokenizer.encode_prompt, prompt, special)
-    else:
-        form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
-        form = f"the prompt is one user message in {form} (--raw continues it as plain text)"
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        encode = partial(llm.encode_chat, [*system, {"role": "user", "content": prompt}])
-    streams.info(args, form)
-    return llm.stream_ids(ranks.first(args, encode), continues=raw or args.suffix is not None, **options)
+        streams.info(args, form)
+        return tokenizer.encode_prompt(prompt, args.parse_special)
+    form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
+    streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return llm.encode_chat([*system, {"role": "user", "content": prompt}])

@@ -1,4 +1,7 @@
-"""clearllama inspect: describe a checkpoint from its headers, without reading its weights."""
+"""Show the family, architecture, RoPE settings, files, tokenizer, stop ids and memory of a checkpoint.
+
+Every mismatch between its configuration and its tensors is shown, too. Weights are not read. Exit code 1 on a mismatch.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +9,31 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..checks import integer
-from ..config import LARGEST_SIZE
 from ..hub import default_model
 from . import arguments, streams, tables
 
 LONGEST = 100  # characters of a list on one line
-UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
+UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "bytes": 1}
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        description="Show the family, architecture, RoPE settings, files, tokenizer, stop ids and memory of a"
-        " checkpoint, and every mismatch between its configuration and its tensors. Weights are not read. Exit code 1"
-        " on a mismatch.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    arguments.add(
+        parser,
+        ("model", "PATH_OR_NAME", "the checkpoint", {"nargs": "?", "default": argparse.SUPPRESS}),
+        ("--model -m", "PATH_OR_NAME", "the checkpoint (default: %(default)s)", {"default": default_model()}),
+        arguments.TOKENIZER,
     )
-    parser.add_argument(
-        "model", nargs="?", default=default_model(), metavar="PATH_OR_NAME", help="a checkpoint (default: %(default)s)"
-    )
-    context = "tokens per sequence in the KV cache (default: the model's context)"
-    parser.add_argument("--context", type=int, metavar="N", help=context)
-    batch = "number of sequences in the KV cache (default: 1)"
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help=batch)
-    arguments.add_tokenizer_option(parser)
     arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    integer("--batch", args.batch, 1, 4096)
-    if args.context is not None:
-        integer("--context", args.context, 1, LARGEST_SIZE)
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
     from ..tools.model_facts import model_facts
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
-    facts = model_facts(checkpoint, args.context, args.batch)
-    if args.json:
-        streams.write_json(facts)
-    else:
-        streams.write(tables.table(row for name, value in facts.items() for row in rows(name, value)))
+    facts = model_facts(checkpoint)
+    streams.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
     return 1 if facts["mismatches"] else 0
 
 
@@ -69,8 +55,8 @@ def text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and name.endswith("_bytes"):
-        unit, size = next(((unit, size) for unit, size in UNITS.items() if value >= size), ("bytes", 1))
-        return f"{value / size:,.{int(size > 1)}f} {unit}"
+        unit = next((unit for unit, size in UNITS.items() if value >= size), "bytes")
+        return f"{value / UNITS[unit]:,.{int(unit != 'bytes')}f} {unit}"
     if isinstance(value, int | float):
         return f"{value:,.15g}" + " tokens" * (name in ("max_seq_len", "sliding_window"))
     return "none" if value is None else str(value)

@@ -42,8 +42,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
         world.check_same("tokenizer", llm.tokenizer.digest())
     _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
     if args.tokenizer is not None:
-        size = f"{llm.tokenizer.n_vocab:,} tokens"
-        streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}, {size}")
+        streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
@@ -101,10 +100,9 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
         describe_devices(model).replace("cpu", "CPU"),
         *([f"{world.size} processes"] if world else []),
         f"loaded in {seconds:.1f} s",
+        *(f"adapter {adapter}" for adapter in adapters),
     ]
     streams.info(args, ", ".join(facts))
-    for adapter in adapters:
-        streams.info(args, f"adapter {adapter}")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
@@ -119,7 +117,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
     """Set the chat format and the variables of the template that the command names."""
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
-    llm.template_options = arguments.template_options(args)
+    llm.template_options = dict(args.template_option)
 
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
@@ -127,7 +125,7 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     set_chat_form(args, llm)
     raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     for name in ("system", "template_option"):
-        if raw and getattr(args, name) is not None:
+        if raw and vars(args).get(name):
             option = arguments.option(name)
             raise UsageError(f"{option} needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
     return raw

@@ -64,12 +64,10 @@ class Output:
 
     def __init__(self, name: str):
         self.name, self.record = name, Path(f"{name}.run.json")
+        streams.check_file("--output", Path(name))
         if os.path.exists(name) and not os.path.isfile(name):
             raise UsageError(f"--output {name} is not a regular file; leave --output out to write to standard output")
-        try:
-            self.file = open(name, "a+b", buffering=0)  # noqa: SIM115  (open as long as this object)
-        except OSError as error:
-            raise UsageError(f"--output {name!r}: {error.strerror}; choose a writable file") from None
+        self.file = open(name, "a+b", buffering=0)  # noqa: SIM115  (open as long as this object)
         try:
             import fcntl
 
@@ -86,17 +84,17 @@ class Output:
         elif os.path.getsize(name) > 0:
             raise UsageError(f"{self.record}, which says how {name} was made, is missing; choose another --output")
 
-    def resume(self, record: Record, prompts: Mapping[Id, Mapping[str, Any]], fresh: bool) -> dict[Id, bool]:
+    def resume(self, record: Record, prompts: Mapping[Id, Mapping[str, Any]]) -> dict[Id, bool]:
         """Prepare the file for the answers of a run. Returns {id of an answered prompt: whether it failed}.
 
-        An incomplete last line is removed; with `fresh`, all answers are. Raises UsageError if the answers were made
-        with another model, other options or other prompts ({id: prompt}).
+        An incomplete last line is removed. Raises UsageError if the answers were made with another model, other options
+        or other prompts ({id: prompt}).
         """
         done: dict[Id, bool] = {}
         made: list[tuple[str, Any, Any]] = []  # (what, then, now)
         size = 0
         with open(self.name, "rb") as file:
-            for line in file if not fresh else ():
+            for line in file:
                 if line.endswith(b"\n"):
                     answer = parse_json(line, self.name, UsageError)
                     id = answer.get("id", "")
@@ -109,11 +107,10 @@ class Output:
             then, now = self.kept["lines"], record["lines"]
             made += [(f"options of the line with id {id}:", then.get(id), now.get(id)) for id in map(json.dumps, done)]
             record["lines"] = {**then, **now}
-        if other := [one for one in made if one[1] != one[2]][:3]:
-            then = ", ".join(f"{what} {_shown(then)}" for what, then, _ in other)
-            now = ", ".join(_shown(now) for *_, now in other)
-            help = "repeat the run as it was, choose another --output, or start over with --fresh"
-            raise UsageError(f"{self.name} was made with {then}; this run has {now}: {help}")
+        for what, then, now in made:
+            if then != now:
+                help = "repeat the run as it was, choose another --output, or delete it to start over"
+                raise UsageError(f"{self.name} was made with {what} {_shown(then)}; this run has {_shown(now)}: {help}")
         self.file.truncate(size)
         streams.write_file(self.record, json.dumps(record, ensure_ascii=False) + "\n")
         return done

@@ -1,4 +1,8 @@
-"""clearllama quantize: quantize a checkpoint to 4 or 8 bits and save it."""
+"""Read a checkpoint of any format, quantize its linear layers and write a folder.
+
+Every command accepts the folder as --model and loads it without quantizing again. One weight is in memory at a time.
+Every tensor is read back and compared before the target appears, so the target is either complete or absent.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,25 @@ from ..errors import UsageError
 from . import arguments, convert, streams, tables
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "quantize",
-        description="Read a checkpoint of any format, quantize its linear layers and write a folder that every command"
-        " accepts as --model and loads without quantizing again. One weight is in memory at a time. Every tensor is"
-        " read back and compared before the target appears, so the target is either complete or absent.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    arguments.add(
+        parser,
+        ("source", "SRC", "the checkpoint, as for --model of the other commands", {"nargs": "?"}),
+        ("target", "DST", "the new folder", {"nargs": "?", "type": Path}),
+        ("--scheme", "SCHEME", "a scheme of --list (default: %(default)s)", {"default": "int4"}),
+        ("--list", None, "list all schemes with their bits per weight"),
     )
-    parser.add_argument("source", metavar="SRC", nargs="?", help="the checkpoint, as for --model of the other commands")
-    parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the new folder")
-    parser.add_argument("--scheme", default="int4", help="a scheme of --list (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="list all schemes with their bits per weight")
     convert.add_writing_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
-        return show_schemes(args.json)
+        from ..quant.schemes import SCHEMES
+
+        facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
+        rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
+        streams.show(args, facts, tables.table(rows))
+        return 0
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
     from ..checkpoint import open_checkpoint
@@ -42,17 +47,4 @@ def run(args: argparse.Namespace) -> int:
     sizes, seconds = f"{before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB", time.perf_counter() - started
     streams.info(args, f"quantized {sizes} of weights ({args.scheme}) in {seconds:.1f} s")
     convert.write_proof(args, proof, scheme=args.scheme, bytes_before=before, bytes_after=after)
-    return 0
-
-
-def show_schemes(as_json: bool) -> int:
-    """List the schemes with their bits per weight, scales and offsets included."""
-    from ..quant.schemes import SCHEMES
-
-    facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
-    if as_json:
-        streams.write_json(facts)
-    else:
-        rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
-        streams.write(tables.table(rows, right=[1]))
     return 0

@@ -70,8 +70,6 @@ def check(args: argparse.Namespace, argv: Sequence[str], size: int) -> None:
         if size > 1:
             raise UsageError(f"clearllama {args.command} runs in one process; start it without torchrun")
         return
-    if args.pipeline_parallel is not None:
-        raise UsageError("pipeline parallelism is not supported; use --tensor-parallel with torchrun, or vLLM")
     if args.tensor_parallel not in (None, size):
         start = f"torchrun --nproc-per-node {args.tensor_parallel} -m llama {shlex.join(argv)}"
         raise UsageError(f"--tensor-parallel needs that many processes, found {size}; type: {start}")
@@ -99,7 +97,7 @@ def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> None:
     args.world.check_same("options", str(options))
     args.device = str(args.world.device)
     if rank:
-        args.quiet, args.output, args.fresh = True, None, None
+        args.quiet, args.output = True, None
     if args.threads is None and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets it to 1
         cores = available_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         runtime.set_threads(max(1, (cores or 1) // args.world.on_this_host))

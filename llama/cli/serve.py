@@ -1,9 +1,12 @@
-"""clearllama serve: an HTTP server with an OpenAI-compatible API."""
+"""Serve a model over an OpenAI-compatible HTTP API.
+
+The paths are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics (docs/guides/serving.md). Requests
+are answered together, in one batch.
+"""
 
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -13,6 +16,7 @@ from ..errors import LlamaError, UsageError
 from . import arguments, loading, streams
 
 KEY = "CLEARLLAMA_API_KEY"
+LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
 # option -> default, smallest and largest value, help
 NUMBERS = {
     "--port": (8000, 0, 65535, "port to listen on; 0 chooses a free one"),
@@ -22,28 +26,21 @@ NUMBERS = {
 }
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "serve",
-        description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
-        " /v1/models, and also /health and /metrics (docs/guides/serving.md). Requests are answered together, in one"
-        " batch.",
-        usage="%(prog)s [options]",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
-    parser.add_argument("--no-auth", action="store_true", help="with --host: accept other machines without a key")
-    parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
-    for option, (default, _, _, help) in NUMBERS.items():
-        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help} (default: %(default)s)")
+def add_options(parser: argparse.ArgumentParser) -> None:
     origin = "an origin whose web pages may use the server, such as https://example.org; may be repeated"
-    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
-    arguments.add_chat_format(parser)
+    arguments.add(
+        parser,
+        ("--host", "ADDRESS", "address to listen on (default: %(default)s)", {"default": "127.0.0.1"}),
+        ("--api-key", "FILE", f"a file with the key that clients send (or set {KEY})"),
+        ("--no-auth", None, "with --host: accept other machines without a key"),
+        ("--name", "NAME", "the model's name in requests (default: the name of its file or folder)"),
+        *((option, "N", f"{help} (default: %(default)s)", {"default": n}) for option, (n, *_, help) in NUMBERS.items()),
+        ("--cors-origin", "ORIGIN", origin, {**arguments.MANY, "default": []}),
+        *arguments.CHAT,
+    )
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
     arguments.add_steer_options(parser)
-    arguments.add_rope_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     for option, (_, low, high, _) in NUMBERS.items():
         integer(option, getattr(args, option[2:]), low, high)
-    key, local = api_key(args.api_key), is_loopback(args.host)
+    key, local = api_key(args.api_key), args.host in LOCAL
     if not local and key is None and not args.no_auth:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
@@ -67,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or loading.model_name(args.model)
     engine = Engine(llm, args.parallel, args.queue)
     app = Server(llm, engine, name, key, Limits(seconds=args.timeout)).app(
-        ["localhost", "127.0.0.1", "[::1]", args.host] if local else None, args.cors_origin
+        ["localhost", "127.0.0.1", "[::1]"] if local else None, args.cors_origin
     )
     server = uvicorn.Server(configuration(app, args.parallel + args.queue))
     host, port = listener.getsockname()[:2]
@@ -91,14 +88,6 @@ def bind(host: str, port: int) -> socket.socket:
         return listener
     except (OSError, UnicodeError) as error:
         raise UsageError(f"can't listen on --host {host} --port {port}: {error}; --port 0 finds a free port") from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def api_key(path: str | None) -> str | None:

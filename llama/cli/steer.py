@@ -1,4 +1,8 @@
-"""clearllama steer: make a control vector from two prompts."""
+"""Make a control vector: the difference of the model's residual streams on two prompts, after each layer.
+
+The streams are those of the last token. The option --steer of generate, chat and serve adds the vector, a GGUF file, to
+the layers' outputs; llama.cpp's --control-vector does the same.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,19 @@ from ..errors import UsageError
 from . import arguments, loading, streams
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "steer",
-        description="Run the model on two prompts and write the difference of their residual streams, after each layer"
-        " at the last token, as a GGUF control vector. The option --steer of generate, chat and serve adds the vector"
-        " to the layers' outputs; llama.cpp's --control-vector does the same.",
-        usage="%(prog)s --positive TEXT --negative TEXT --output FILE [options]",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    needed = {"action": "append", "required": True}
+    pairs = "the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged"
+    arguments.add(
+        parser,
+        ("--positive", "TEXT", pairs, needed),
+        ("--negative", "TEXT", "the prompt to move from", needed),
+        ("--output -o", "FILE", "the file to write (.gguf)", {"type": Path, "required": True}),
+        ("--raw", None, "use the prompts as plain text, without a chat template"),
+        *arguments.CHAT,
     )
-    parser.add_argument(
-        "--positive",
-        action="append",
-        required=True,
-        metavar="TEXT",
-        help="the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged",
-    )
-    parser.add_argument("--negative", action="append", required=True, metavar="TEXT", help="the prompt to move from")
-    parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="the file to write (.gguf)")
-    parser.add_argument("--raw", action="store_true", help="use the prompts as plain text, without a chat template")
-    arguments.add_chat_format(parser, "no format is used and the texts are plain")
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
-    arguments.add_rope_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,18 +34,13 @@ def run(args: argparse.Namespace) -> int:
     if args.compile:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     streams.check_file("--output", args.output)
-    from ..chat import encode_chat
     from ..study import steering
 
     llm = loading.load(args)
-    format = None if args.chat_format == "auto" else args.chat_format
-    plain = args.raw or (format is None and llm.chat_template is None)
+    raw = loading.pick_form(args, llm)
 
     def encoded(prompt: str) -> list[int]:
-        if plain:
-            return llm.tokenizer.encode_prompt(prompt)
-        messages = [{"role": "user", "content": prompt}]
-        return encode_chat(llm.tokenizer, llm.chat_template, messages, format=format or llm.chat_format)
+        return llm.tokenizer.encode_prompt(prompt) if raw else llm.encode_chat([{"role": "user", "content": prompt}])
 
     pairs = [(encoded(one), encoded(other)) for one, other in zip(args.positive, args.negative, strict=True)]
     vector = steering.control_vector(llm.model, pairs)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
-import errno
 import json
 import logging
 import os
 import re
 import stat
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,17 +68,11 @@ def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
             bar.close()
 
 
-class LogHandler(logging.Handler):
-    """Write the library's log records to stderr, each as one line."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        write_stderr(one_line(record.getMessage()))
-
-
 def show_log(quiet: bool) -> None:
-    """Show the library's log on stderr; with --quiet only errors."""
-    log = logging.getLogger("llama")
-    log.handlers = [LogHandler()]
+    """Show the library's log on stderr, each record as one line; with --quiet only errors."""
+    log, handler = logging.getLogger("llama"), logging.StreamHandler(sys.stderr)
+    handler.format = lambda record: one_line(record.getMessage())  # type: ignore[method-assign]
+    log.handlers = [handler]
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
@@ -89,8 +81,7 @@ def describe(error: BaseException) -> str:
     message = one_line(str(error))
     if isinstance(error, LlamaError):
         return message
-    refused = getattr(error, "errno", None) == errno.ENOMEM or "allocate memory" in message
-    if isinstance(error, MemoryError) or refused or "out of memory" in message:
+    if isinstance(error, MemoryError) or re.search("allocate memory|out of memory", message):
         return f"out of memory ({message[:200] or 'Python'}); use a smaller model, dtype or --max-seq-len"
     if isinstance(error, OSError):
         return f"{error.filename or 'input or output'}: {error.strerror or error}"
@@ -98,21 +89,15 @@ def describe(error: BaseException) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- stdout
-# Characters that change the direction of the text after them, so that a line reads differently from how it was written.
-# The marks U+200E, U+200F and U+061C and the joiners affect only their neighbours; right-to-left text and emoji need
-# them.
-BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-
-
-def _is_control(character: str) -> bool:
-    """Whether a terminal would act on a character: C0 with ESC, DEL, C1, and Unicode's bidirectional controls."""
-    return unicodedata.category(character) == "Cc" or character in BIDI
+# What a terminal acts on: C0 with ESC, DEL, C1, and Unicode's bidirectional controls, after which a line reads
+# differently from how it was written. The marks U+200E, U+200F and U+061C affect only their neighbours.
+CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def write(text: str) -> None:
     """Write a text to stdout and flush. On a terminal, control characters are escaped; a pipe gets the text itself."""
     if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or not _is_control(c) else repr(c)[1:-1] for c in text)
+        text = CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1], text)
     write_raw(text)
 
 
@@ -134,8 +119,13 @@ def write_json(value: Any) -> None:
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
     if sys.stdout.isatty():  # JSON escapes the control characters below U+0020, but not the others
-        text = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in text)
+        text = CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     write_raw(text + "\n")
+
+
+def show(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
+    """Write the result of a command: the facts with --json, otherwise the text."""
+    write_json(facts) if args.json else write(text)
 
 
 # ------------------------------------------------------------------------------------------------------- files, stdin
@@ -159,7 +149,9 @@ def check_file(option: str, path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file or a pipe as UTF-8. Raises UsageError, naming the file, if that fails."""
+    """Read a file or a pipe as UTF-8; '-' is standard input. Raises UsageError, which names the source."""
+    if str(path) == "-":
+        return _read_stdin()
     if path.is_char_device():
         raise UsageError(f"{path} is a device, which may be endless; expected a file")
     try:
@@ -168,8 +160,7 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
-def read_stdin() -> str:
-    """Read all of stdin as UTF-8."""
+def _read_stdin() -> str:
     if sys.stdin is None:
         raise UsageError("standard input is closed; pass the text as an argument")
     data = sys.stdin.buffer.read(LARGEST_INPUT + 1)
@@ -204,31 +195,12 @@ def read_prompt(args: argparse.Namespace) -> str:
         if sys.stdin is not None and sys.stdin.isatty():
             raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
         given = "-"
-    named = [given, *files].count("-")
-    if named > 1:
-        raise UsageError("standard input was named twice; give '-' once")
-    if named == 0 and _has_input():
-        info(args, "standard input is not part of the prompt; to read it, add -f -")
-    parts = [read_stdin() if name == "-" else read_text(Path(name)) for name in files]
-    if given is not None:
-        parts.insert(0, read_stdin() if given == "-" else _decoded(given))
+    if "-" not in (given, *files):
+        with contextlib.suppress(OSError):  # standard input is closed
+            if stat.S_ISFIFO(os.fstat(0).st_mode):
+                info(args, "standard input is not part of the prompt; to read it, add -f -")
+    parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
+    if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
+        parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
     parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]
     return "\n\n".join(part for part in parts if part)
-
-
-def _has_input() -> bool:
-    """Whether standard input is a pipe, or a file that is not empty."""
-    try:
-        status = os.fstat(0)
-    except OSError:  # closed
-        return False
-    return stat.S_ISFIFO(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size > 0)
-
-
-def _decoded(text: str) -> str:
-    """An argument as text. Raises UsageError if its bytes are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
-        return decode(os.fsencode(text), "the prompt")  # the bytes may be valid UTF-8 in another locale
-    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import streams
@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from ..tools.findings import Finding
 
 
-def table(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows of texts in columns, two spaces apart. right: the indices of columns that are aligned to the right."""
-    columns = list(zip(*([streams.one_line(cell) for cell in row] for row in rows), strict=True))
-    for i, column in enumerate(columns):
-        width = max(map(len, column))
-        columns[i] = tuple(cell.rjust(width) if i in right else cell.ljust(width) for cell in column)
-    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of texts in columns, two spaces apart."""
+    cells = [[streams.one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in cells)
+    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 def report(

@@ -8,32 +8,28 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from ..errors import UsageError
 from . import streams
 
-QUOTES = '"""'
+QUOTED = re.compile(r'\s*"""(.*)"""\s*', re.DOTALL)
+BEGUN = re.compile(r'\s*"""(?!.*""")')  # quotes that the first line opens and does not close
 LONGEST_LINE = 2**24  # bytes of a line in a pipe
 
 
 def is_complete(text: str) -> bool:
     """Whether a text is a complete turn. If its first line opens quotes, the turn ends with a line that closes them."""
-    text = text.strip()
-    first = text.partition("\n")[0]
-    if not first.startswith(QUOTES) or QUOTES in first[len(QUOTES) :]:
-        return True
-    return len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES)
+    return bool(QUOTED.fullmatch(text) or not BEGUN.match(text))
 
 
 def parse_turn(entered: str) -> tuple[str, bool]:
     """The message without its quotes, or the command with its slash; and whether it is a command."""
-    line = entered.strip()
-    quoted = line.startswith(QUOTES) and line.endswith(QUOTES) and len(line) >= 2 * len(QUOTES)
+    line, quoted = entered.strip(), QUOTED.fullmatch(entered)
     if quoted or "\n" in line:  # a slash at the start of a pasted text is part of the text
-        text = line[3:-3] if quoted else entered
+        text = quoted[1] if quoted else entered
         return re.sub(r"\A\s*\n", "", text).rstrip(), False  # no empty lines around it; its indentation is kept
     if line.startswith("//"):
         return line[1:], False
@@ -47,7 +43,7 @@ def read_lines(read_line: Callable[[str], str]) -> str:
         try:
             lines.append(read_line("... "))
         except EOFError:
-            raise UsageError(f"the message that begins with {QUOTES} has no end; expected {QUOTES}") from None
+            raise UsageError('the message that begins with """ has no end; expected """') from None
     return "\n".join(lines)
 
 
@@ -62,44 +58,45 @@ def piped_line(prompt: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------- a terminal
-def line_editor(history: Path | None) -> Callable[[], str]:
-    """A function that reads a turn: with prompt_toolkit if it is installed, else with readline.
+def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], str]:
+    """A function that reads a turn: with prompt_toolkit if it is installed, else with readline. Tab completes commands.
 
     history  the folder of the input history, or None
     """
     try:
-        return _prompt_toolkit(history)
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.output import create_output
     except ImportError:
-        return partial(read_lines, _readline(history))
-
-
-def _prompt_toolkit(history: Path | None) -> Callable[[], str]:
-    """An editor for turns of several lines. Raises ImportError."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.filters import Condition
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.output import create_output
-
+        return partial(read_lines, _readline(commands, history))
     if history is not None:
-        (history / "chat-history").touch(0o600)
+        history /= "chat-history"
+        history.touch(0o600)
     session: PromptSession[str] = PromptSession(
         "> ",
         multiline=Condition(lambda: not is_complete(session.default_buffer.text)),
         prompt_continuation="... ",
-        history=InMemoryHistory() if history is None else FileHistory(str(history / "chat-history")),
+        history=None if history is None else FileHistory(str(history)),
+        completer=WordCompleter([*commands], sentence=True),
+        complete_while_typing=False,
         output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
         enable_suspend=True,
     )
     return session.prompt
 
 
-def _readline(history: Path | None) -> Callable[[str], str]:
+def _readline(commands: Sequence[str], history: Path | None) -> Callable[[str], str]:
     """An editor for one line, with readline if Python has it."""
     save: Callable[[], object] = bool
     with contextlib.suppress(ImportError):  # Windows has no readline
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one turn
+        readline.parse_and_bind("tab: complete")
+        readline.set_completer_delims("\n")
+        readline.set_completer(lambda text, n: [*(name for name in commands if name.startswith(text)), None][n])
         if history is not None:
             path = history / "chat-history.readline"
             with contextlib.suppress(FileNotFoundError):

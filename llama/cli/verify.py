@@ -1,4 +1,9 @@
-"""clearllama verify: check that a downloaded checkpoint is complete and undamaged."""
+"""Check that a checkpoint is complete and undamaged.
+
+List the files and find missing ones, compare checksums, and open the checkpoint: its tensors must match the
+configuration. The checksums are those of the Hugging Face hub, of checklist.chk, of --checksums, and the CRC-32 of
+every record in .pth and .bin files. Exit code 1 if a check failed.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,14 @@ from . import arguments, tables
 KEYS = {"group": "check", "status": "status", "item": "item", "message": "message"}
 
 
-def add_parser(commands: arguments.Subparsers) -> None:
-    parser = commands.add_parser(
-        "verify",
-        description="List the files and find missing ones, compare checksums, and open the checkpoint: its tensors must"
-        " match the configuration. The checksums are those of the Hugging Face hub, of checklist.chk, of --checksums,"
-        " and the CRC-32 of every record in .pth and .bin files. Exit code 1 if a check failed.",
-    )
-    parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")
-    parser.add_argument("--checksums", metavar="FILE", type=Path, help="a list of checksums, as sha256sum writes it")
-    parser.add_argument(
-        "--tensors", action="store_true", help="also read every weight and report NaN, infinity and all-zero matrices"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    arguments.add(
+        parser,
+        ("path", "PATH", "a folder in Meta's or Hugging Face's format, or a .gguf file"),
+        ("--checksums", "FILE", "a list of checksums, as sha256sum writes it", {"type": Path}),
+        ("--tensors", None, "also read every weight and report NaN, infinity and all-zero matrices"),
     )
     arguments.add_output_options(parser, json="one JSON object: path, format, ok, findings")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Bugs that people write in position encodings: a wrong line, what it causes, and the right line.
 
-Predict the effect first: `clearllama study bugs --quiz`. Each bug is one row of BUGS. Its evidence is computed by the
-library, once as the wrong line has it and once as the right line has it.
+`clearllama study bugs` lists the wrong lines; predict an effect first. Each bug is one row of BUGS. Its evidence is
+computed by the library, once as the wrong line has it and once as the right line has it.
 Letters: B batch, T tokens, H heads, S cached keys, D head_dim.
 """
 

@@ -65,6 +65,9 @@ def parse_gpus(text: str, memory: float | None = None, bandwidth: float | None =
     if not match:
         raise UsageError(f"expected GPUs as a number and a name, as in 16xH100, got {text!r:.60}")
     gpu = GPUS[checks.choice("GPU", match[2].lower(), GPUS)]
+    for option, value in (("--gpu-memory", memory), ("--gpu-bandwidth", bandwidth)):
+        if value is not None:
+            checks.number(option, value, 0, 1e18, above=True)
     if memory or bandwidth:
         gpu = GPU(gpu.name, memory or gpu.memory, bandwidth or gpu.bandwidth, f"{gpu.source}; values from the options")
     if not gpu.memory:
@@ -128,16 +131,6 @@ class Run:
         """The most tokens of each sequence with which the run fits; 0 if it does not fit with one token."""
         return largest(self.config.max_seq_len, lambda context: replace(self, context=context).fits(gpu))
 
-    def smallest(self, gpu: GPU) -> dict[str, int] | None:
-        """The smallest number of GPUs that the run fits on."""
-        counts = range(1, most_gpus(self.config) + 1)
-        return next(({"gpus": count} for count in counts if replace(self, gpus=count).fits(gpu)), None)
-
-
-def most_gpus(config: ModelConfig) -> int:
-    """The most GPUs that can share a model: by heads, or by layers."""
-    return max(config.n_heads, config.n_layers)
-
 
 def largest(limit: int, holds: Callable[[int], bool]) -> int:
     """The largest number from 1 to `limit` for which `holds` is true; 0 if none. `holds` must be monotonic."""
@@ -149,7 +142,8 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Bits]) -> dict[str, Any
     config = run.config
     checks.integer("batch", run.batch, 1, 2**31)
     checks.integer("context", run.context, 1, 2**31)
-    checks.integer("number of GPUs", run.gpus, 1, most_gpus(config))
+    most = max(config.n_heads, config.n_layers)  # GPUs that can share a model, by heads or by layers
+    checks.integer("number of GPUs", run.gpus, 1, most)
     memory, fits, reserve = run.memory, run.fits(gpu), round(RESERVE * gpu.memory)
     decode = None
     if fits and gpu.bandwidth:
@@ -158,11 +152,9 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Bits]) -> dict[str, Any
     alternatives = [
         {
             "quantize": name,
-            "weights": round(other.weights),
             "per_gpu": sum(other.memory.values()) + reserve,
             "fits": other.fits(gpu),
             "largest_context": other.largest_context(gpu),
-            "smallest": other.smallest(gpu),
         }
         for name, other in ((name, replace(run, bits=bits)) for name, bits in others.items())
     ]
@@ -180,7 +172,7 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Bits]) -> dict[str, Any
         "memory": {**memory, "reserve": reserve, "total": sum(memory.values()) + reserve, "of": round(gpu.memory)},
         "weights_read": round(run.weights_read / run.gpus),
         "fits": fits,
-        "smallest": run.smallest(gpu),
+        "smallest": next(({"gpus": n} for n in range(1, most + 1) if replace(run, gpus=n).fits(gpu)), None),
         "largest_batch": largest(MOST_SEQUENCES, lambda batch: replace(run, batch=batch).fits(gpu)),
         "largest_context": run.largest_context(gpu),
         "alternatives": alternatives,

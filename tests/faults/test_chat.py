@@ -97,10 +97,9 @@ def test_a_hostile_template_ends_within_the_limits(name: str) -> None:
     assert time.thread_time() - used < 0.2
 
 
-@pytest.mark.parametrize("name", ["600 MB", *(pytest.param(n, marks=pytest.mark.slow) for n in [*HOSTILE][2:])])
-def test_a_hostile_template_ends_the_command_with_an_error(tmp_path: Path, attempt: Try, name: str) -> None:
+def test_a_hostile_template_ends_the_command_with_an_error(tmp_path: Path, attempt: Try) -> None:
     """With 512 MiB of address space in addition to the imports, and ten seconds."""
-    path = with_template(tmp_path / "t.gguf", HOSTILE[name])
+    path = with_template(tmp_path / "t.gguf", HOSTILE["600 MB"])
     attempt("generate", "x", *RUN, "-m", path, memory=1 << 29).refused("chat template failed", "--raw")
 
 
@@ -143,11 +142,11 @@ def test_a_message_of_a_megabyte_is_rejected(tiny_gguf: Path, attempt: Try) -> N
     attempt("generate", *RUN, "-m", tiny_gguf, stdin=text).refused("characters", "the context holds at most")
 
 
-def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
-    """Nothing is silently removed, especially not the system message; the chat continues, and the exit code is 1."""
-    for end in (b"", b"/exit\n"):
-        lines = b"hello\n" + b"x" * 400 + b"\n/clear\nhello\n" + end
-        outcome = attempt("chat", "--system", "Be brief.", *RUN, "-m", tiny_gguf, stdin=lines)
-        assert outcome.code == 1
-        assert outcome.error.count("context of 256 must hold") == 1
-        assert outcome.error.count("1 new") == 2
+def test_a_question_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
+    """The conversation is as before it; the chat continues, and the exit code is 1."""
+    lines = b"hello\n" + b"x" * 400 + b"\nhello\n"
+    outcome = attempt("chat", "--system", "Be brief.", *RUN, "-m", tiny_gguf, stdin=lines)
+    assert outcome.code == 1
+    assert outcome.error.count("context of 256 must hold") == 1
+    assert outcome.error.count("1 new") == 2
+    assert "dropped" not in outcome.error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,11 +57,10 @@ Study = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Run `clearllama study ..` with a text as standard input: exit code, stdout, stderr."""
+def study(capsys: pytest.CaptureFixture[str]) -> Study:
+    """Run `clearllama study ..`: exit code, stdout, stderr."""
 
-    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run(*args: str) -> tuple[int, str, str]:
         try:
             code = main(["study", *args])
         except SystemExit as exit:
@@ -73,15 +70,13 @@ def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_the_command_lists_shows_and_asks(study: Study) -> None:
+def test_the_command_lists_and_shows(study: Study) -> None:
     assert re.findall(r"^    ([a-z]\S*)  ", study("bugs")[1], re.M) == ["name", *BUGS]
     code, out, _ = study("bugs", "own-key")
     assert (code, "0, 1, 2, 3, 4" in out, "mask = m >= n" in out) == (0, True, True)
     (found,) = json.loads(study("bugs", "OWN-KEY", "--json")[1])["bugs"]
     assert found["evidence"][1] == {"what": "weights of token 0 that are NaN, of 5", "wrong": 5, "right": 0}
-    out = study("bugs", "--quiz", stdin="it fails\n")[1]
     assert out.index("predict  ") < out.index("  effect\n") < out.index("right    ")
-    assert re.findall(r"^[a-z-]+$", out, re.M) == list(BUGS)[:2]  # the end of the input ends the quiz
 
 
 @pytest.mark.parametrize(
@@ -89,9 +84,7 @@ def test_the_command_lists_shows_and_asks(study: Study) -> None:
     [
         (("bugs", "none-such"), "unknown bug 'none-such'"),
         (("bugs", "--context", "0"), "study bugs does not accept --context"),
-        (("bugs", "--quiz", "--json"), "--quiz does not accept --json"),
-        (("order", "step"), "belong to the topic bugs"),
-        (("--quiz",), "belong to the topic bugs"),
+        (("order", "step"), "belongs to the topic bugs"),
         (("errata",), "answered by: clearllama study bugs"),
         (("order", "--checks"), "the tests of the repository check"),
     ],

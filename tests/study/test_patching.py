@@ -85,20 +85,19 @@ def test_the_model_is_as_before_and_a_cell_is_one_character() -> None:
 
 
 def test_the_command_shows_and_writes_the_grid(
-    tiny_gguf: Path, tiny_llm: Llama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_gguf: Path, tiny_llm: Llama, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "t.json"
-
     def answer(text: str) -> int:
         return int(tiny_llm.model(torch.tensor([tiny_llm.tokenizer.encode_prompt(text)]))[0, -1].argmax())
 
     other = next(f"ab{c}d" for c in "xyzuvw" if answer(f"ab{c}d") != answer("abcd"))
     args = ["trace", "abcd", "--patch-from", other, "-m", str(tiny_gguf), "--device", "cpu", "-q"]
-    assert main([*args, "--json", str(file)]) == 0
+    assert main(args) == 0
     out = capsys.readouterr().out
+    assert main([*args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["patching"]
     source, target = (tiny_llm.tokenizer.encode_prompt(text) for text in (other, "abcd"))
     grid = study.patching_grid(tiny_llm, source, target)
-    found = json.loads(file.read_text())["patching"]
     assert found["source"][-2:] == [other[2], "d"]
     assert found["restored"] == [pytest.approx(row, abs=1e-5) for row in grid.restored.tolist()]
     assert found["differences"] == pytest.approx(grid.differences, rel=1e-5)
@@ -106,8 +105,8 @@ def test_the_command_shows_and_writes_the_grid(
         row = "".join(cell(float(value)) for value in grid.restored[:, t])
         line = f'{t:>5}  {row}  "{text}"' + (f' from "{other[2]}"' if text == "c" else "")
         assert line in out.splitlines()
-    assert main([*args, "--rope-theta", "9000", "--json", str(file)]) == 0
+    assert main([*args, "--rope-theta", "9000", "--json"]) == 0
     with other_rope(tiny_llm.model, theta=9000.0):  # the grid of the changed model
         changed = study.patching_grid(tiny_llm, source, target)
-    differences = json.loads(file.read_text())["patching"]["differences"]
+    differences = json.loads(capsys.readouterr().out)["patching"]["differences"]
     assert differences == pytest.approx(changed.differences, abs=1e-5) != pytest.approx(grid.differences, abs=1e-5)
