@@ -57,7 +57,7 @@ Standard output contains only the answer: text, or JSON with `--json`. Messages 
 
 {commands}
 
-# Options of several commands
+## Options of several commands
 
 {options}
 """
@@ -204,14 +204,14 @@ def commands() -> str:
                 elif section != EVERY:
                     also[f"`{last.split()[0]}`"] = None
             if own and about != "." and title not in shared:
-                parts.append(about)
+                parts.append(f"**{title}.** {about}")
             if own:
                 parts.append("\n".join(own))
         sections.append("\n\n".join([*parts, f"Also: {', '.join(also)}"] if also else parts))
     return INDEX.format(
         note=NOTE.format("parser"),
         commands="\n\n".join(sections),
-        options="\n\n".join(f"## {title}\n\n" + "\n".join(items) for title, items in shared.items()),
+        options="\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
         kernels=", ".join(f"`{form}`" for form in FORMS),
     )
 
