@@ -40,28 +40,24 @@ Standard output contains only the answer: text, or JSON with `--json`. Messages 
 
 ## Exit codes
 
-| Code | Meaning |
-| --- | --- |
-| 0 | Success. |
-| 1 | Failure: one line on standard error gives the reason. Or a check found a fault: see `doctor` or `verify`. |
-| 2 | Usage error: an unknown option, or a value of the wrong type or out of range. |
-| 129, 130, 143 | Ended by a signal: 129 hang-up, 130 Ctrl-C, 143 termination. |
-| 141 | The program that reads standard output closed the pipe. |
+- 0: success
+- 1: failure, with the reason in one line on standard error; or a check such as `doctor` or `verify` found a fault
+- 2: usage error: an unknown option, or a value of the wrong type or out of range
+- 129, 130, 143: ended by hang-up, Ctrl-C or termination
+- 141: the program that reads standard output closed the pipe
 
 ## Environment variables
 
-| Variable | Meaning |
-| --- | --- |
-| `CLEARLLAMA_MODEL` | The model to use without `--model`. |
-| `CLEARLLAMA_CACHE` | The folder for downloaded models and compiled code. |
-| `CLEARLLAMA_API_KEY` | The key that clients of `clearllama serve` must send. |
-| `CLEARLLAMA_KERNELS` | The form of the C++ kernels: `auto`, `off`, or one of {kernels}. |
-| `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | The hub's cache, access token, and `1` to use only that cache. |
-| `OMP_NUM_THREADS` | The number of CPU threads without `--threads`. |
+- `CLEARLLAMA_MODEL`: the model without `--model`
+- `CLEARLLAMA_CACHE`: the folder for downloaded models and compiled code
+- `CLEARLLAMA_API_KEY`: the key that clients of `clearllama serve` must send
+- `CLEARLLAMA_KERNELS`: the form of the C++ kernels: `auto`, `off`, or one of {kernels}
+- `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`: the hub's cache, access token, and `1` to use only that cache
+- `OMP_NUM_THREADS`: the number of CPU threads without `--threads`
 
 {commands}
 
-# Options of several commands
+## Options of several commands
 
 {options}
 """
@@ -78,10 +74,9 @@ The names on this page are public; others may change. `help(llama.load)` shows t
 
 {about} The subclasses are in `llama.errors`:
 
-| Error | Exit code | Meaning |
-| --- | --- | --- |
 {errors}
 """
+EVERY, GENERAL = "Options of every command", "General options"
 # section -> (prefix of the names, objects)
 SECTIONS: dict[str, tuple[str, list[Any]]] = {
     "Load a model": ("llama.", [llama.load, llama.load_model, llama.load_tokenizer, loader.LoadOptions]),
@@ -107,6 +102,7 @@ SECTIONS: dict[str, tuple[str, list[Any]]] = {
         ],
     ),
 }
+AS_OPTIONS = (loader.LoadOptions, llama.SamplingParams)  # their fields are options of the command line
 
 
 # ------------------------------------------------------------------------------------------------------------- prose
@@ -153,19 +149,23 @@ def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, list[arg
             yield (group.title or "").capitalize().replace("Rope", "RoPE"), words, shown
 
 
-def option(action: argparse.Action) -> str:
-    """One option or argument as an item of a list."""
+def option(action: argparse.Action) -> tuple[str, str, str]:
+    """The names of an option or argument, its item of a list without the default, and "(default: ...)" or ""."""
     action = copy.copy(action)
     action.help = (action.help or "").replace("%(default)s", "`%(default)s`")
     about = prose(" ".join(argparse.HelpFormatter("")._expand_help(action).split()), COMMANDS)
+    meaning, default = re.fullmatch(r"(.*?)( \(default[^()]*(?:\([^()]*\)[^()]*)*\))?", about).groups()  # type: ignore[union-attr]
     *others, last = sorted(action.option_strings, key=len) or [str(action.metavar or action.dest)]
     values = argparse.HelpFormatter("")._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
     names = [*others, f"{last} {values}".strip() if action.option_strings else last]
-    return f"- {', '.join(f'`{name}`' for name in names)}: {about}"
+    return last, f"- {', '.join(f'`{name}`' for name in names)}: {meaning}", default or ""
 
 
 def commands() -> str:
-    """The page of all commands: each with its own options, then the options of several."""
+    """The page of all commands: each with its own options, then the options of several, once each.
+
+    An option that several commands share stands with the default of the first; the others name only their own default.
+    """
     from llama.engine.kernels import FORMS
 
     with mock.patch.dict(os.environ):
@@ -174,37 +174,44 @@ def commands() -> str:
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     summaries = {action.dest: action.help or "" for action in subparsers._choices_actions}
     choices: dict[str, argparse.ArgumentParser] = dict(subparsers.choices)
-    uses = Counter(option(action) for sub in choices.values() for _, _, found in groups(sub) for action in found)
-    shared: dict[str, dict[str, None]] = {}  # the title of a group -> its description and shared options
+    uses = Counter(option(action)[1] for sub in choices.values() for _, _, found in groups(sub) for action in found)
+    titles = Counter(title for sub in choices.values() for title, _, _ in groups(sub))
+    shared: dict[str, list[str]] = {EVERY: [], GENERAL: []}  # a section -> its description and items
+    place: dict[str, tuple[str, str]] = {}  # an item of several commands -> its title and default
     sections = []
     for name, command in choices.items():
         parts = [f"## {name}", prose(" ".join((command.description or summaries[name]).split()), COMMANDS)]
-        also = []
+        also: dict[str, None] = {}
         for title, description, actions in groups(command):
-            about = (
-                f"{prose(description[:1].upper() + description[1:], COMMANDS).removesuffix('.')}."
-                if description
-                else ""
-            )
-            own = [option(action) for action in actions if uses[option(action)] == 1]
-            common = [option(action) for action in actions if uses[option(action)] > 1]
-            if own and about and not common:
-                parts.append(about)
+            about = prose(description[:1].upper() + description[1:], COMMANDS).removesuffix(".") + "."
+            own = []
+            for last, item, default in map(option, actions):
+                if uses[item] == 1:
+                    own.append(item + default)
+                    continue
+                if item not in place:
+                    general = titles[title] == 1 or title in ("Options", "Positional arguments")
+                    section = EVERY if uses[item] == len(choices) else GENERAL if general else title
+                    place[item] = (section, default)
+                    new = section not in shared
+                    shared.setdefault(section, []).extend([f"{about}\n"] if new and about != "." else [])
+                    shared[section].append(item + default)
+                section, first = place[item]
+                if default != first:
+                    own.append(f"- `{last}`: {default[2:-1] or 'no default'}")
+                if section == title:
+                    also[f"[{section}](#{section.lower().replace(' ', '-')})"] = None
+                elif section != EVERY:
+                    also[f"`{last.split()[0]}`"] = None
+            if own and about != "." and title not in shared:
+                parts.append(f"**{title}.** {about}")
             if own:
                 parts.append("\n".join(own))
-            if common:
-                new = [item for item in common if not any(item in items for items in shared.values())]
-                if new and title not in shared:
-                    shared[title] = {f"{about}\n": None} if about else {}
-                if new:
-                    shared[title].update(dict.fromkeys(new))
-                also += [title for title, items in shared.items() if {*common} & {*items} and title not in also]
-        links = ", ".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in also)
-        sections.append("\n\n".join([*parts, f"Also: {links}"] if also else parts))
+        sections.append("\n\n".join([*parts, f"Also: {', '.join(also)}"] if also else parts))
     return INDEX.format(
         note=NOTE.format("parser"),
         commands="\n\n".join(sections),
-        options="\n\n".join(f"## {title}\n\n" + "\n".join(items) for title, items in shared.items()),
+        options="\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
         kernels=", ".join(f"`{form}`" for form in FORMS),
     )
 
@@ -214,8 +221,12 @@ TABLE = re.compile(r"^(\w+(?:, \w+)*) {2,}(\S.*)$")
 say = partial(prose, page=PYTHON)
 
 
-def docstring(value: Any) -> str:
-    """The first paragraph of an object's docstring as Markdown, and its lists, each item up to its first semicolon."""
+def docstring(value: Any, options: str = "") -> str:
+    """The first paragraph of an object's docstring as Markdown, and its lists, each item up to its first semicolon.
+
+    Items with the name of an option that the page `options` describes are only named.
+    """
+    same = []
 
     def item(line: str) -> str:
         names, about = TABLE.findall(line)[0]
@@ -227,8 +238,13 @@ def docstring(value: Any) -> str:
         parts: list[str] = []  # an indented line continues an item
         for line in [] if block.startswith(" ") else block.splitlines():
             parts = [*parts[:-1], f"{parts[-1]} {line.strip()}"] if parts and line.startswith(" ") else [*parts, line]
-        if items := [item(part) for part in parts if TABLE.match(part)]:
+        found = [part for part in parts if TABLE.match(part)]
+        known = [part for part in found if re.search(f"`--{part.split()[0].replace('_', '-')}[ `]", options)]
+        same += [f"`{part.split()[0]}`" for part in known]
+        if items := [item(part) for part in found if part not in known]:
             blocks.append("\n".join(items))
+    if same:
+        blocks.append(f"As the [options](commands.md#model) of the same names: {', '.join(same)}.")
     return "\n\n".join(blocks)
 
 
@@ -249,7 +265,7 @@ def signature(value: Callable[..., Any], name: str) -> str:
     return f"{name}({', '.join(words)})"
 
 
-def entry(value: Any, prefix: str) -> str:
+def entry(value: Any, prefix: str, options: str) -> str:
     """An object of the API, with the names of the methods and properties that its class defines and documents."""
     name = value.__name__
     if name not in (*llama.__all__, *study.__all__):
@@ -262,24 +278,24 @@ def entry(value: Any, prefix: str) -> str:
         if not member.startswith("_") and found.__doc__ and isinstance(found, kinds)
     ]
     heading = f"class {name}" if isinstance(value, type) else name
-    parts = [f"### {heading}", f"```text\n{call}\n```", docstring(value)]
+    parts = [f"### {heading}", f"`{call}`", docstring(value, options)]
     return "\n\n".join([*parts, f"Members: {', '.join(members)}"] if members else parts)
 
 
-def python() -> str:
-    """The page of the Python API."""
+def python(options: str) -> str:
+    """The page of the Python API. `options` is the page of all commands: it describes most fields of LoadOptions."""
     names = {value.__name__ for _, values in SECTIONS.values() for value in values}
     if missing := {*llama.__all__, *study.__all__} - names - {"__version__", "LlamaError", "SITES"}:
         raise ValueError(f"SECTIONS lacks {', '.join(sorted(missing))}")
     entries = []
     for title, (prefix, values) in SECTIONS.items():
-        entries += [f"## {title}", *(entry(value, prefix) for value in values)]
+        entries += [f"## {title}", *(entry(value, prefix, options if value in AS_OPTIONS else "") for value in values)]
     subclasses = [cls for cls in errors.LlamaError.__subclasses__() if cls.__module__ == errors.__name__]
     return API.format(
         note=NOTE.format("docstring"),
         entries="\n\n".join(entries),
         about=docstring(errors.LlamaError),
-        errors="\n".join(f"| `{cls.__name__}` | {cls.exit_code} | {docstring(cls)} |" for cls in subclasses),
+        errors="\n".join(f"- `{cls.__name__}` ({cls.exit_code}): {docstring(cls)}" for cls in subclasses),
     )
 
 
@@ -288,7 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a committed page is stale")
     args = parser.parse_args(arguments)
-    found = {COMMANDS: commands(), PYTHON: python()}
+    found = {COMMANDS: commands()}
+    found[PYTHON] = python(found[COMMANDS])
     stale = [file for file, content in found.items() if not file.exists() or file.read_text() != content]
     for file in stale:
         print(f"{'stale' if args.check else 'written'}: {file.relative_to(ROOT)}")

@@ -66,7 +66,7 @@ def test_the_reference_is_that_of_the_parsers_and_docstrings(capsys: pytest.Capt
 def test_variables_of_the_environment_are_documented() -> None:
     sources = [file.read_text() for file in (ROOT / "llama").rglob("*.py")]
     named = {name for text in sources for name in re.findall(r'"(CLEARLLAMA_[A-Z]\w*)"', text)}
-    documented = {*re.findall(r"^\| `(CLEARLLAMA_\w+)`", (DOCS / "reference/commands.md").read_text(), re.MULTILINE)}
+    documented = {*re.findall(r"^- `(CLEARLLAMA_\w+)`", (DOCS / "reference/commands.md").read_text(), re.MULTILINE)}
     assert named - {"CLEARLLAMA_PARENT", "CLEARLLAMA_STORE"} == documented
 
 

@@ -34,13 +34,6 @@ def test_each_public_name_is_in_the_reference() -> None:
     }
 
 
-def test_variables_of_the_environment_are_documented() -> None:
-    internal = {"CLEARLLAMA_PARENT", "CLEARLLAMA_STORE", "CLEARLLAMA_"}
-    named = {name for file in (ROOT / "llama").rglob("*.py") for name in re.findall(r'"(CLEARLLAMA_\w*)"', read(file))}
-    documented = {*re.findall(r"^\| `(CLEARLLAMA_\w+)`", read(reference.COMMANDS), re.MULTILINE)}
-    assert named - internal == documented
-
-
 # -------------------------------------------------------------------------------------------------------------- site
 def translate(text: str) -> str:
     return site_hooks.translate(text, DOCS / "learn" / "page.md", DOCS)
