@@ -299,7 +299,7 @@ def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pyte
     assert list(report) == ["path", "format", "ok", "findings"]
     assert (report["path"], report["format"], report["ok"]) == (str(path), "Meta", False)
     assert len(report["findings"]) == len(lines)
-    assert list(report["findings"][0]) == ["check", "status", "item", "message"]
+    assert list(report["findings"][0]) == ["status", "group", "item", "message", "remedy"]
 
 
 def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

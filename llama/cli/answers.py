@@ -83,7 +83,8 @@ def check_session(args: argparse.Namespace) -> None:
     from ..generation.session import check_target, open_session
 
     loaded, saved = args.load_session, args.save_session
-    if loaded is not None and loaded == saved and not os.path.lexists(loaded):
+    same = None not in (loaded, saved) and os.path.realpath(loaded) == os.path.realpath(saved)
+    if same and not os.path.lexists(loaded):
         streams.info(args, f"{loaded} does not exist: starting a new session")
         args.load_session = None
     elif loaded is not None:

@@ -11,8 +11,6 @@ import argparse
 from .. import __version__
 from . import arguments, tables
 
-KEYS = {"status": "status", "group": "group", "item": "item", "message": "told", "remedy": "remedy"}
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(parser, ("--no-self-test", None, "show the machine only"))
@@ -23,4 +21,4 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
     findings = examine(not args.no_self_test)
-    return tables.report(findings, args.json, KEYS, lambda: {"clearllama": __version__})
+    return tables.report(findings, args.json, lambda: {"clearllama": __version__})

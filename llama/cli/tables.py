@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import streams
@@ -20,13 +21,10 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def report(
-    findings: Iterable[Finding], as_json: bool, keys: dict[str, str], facts: Callable[[], dict[str, Any]]
-) -> int:
+def report(findings: Iterable[Finding], as_json: bool, facts: Callable[[], dict[str, Any]]) -> int:
     """Print each finding as soon as it is known, and a summary; or one JSON object. Returns the exit code.
 
-    keys   attribute of a finding -> its key in the JSON object
-    facts  the other entries of the JSON object, of which "ok" is filled in here
+    facts  the other entries of the JSON object, except "ok"
     """
     found = []
     for finding in findings:
@@ -38,8 +36,7 @@ def report(
             streams.write(streams.one_line(line) + "\n")
     counts = Counter(finding.status for finding in found)
     if as_json:
-        listed = [{key: getattr(finding, name) for name, key in keys.items()} for finding in found]
-        streams.write_json({**facts(), "ok": not counts["fail"], "findings": listed})
+        streams.write_json({**facts(), "ok": not counts["fail"], "findings": list(map(asdict, found))})
     else:
         others = ", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "note") if counts[status])
         streams.write(f"{counts['fail']} FAILED: {others}\n" if counts["fail"] else f"nothing failed: {others}\n")

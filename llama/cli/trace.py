@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import integer
 from ..errors import UsageError
 from . import arguments, loading, streams
 
@@ -43,7 +42,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    integer("--max-tokens", args.max_tokens)
     if args.html is not None:
         streams.check_file("--html", args.html)
     arguments.check_one_device(args, "trace")

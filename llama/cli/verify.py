@@ -13,8 +13,6 @@ from pathlib import Path
 from ..errors import CheckpointError
 from . import arguments, tables
 
-KEYS = {"group": "check", "status": "status", "item": "item", "message": "message"}
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(
@@ -31,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = locate(args.path)
     findings = verify(path, args.tensors, args.checksums, args.quiet)
-    return tables.report(findings, args.json, KEYS, lambda: {"path": str(path), "format": format_of(path)})
+    return tables.report(findings, args.json, lambda: {"path": str(path), "format": format_of(path)})
 
 
 def locate(name: str) -> Path:
