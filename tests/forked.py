@@ -6,7 +6,6 @@ the child's process id, then with its exit code.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import inspect
@@ -17,7 +16,6 @@ import pkgutil
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -44,7 +42,6 @@ class Forked:
     code       Python code to run instead of the command
     kill       (N, S, SIGNAL): send the signal S seconds after the child's N-th file operation; `Done.steps` is their
                total number
-    drop_root  drop root's right to ignore file modes (Linux)
     """
 
     def __init__(self) -> None:
@@ -71,7 +68,6 @@ class Forked:
         before: str = "",
         code: str = "",
         kill: tuple[int, float, int] | None = None,
-        drop_root: bool = False,
     ) -> int:
         """Start a child and return its process id. A child that a failed test has left is killed first."""
         if self.child:
@@ -95,7 +91,6 @@ class Forked:
             "before": before,
             "code": code,
             "kill": kill,
-            "drop_root": drop_root,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -190,8 +185,6 @@ def run_child(request: dict, writer: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if request["file_size"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], request["file_size"]))
-    if request["drop_root"]:
-        drop_capabilities()
     code = 1
     if request["before"]:
         exec(request["before"], {})
@@ -211,13 +204,6 @@ def run_child(request: dict, writer: int) -> None:
             except OSError:
                 code = 120  # like Python
         os._exit(code)
-
-
-def drop_capabilities() -> None:
-    """Drop all capabilities, so that file modes also apply to root."""
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; three empty sets
-    if os.getuid() == 0 and ctypes.CDLL(None).capset(header, none):
-        raise OSError("capset failed")
 
 
 if __name__ == "__main__":
