@@ -17,12 +17,9 @@ import pytest
 import torch
 
 from llama import cli, loader
-from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
-from llama.engine.parallel import sample_hash
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
-from llama.model import Transformer
 from llama.tools.convert import convert
 
 from . import tiny
@@ -81,18 +78,12 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
     "--dtype": ({}, ["--dtype", "bfloat16"], 'made with dtype "float32", weights '),
     "--quantize": ({}, ["--quantize", "int8"], 'made with quantization "none", weights '),
     "--kv-cache": ({}, ["--kv-cache", "int8"], 'made with kv_cache "model"; this run has "int8": '),
-    "--chat-format": ({}, ["--chat-format", "jinja"], 'made with chat_format none; this run has "jinja": '),
     "--system": ({}, ["--system", "x"], 'made with system none; this run has "x": '),
     "-n": ({}, ["-n", "2"], "made with max_new_tokens 1; this run has 2: "),
-    "--temp": ({}, ["--temp", "0.5"], "made with temperature 0.0; this run has 0.5: "),
     "--stop": ({}, ["--stop", "e"], 'made with stop []; this run has ["e"]: '),
 }  # fmt: skip
 RESUMED = {
-    "nothing": [],
-    "--threads": ["--threads", "1"],
-    "--batch-size": ["--batch-size", "1"],
-    "--rope": ["--rope", "real"],
-    "--no-memory-check": ["--no-memory-check"],
+    "options without effect": ["--threads", "1", "--batch-size", "1", "--rope", "real", "--no-memory-check"],
     "a default that is written out": ["--temp", "0", "--top-p", "1", "--kv-cache", "model", "--device", "cpu"],
 }
 
@@ -156,24 +147,18 @@ def test_own_options_of_an_answered_line_may_not_change_and_those_of_other_lines
     assert 'made with options of the line with id 2: {"top_k": 6}; this run has none' in capsys.readouterr().err
 
 
-ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
-
-
-@pytest.mark.parametrize("record", [None, b"notes", b"[]", b"{}", b'{"clearllama_run": "1"}'])
-@pytest.mark.parametrize("content", [ANSWER, b"a poem"])
+@pytest.mark.parametrize("record", [None, b"notes", b"[]", b'{"clearllama_run": "1"}'])
 def test_an_output_without_its_record_is_not_changed(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: bytes | None, content: bytes
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: bytes | None
 ) -> None:
     """Nor is a file that has the name of the record, not even by --fresh."""
-    (tmp_path / "out").write_bytes(content)
+    (tmp_path / "out").write_bytes(b'{"id": 1, "prompt": "a", "text": "x"}\n')
     if record is not None:
         (tmp_path / "out.run.json").write_bytes(record)
     before = state(tmp_path)
     for args in ([], ["--fresh"]):
         assert batch(*args) == 2
-        error = capsys.readouterr().err
-        assert "out.run.json" in error
-        assert error.count("\n") == 1
+        assert "out.run.json" in capsys.readouterr().err
         assert state(tmp_path) == before
 
 
@@ -194,43 +179,6 @@ def test_fresh_starts_anew(batch: Batch, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions
-SESSION: dict[str, tuple[str, dict[str, Any]]] = {
-    "other weights": ("other seed", {}),
-    "one entry of a norm": ("one entry of a norm", {}),
-    "the model's theta": ("theta", {}),
-    "dtype": ("plain", {"dtype": "bfloat16"}),
-    "quantize": ("plain", {"quantize": "int8"}),
-    "kv_cache": ("plain", {"kv_cache": "int8"}),
-    "rope_theta": ("plain", {"rope_theta": 20000.0}),
-    "rope_scaling": ("plain", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    "rope half, which orders keys differently": ("plain", {"rope": "half"}),
-}
-# The cache is used for the ids that a prompt shares with it, so template and vocabulary may differ.
-SESSION_SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    "nothing": ("plain", {}),
-    "rope": ("plain", {"rope": "real"}),
-    "max_seq_len": ("plain", {"max_seq_len": 64}),
-    "chat template": ("template", {}),
-    "vocabulary": ("one merge", {}),
-}
-
-
-def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    def load(model: str, options: dict[str, Any]) -> Transformer:
-        return loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options}).model
-
-    llm = loader.load(models["plain"], dtype="float32", device="cpu")
-    session = Session()
-    list(llm.stream("hello", session=session, max_new_tokens=2))
-    session.save(tmp_path / "s", llm.model)
-    for name, (model, options) in SESSION.items():
-        other = load(model, options)
-        with pytest.raises(CheckpointError, match="was saved with"):
-            pytest.fail(f"{name}: {Session.load(tmp_path / 's', other)}")
-    for model, options in SESSION_SAME.values():
-        assert Session.load(tmp_path / "s", load(model, options)).tokens == session.tokens
 
 
 def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
@@ -248,6 +196,9 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
             session.save(tmp_path / "s", other.model)
         assert not session.busy
     assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
+    session.save(tmp_path / "s", llm.model)
+    with pytest.raises(CheckpointError, match="was saved with"):  # half orders keys differently
+        Session.load(tmp_path / "s", loader.load_model(models["plain"], dtype="float32", device="cpu", rope="half"))
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache
@@ -296,20 +247,3 @@ def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeyp
             patch.setattr(where, attribute, new)
             changed.append(name())
     assert len({plain, *changed}) == 1 + len(changed)
-
-
-def test_the_sample_hash_of_a_checkpoint_covers_every_norm_and_the_first_row_of_matrices(tmp_path: Path) -> None:
-    state = tiny.weights(tiny.CONFIG)
-
-    def hash_with(name: str, entry: tuple[int, ...]) -> str:
-        changed = {**state, name: state[name].clone()}
-        changed[name][entry] += 1
-        return sample_hash(open_checkpoint(tiny.write_gguf(tmp_path / "t.gguf", tiny.CONFIG, changed)))
-
-    plain = sample_hash(open_checkpoint(tiny.write_gguf(tmp_path / "t.gguf", tiny.CONFIG, state)))
-    assert plain == sample_hash(open_checkpoint(tiny.write_gguf(tmp_path / "u.gguf", tiny.CONFIG, state)))
-    noticed = [hash_with(name, (0,) * tensor.dim()) for name, tensor in state.items()]
-    noticed += [hash_with(name, (-1,)) for name, tensor in state.items() if tensor.dim() == 1]
-    noticed += [hash_with(name, (0, -1)) for name, tensor in state.items() if tensor.dim() == 2]
-    assert len({plain, *noticed}) == 1 + len(noticed)
-    assert hash_with("output.weight", (1, 0)) == plain  # the other rows are not read, as the docstring states
