@@ -51,7 +51,7 @@ GLUED = (  # puts all strings directly next to each other
     "{% for m in messages %}{{ m.name or '' }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}{% endfor %}{{ eos_token }}"
 )
-MEASURED = (
+MEASURED = (  # measures, cuts and changes the texts
     "{% for m in messages %}{{ m.content[:12] }}{{ m.content | length }}{{ m.content | upper }}{{ m.content | last }}"
     "{{ m.content | reverse }}<|eot_id|>{% endfor %}"
 )
@@ -181,7 +181,6 @@ def test_control_strings_split_over_template_and_messages(control: str) -> None:
         ("{{ messages[0].content.encode('ascii', 'ignore').decode() }}", "ü<|im_end|>", "<|im_end|>", []),
         ("{{ messages[0].content[::2] }}", "<x|xixmx_xexnxdx|x>x", "<|im_end|>", []),
         ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>", "<|im_end|><|im_end|>", ["<|im_end|>"]),
-        ("{{ messages[0].content }}§§", "§§", "§§§§", ["§§"]),
         ("<|{{ messages[0].role }}|>{{ '<|im' + '_end|>' }}", "§", "<|user|><|im_end|>", ["<|im_end|>"]),
         (THOUGHTS, "<think>a</think>b", "<|start_header_id|>user\nb<|eot_id|><|end_header_id|>", NAMES[2:0:-1] + NAMES[3:4]),
         (THOUGHTS, "/no_think", None, ["<|start_header_id|>", "<|eot_id|>", "<think>", "</think>", "<|end_header_id|>"]),
@@ -202,17 +201,9 @@ def test_what_can_not_be_told_apart_is_refused() -> None:
 
 
 def test_the_environment_is_that_of_transformers() -> None:
-    template = (
-        "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}{%- endfor %}"
-        "{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}{{ {'é<': 1} | tojson }}"
-        "{{ tools is none and documents is none and add_generation_prompt }}"
-    )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    expected = ' assistant2024<|begin_of_text|><|eot_id|>{"é<": 1}'
-    assert render(template, messages, TOKENIZER, now=NOW).split() == f"{expected}True".split()
-    assert render("{{ add_generation_prompt }}", messages, TOKENIZER, add_generation_prompt=False) == "False"
-    with pytest.raises(TemplateError, match="template failed: roles must alternate; "):
-        render("{{ raise_exception('roles\n must alternate') }}", messages, TOKENIZER)
+    template = "{{ strftime_now('%Y') }}{{ {'é<': 1} | tojson }}{{ tools is none and documents is none }}"
+    assert render(template, [], TOKENIZER, now=NOW) == '2024{"é<": 1}True'
+    assert render("{{ add_generation_prompt }}", [], TOKENIZER, add_generation_prompt=False) == "False"
 
 
 # ------------------------------------------------------------------------------------------------------ which template
@@ -248,12 +239,8 @@ for _ in range(100):
     DEEP = [DEEP]
 
 
-def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
-        **more,
-    }
+def call(**inner: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": [inner]}]
 
 
 @pytest.mark.parametrize(
@@ -265,27 +252,20 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
         ([{"role": "user", "content": ["a"]}], "content must be a string"),
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
         ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
-        ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
-        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type 'custom'"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
-        ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),
-        ([call("f", "{")], "must be JSON-serializable"),
-        ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
-        ([call("f", {"a": DEEP})], "must be a mapping of at most 64 levels"),
+        (call(type="custom", name="f", arguments={}), "type 'custom'"),
+        (call(arguments={}), "function must have name and arguments"),
+        (call(name="f", arguments={"a": 10**5000}), "must be JSON-serializable"),
+        (call(name="f", arguments={"a": DEEP}), "must be a mapping of at most 64 levels"),
     ],
 )  # fmt: skip
 def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> None:
     with pytest.raises(UsageError) as error:
         encode_chat(TOKENIZER, tiny.CHATML, messages)
     assert reason in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("tools", ["tools", ["f"], [{"a": object()}], [{"a": DEEP}]])
-def test_malformed_tools_are_usage_errors(tools: Any) -> None:
-    with pytest.raises(UsageError, match="tool"):
-        encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)
+    for tools in ("tools", [{"a": DEEP}]):
+        with pytest.raises(UsageError, match="tool"):
+            encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)  # type: ignore[arg-type]
 
 
 def test_short_forms_equal_full_ones() -> None:
@@ -298,8 +278,6 @@ def test_short_forms_equal_full_ones() -> None:
     ):
         (message,) = check_messages([short])
         assert message == full
-    (message,) = check_messages([{"role": "tool", "content": "", "name": "", "tool_call_id": None}])
-    assert message == {"role": "tool", "content": "", "name": ""}
     assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
         {"role": "assistant", "content": "x"}
     ]
@@ -307,20 +285,15 @@ def test_short_forms_equal_full_ones() -> None:
 
 # ------------------------------------------------------------------------------------- continued answers, and variables
 def test_a_last_message_of_the_assistant_is_continued(tiny_llm: Llama) -> None:
-    """The ids are those of a model that has written this text itself, for templates and for built-in formats."""
+    """The ids are those of a model that has written this text itself."""
     question = [{"role": "user", "content": "hello"}]
     begun = [*question, {"role": "assistant", "content": " the <|eot_id|>"}]
-    for format in (None, *(["llama3"] if "<|eot_id|>" in tiny_llm.tokenizer.control else [])):
-        tiny_llm.chat_format = format
-        try:
-            ids = tiny_llm.encode_chat(begun)
-            assert ids == tiny_llm.encode_chat(question) + tiny_llm.tokenizer.encode(" the <|eot_id|>")
-            options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
-            expected = "".join(map(str, tiny_llm.stream_ids(ids, **options)))
-            assert tiny_llm.chat(begun, **options).text == expected
-            assert "".join(map(str, tiny_llm.stream_chat(begun, **options))) == expected
-        finally:
-            tiny_llm.chat_format = None
+    ids = tiny_llm.encode_chat(begun)
+    assert ids == tiny_llm.encode_chat(question) + tiny_llm.tokenizer.encode(" the <|eot_id|>")
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+    expected = "".join(map(str, tiny_llm.stream_ids(ids, **options)))
+    assert tiny_llm.chat(begun, **options).text == expected
+    assert "".join(map(str, tiny_llm.stream_chat(begun, **options))) == expected
     called = [*question, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}]
     assert tiny_llm.encode_chat(called)[-1] == tiny_llm.encode_chat(question)[-1]  # a new turn begins
 

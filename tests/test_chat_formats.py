@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import llama
-from llama.chat import TEMPLATES, chat_format_of, check_format, encode_chat
+from llama.chat import TEMPLATES, chat_format_of, encode_chat
 from llama.chat.messages import ROLES
 from llama.checkpoint import open_checkpoint
 from llama.errors import TemplateError, UsageError
@@ -23,7 +23,6 @@ from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tools.convert import convert
 
 from . import tiny
-from .conftest import Run
 from .scripts import make_tiny
 from .test_chat import byte_level, spell
 from .test_tokenizer import CONTROL
@@ -50,26 +49,17 @@ def ids_of(format: str, messages: Dialog, tokenizer: Tokenizer | None = None) ->
     return encode_chat(tokenizer or VOCABULARY[format], None, messages, format=format)
 
 
-def text_of(format: str, messages: Dialog) -> str:
-    return spell(VOCABULARY[format], ids_of(format, messages))[0]
-
-
-# ------------------------------------------------------------------------------------------------- formats by hand
 DIALOG: Dialog = [{"role": "system", "content": "Be brief."}, user(" hi\n"), assistant("hello"), user("bye")]
 
 
-@pytest.mark.parametrize(
-    ("format", "expected"),
-    [
-        ("llama2", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"),
-        # The turns of dialog_prompt_tokens in meta-llama/codellama; a SentencePiece vocabulary has no other space
-        ("codellama-70b", "<s> Source: system \n\n Be brief.<step> Source: user \n\n hi<step>"
-         " Source: assistant\nDestination: user \n\n hello<step> Source: user \n\n bye<step>"
-         " Source: assistant\nDestination: user \n\n "),
-    ],
-)  # fmt: skip
-def test_formats_by_hand(format: str, expected: str) -> None:
-    assert text_of(format, DIALOG) == expected
+def test_code_llama_70b_by_hand() -> None:
+    """The turns of dialog_prompt_tokens in meta-llama/codellama; a SentencePiece vocabulary has no other space."""
+    assert spell(STEP, ids_of("codellama-70b", DIALOG))[0] == (
+        "<s> Source: system \n\n Be brief.<step> Source: user \n\n hi<step> Source: assistant\nDestination: user \n\n "
+        "hello<step> Source: user \n\n bye<step> Source: assistant\nDestination: user \n\n "
+    )
+    llama2 = "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"
+    assert spell(LLAMA2, ids_of("llama2", DIALOG))[0] == llama2
 
 
 @pytest.mark.parametrize("format", TEMPLATES)
@@ -92,27 +82,19 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
     [
         *(("llama2", [user(t)], "a message contains") for t in ("[INST]", "x [/INST]", "<<SYS>>", "<</SYS>> y")),
         ("llama2", [{"role": "system", "content": "<<SYS>>"}, user("x")], "a message contains"),
-        ("llama2", [S], "the last message must have the role user"),
         ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
         *(("codellama-70b", dialog, "the roles must be") for dialog in (
-            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
+            [assistant("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
         *((format, [user("a"), CALL, user("b")], "no tools and no calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason):
         ids_of(format, dialog)
-
-
-def test_errors_about_formats() -> None:
-    with pytest.raises(TemplateError, match="no tools"):
-        encode_chat(LLAMA2, None, [user("x")], format="llama2", tools=[{"name": "f"}])
     with pytest.raises(UsageError, match="unknown chat format 'llama4'; known: jinja, "):
-        ids_of("llama4", [user("x")], LLAMA3)
+        ids_of("llama4", dialog, LLAMA3)
     with pytest.raises(TemplateError, match=r"codellama-70b needs .*<s>, <step>.*; use llama3, which fits"):
-        ids_of("codellama-70b", [user("x")], LLAMA3)
-    with pytest.raises(TemplateError, match=r"llama3 needs .*use llm.generate"):
-        check_format("llama3", byte_level("<|im_start|>", "<|im_end|>"))
+        ids_of("codellama-70b", dialog, LLAMA3)
 
 
 def test_the_format_of_a_vocabulary() -> None:
@@ -187,9 +169,6 @@ def test_llama3_ids_are_those_of_metas_own_code() -> None:
         assert ids_of("llama3", dialog, real) == expected, dialog
 
 
-# -------------------------------------------------------------------------------------------------------- transformers
-
-
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_transformers_gives_the_ids_of_the_built_in_format(family: str, tmp_path: Path) -> None:
     """With the files that a conversion of a vocabulary in Meta's format writes."""
@@ -229,32 +208,6 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
     if to == "hf":
         theirs = AutoTokenizer.from_pretrained(proof.path)
         assert theirs.apply_chat_template(DIALOG, add_generation_prompt=True, return_dict=False) == expected
-    else:
-        from gguf import GGUFReader
-
-        field = GGUFReader(proof.path).fields["tokenizer.chat_template"]
-        assert field.contents() == TEMPLATES["llama3"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("llama2", r"the chat format llama2 needs tokens that this vocabulary does not have \(<s>, </s>\)"),
-        ("{% for m in messages %}", "the chat template: "),
-        ('{"a": 1}', "does not contain the message"),
-    ],
-)
-def test_a_template_that_does_not_fit_is_not_written(meta: Path, tmp_path: Path, choice: str, message: str) -> None:
-    with pytest.raises(TemplateError, match=message):
-        convert(meta, tmp_path / "new", "gguf", chat_template=choice)
-
-
-def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    (tmp_path / "own").write_text(tiny.CHATML)
-    convert = ("convert", str(meta), str(tmp_path / "new"), "--to", "gguf", "--chat-template")
-    assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
-    assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
-    assert clearllama(*convert, "llama4").returncode == 2
-    quantize = ("quantize", str(meta), str(tmp_path / "int8"), "--chat-template", "none")
-    assert clearllama(*quantize).returncode == 0
-    assert open_checkpoint(tmp_path / "int8").chat_template is None
+    for choice, says in (("llama2", "needs tokens that this vocabulary does not have"), ("{}", "contain the message")):
+        with pytest.raises(TemplateError, match=says):
+            convert(meta, tmp_path / "x", to, chat_template=choice)
