@@ -92,13 +92,11 @@ def test_formats(text: str, content: str, calls: list[tuple[str, dict[str, Any]]
 TEXTS = [
     "", "Hello.\n", "  { a }", '{"a": 1}', '{"name": "Tom", "parameters": {}}', '{"name": "f"}', '{"name": "f", "parameters": [1]}',
     '{"name": "f", "id": 1, "parameters": {}}', '{"name": "f", "parameters": {}, "more": 1}',
-    '{"name": "f", "parameters": {}, "arguments": {}}', '{"name": 1, "parameters": {}}',
-    '{"type": "object", "name": "f", "parameters": {}}', '{"name": "f", "parameters": {', '{"name": "f", "parameters": {}]',
-    '{"name": "f", "parameters": {"a": NaN}}', '{"name": "f", "parameters": {"a": 1e999}}',
-    '{"name": "f", "parameters": {"a": "\\ud800"}}', '{"name": "f", "parameters": {"a": "\\x"}}', 'Call {"name": "f", "parameters": {}}',
-    'See [f(a=1)]', '[f(1)]', "[f(a=1, a=2)]", "[f(**x)]", "[f(a=g())]", "[f(a=true)]", "[f(a={[]: 1})]", "[f(a=1j)]", "[f(a=1)",
-    "[f(a=1e999)]", "[f(a='x\ny')]", "[f(a=1)}", "[f]", "[]", "[g(a=1)]", "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=f'{x}')]", "f(a=1)",
-    "brave_search.call(query='x')", '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
+    '{"name": "f", "parameters": {}, "arguments": {}}', '{"name": "f", "parameters": {', '{"name": "f", "parameters": {}]',
+    '{"name": "f", "parameters": {"a": 1e999}}', '{"name": "f", "parameters": {"a": "\\ud800"}}', 'Call {"name": "f", "parameters": {}}',
+    '[f(1)]', "[f(a=1, a=2)]", "[f(**x)]", "[f(a=g())]", "[f(a={[]: 1})]", "[f(a=1j)]", "[f(a=1)",
+    "[f(a='x\ny')]", "[f(a=1)}", "[]", "[g(a=1)]", "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=f'{x}')]", "f(a=1)",
+    '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
     "<tool_call>f</tool_call>", '<tool_call>{"name": "f"</tool_call>', "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
     "<tool_call>[]</tool_call>", '<function=f>{"a": 1}</function>', "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
     '[TOOL_CALLS]f[CALL_ID]a"b[ARGS]{"a": 1}', "<|python_tag|>print(1)", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}',
@@ -147,8 +145,6 @@ def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
     assert stream.feed("[link](x)") == [" [link](x)"]
     assert stream.feed("<tool_") == []
     assert stream.feed("box>") == ["<tool_box>"]
-    assert ToolCallStream(TOOLS).feed("[Note: ") == ["[Note:"]
-    assert ToolCallStream(TOOLS).feed("{x} ") == ["{x}"]
 
 
 # ------------------------------------------------------------------------------------------- valid calls round trip
@@ -188,9 +184,8 @@ def test_calls_are_messages() -> None:
     assert calls == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "x"}]
     (message,) = check_messages([{"role": "assistant", "content": content, "tool_calls": calls}])
     assert message["tool_calls"] == calls
-    for tool in ({}, {"name": 3}, {"function": "f"}):
-        with pytest.raises(UsageError, match="must have a function with a name"):
-            ToolCallStream([tool])
+    with pytest.raises(UsageError, match="must have a function with a name"):
+        ToolCallStream([{"function": "f"}])
 
 
 # ------------------------------------------------------------------------------------------------------ huge texts
