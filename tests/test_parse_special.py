@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 from tokenizers import Tokenizer as Backend
 
 from llama.chat import encode_chat, render
-from llama.errors import TokenizerError, UsageError
+from llama.errors import TokenizerError
 from llama.text import Llama
 
 from .conftest import Run
-from .test_control_ids import MODEL, OTHERS, TEMPLATE, TURNS
+from .test_control_ids import OTHERS, TEMPLATE, TURNS
 from .test_tokenizer import pieces_json
 from .test_tokenizer_files import LIBRARY, added, opened, source
 
@@ -59,13 +58,6 @@ def test_random_flags_of_added_tokens_give_the_librarys_ids(seed: int) -> None:
         assert ours.encode(text) == without, (text, found["added_tokens"])
 
 
-def test_ids_of_sentencepiece_are_those_of_its_library_between_control_ids() -> None:
-    tokenizer, library = TURNS["tokenizer.model"], sentencepiece.SentencePieceProcessor(model_proto=MODEL)
-    start = tokenizer.control["<start_of_turn>"]
-    expected = [start, *library.encode("the dog"), tokenizer.eos_id, *library.encode(" bites")]
-    assert tokenizer.encode("<start_of_turn>the dog</s> bites", parse_special=True) == expected
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_without_the_request_text_stays_text(name: str) -> None:
     tokenizer = KINDS[name]
@@ -85,22 +77,13 @@ def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
     expected = tiny_llm.chat([{"role": "user", "content": "hello"}], **options).tokens
     assert tiny_llm.generate(PROMPT, parse_special=True, **options).tokens == expected
     assert [c.tokens for c in tiny_llm.generate([PROMPT], parse_special=True, **options)] == [expected]
-    special, plain = (tiny_llm.tokenizer.encode(PROMPT, parse_special=parse) for parse in (True, False))
-    assert tiny_llm.generate(PROMPT, **options).stats.prompt_tokens == len(plain) > len(special)
-    with pytest.raises(UsageError, match="unknown option 'parse_special'"):
-        tiny_llm.chat([{"role": "user", "content": "hello"}], parse_special=True)
 
 
-def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf: Path) -> None:
     command = ("generate", "-m", str(tiny_gguf), "--json", "-n", "6", "--temp", "2", "--seed", "1", "--dtype", "fp32")
     chat = json.loads(clearllama(*command, "hello").stdout)
     special = clearllama(*command, "--raw", "--parse-special", PROMPT)
     plain = clearllama(*command, "--raw", PROMPT)
     assert json.loads(special.stdout)["tokens"] == chat["tokens"]
-    assert b"as plain text" not in special.stderr
     assert json.loads(plain.stdout)["prompt_tokens"] > chat["prompt_tokens"]
-    hint = b"the prompt contains <|im_start|>, <|im_end|> as plain text; --parse-special enables control tokens"
-    assert [line for line in plain.stderr.splitlines() if hint in line]
-    wrong = clearllama(*command[:3], "--parse-special", "hi")
-    assert (wrong.returncode, wrong.stdout, wrong.stderr.count(b"\n")) == (2, b"", 1)
-    assert b"--parse-special needs --raw" in wrong.stderr
+    assert b"<|im_end|> as plain text; --parse-special enables control tokens" in plain.stderr
