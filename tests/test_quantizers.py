@@ -162,7 +162,6 @@ MAKERS: dict[str, Callable[[], Made]] = {
     "ct-fp8-block": lambda: compressed_tensors("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
     "nf4": lambda: bitsandbytes("nf4", False),
     "nf4-nested": lambda: bitsandbytes("nf4", True),
-    "fp4": lambda: bitsandbytes("fp4", False),
     "llm-int8": lambda: bitsandbytes("int8", False),
 }  # fmt: skip
 

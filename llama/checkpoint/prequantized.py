@@ -152,9 +152,8 @@ class AWQ(Method):
     tensors = ("qweight", "qzeros", "scales")
 
     def __init__(self, fields: Fields):
-        old = "w_bit" in fields.values
-        _choice(fields, "w_bit" if old else "bits", (4,))
-        self.group = _group_size(fields, "q_group_size" if old else "group_size")
+        _choice(fields, "bits", (4,))
+        self.group = _group_size(fields, "group_size")
         for key in ("version", "format", "checkpoint_format"):
             _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
 
@@ -283,7 +282,9 @@ def _by_row(values: Tensor, rows: int, groups: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
-STATES = {"weight.quant_state.bitsandbytes__nf4": "NF4", "weight.quant_state.bitsandbytes__fp4": "FP4"}
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 class BitsAndBytes(Method):
@@ -294,13 +295,13 @@ class BitsAndBytes(Method):
 
     name = "bitsandbytes"
     tensors = (
-        *STATES, "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "weight",
+        STATE, "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "weight",
         "SCB", "weight_format",
     )  # fmt: skip
 
     def matrix(self, layer: Layer) -> Matrix:
-        if state := next((key for key in STATES if key in layer), None):
-            return self._codebook(layer, STATES[state], layer[state])
+        if STATE in layer:
+            return self._codebook(layer, layer[STATE])
         weight = layer.matrix("weight", ("I8",))
         if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
             raise layer["weight_format"].error("expected 0, the layout by rows; other layouts are for GPU kernels")
@@ -308,8 +309,8 @@ class BitsAndBytes(Method):
         scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
         return Integers((rows, columns), 8, columns, _signed_bytes(weight), scale).matrix("bitsandbytes int8")
 
-    def _codebook(self, layer: Layer, label: str, state: StoredTensor) -> Matrix:
-        """A weight in 4 bits. Its quant_state is JSON with the shape and the sizes of the blocks."""
+    def _codebook(self, layer: Layer, state: StoredTensor) -> Matrix:
+        """A weight in NF4. Its quant_state is JSON with the shape and the sizes of the blocks."""
         where, text = f"{state.path}: {state.name}", state.expect(("U8",), state.shape).read().numpy().tobytes()
         fields = Fields(parse_json(text, where), where)
         nested = "weight.nested_absmax" in layer
@@ -341,7 +342,7 @@ class BitsAndBytes(Method):
             found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
             return found.view(-1, columns)
 
-        return Matrix(label, (rows, columns), floats)
+        return Matrix("NF4", (rows, columns), floats)
 
 
 # quant_method -> method
@@ -352,19 +353,13 @@ METHODS: dict[str, type[Method]] = {
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
-OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
 def read_scheme(folder: Path) -> Fields | None:
     """The description of the quantization; None if there is none. Raises CheckpointError, ConfigError."""
     settings = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    for key in ("quantization_config", "compression_config"):  # the second is compressed-tensors' before 0.5
-        if (scheme := settings.get(key, dict, None)) is not None:
-            return Fields(scheme, f"{settings.where}: {key}")
-    for name, method in OLD.items():
-        if (folder / name).is_file():
-            return Fields({"quant_method": method, **read_json(folder / name)}, str(folder / name))
-    return None
+    scheme = settings.get("quantization_config", dict, None)
+    return None if scheme is None else Fields(scheme, f"{settings.where}: quantization_config")
 
 
 class PrequantizedCheckpoint(HuggingFaceCheckpoint):
