@@ -28,7 +28,7 @@ from llama.weights import read_quantized
 
 from .test_huggingface import compare, edit, tokens, write
 from .test_kernels import needs_kernels
-from .test_quantizers import COLUMNS, MAKERS, ROWS, Made, check, in_memory, recorded
+from .test_quantizers import COLUMNS, ROWS, Made, check, in_memory, recorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,7 +77,7 @@ def change(folder: Path, of: Callable[[dict[str, Tensor]], object]) -> None:
     save_file(state, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_logits_integers_and_scales_are_those_of_the_program(tmp_path: Path, name: str) -> None:
     """Also with the rows of wq in the model's order."""
     model, (format, label) = folder_of(tmp_path, name), KINDS[name]
@@ -260,7 +260,7 @@ def damages(tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
     yield "ones", torch.full_like(tensor.view(torch.uint8) if tensor.dim() else tensor, 255).view(tensor.dtype)
 
 
-DAMAGED: dict[str, Callable[[], Made]] = {**VARIANTS, **{name: lambda name=name: recorded(name) for name in MAKERS}}
+DAMAGED: dict[str, Callable[[], Made]] = {**VARIANTS, **{name: lambda name=name: recorded(name) for name in KINDS}}
 # Parts that may be missing, be one number, or have another shape with the same bytes
 OPTIONAL = ("g_idx", "weight_format")
 SINGLE = ("weight_scale", "weight_scale_inv", "weight_format")

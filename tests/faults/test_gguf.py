@@ -45,55 +45,33 @@ def file(entries: list[bytes], tensors: list[bytes] = (), data: int = 0, **heade
     return body + bytes(-len(body) % 32) + bytes(data)
 
 
-def aligned(type: int, value: bytes) -> bytes:
-    return file([entry(b"general.alignment", type, value)])
-
-
 HUGE = (2**31, 2**32, 2**63, 2**64 - 1)
 # Required text of the message -> files
 CRAFTED: dict[str, list[bytes]] = {
     "the header needs": [
         *(file([entry(b"k", 9, array(type, n))]) for n in HUGE for type in (0, 12, 8)),
         *(file([], n_kv=n) for n in HUGE),
-        file([entry(b"k", 0, b"")])[:37],
     ],
     "a string ends at byte": [
-        file([entry(b"k", 9, array(8, 2, string(b"a") + string(b"b", 2**62)))]),
         *(file([entry(b"k", 8, string(b"", n))]) for n in HUGE),
-        *(file([string(b"", n) + bytes(20)]) for n in (2**40, 2**64 - 1)),
         *(file([], [string(b"", n) + bytes(24)]) for n in (2**40, 2**64 - 1)),
     ],
-    "is cut or not UTF-8": [
-        *(file([], n_tensors=n)[:24] for n in HUGE),
-        file([entry(b"\xff\xfe", 0, b"x")]),
-        file([entry(b"k", 8, string(b"\xff"))]),
-    ],
-    "expected a number or a string": [
-        *(file([entry(b"k", 9, array(9, n) * times)]) for n, times in ((1, 1), (1, 5000), (2**63, 1))),
-        file([entry(b"k", 13, bytes(8))]),
-    ],
-    "begins with b'GGUG": [file([], magic=b"GGUG")],
-    "has GGUF version": [*(file([], version=n) for n in (0, 1, 4, 99)), b"GGUF" + struct.pack(">IQQ", 3, 0, 0)],
+    "is cut or not UTF-8": [*(file([], n_tensors=n)[:24] for n in HUGE), file([entry(b"k", 8, string(b"\xff"))])],
+    "expected a number or a string": [file([entry(b"k", 9, array(9, 1) * 5000)]), file([entry(b"k", 13, bytes(8))])],
+    "has GGUF version": [*(file([], version=n) for n in (0, 1, 4)), b"GGUF" + struct.pack(">IQQ", 3, 0, 0)],
     "dimensions, expected 1 to 4": [file([], [tensor(dims=dims)], 128) for dims in ((), (1, 1, 1, 1, 32))],
     "has the unknown type 999": [file([], [tensor(type=999)], 128)],
-    "in blocks of": [file([], [tensor(dims=(n,), type=type)], 128) for n, type in ((33, 2), (32, 16))],
+    "in blocks of": [file([], [tensor(dims=(33,), type=2)], 128)],
     "the file has": [
         file([], [tensor(dims=(2**32 + 1, 2**32 - 1, 2**32, 2**32 + 4))], 128),  # the product wraps to 4
-        file([], [tensor(dims=(2**32, 2**32, 4))], 128),
-        file([], [tensor(dims=(256, 2**50), type=16)], 128),
-        file([], [tensor(offset=2**40)], 128),
         file([], [tensor()], 127),
         *(file([], [tensor(b"a"), tensor(b"b", offset=n)], 256) for n in (0, 1, 127)),
-        *(file([], [tensor(b"a", offset=n), tensor(b"b", offset=32)], 256) for n in (31, 33, 159)),
     ],
     "key k occurs twice": [file([entry(b"k", 0, b"x")] * 2)],
     "tensor t occurs twice": [file([], [tensor(), tensor(offset=128)], 256)],
     "expected a power of two": [
-        *(aligned(4, struct.pack("<I", n)) for n in (0, 3, 33)),
-        aligned(8, string(b"32")),
-        aligned(9, array(4, 2, bytes(8))),
-        aligned(5, struct.pack("<i", -32)),
-        aligned(6, struct.pack("<f", 32)),
+        file([entry(b"general.alignment", type, value)])
+        for type, value in ((4, bytes(4)), (4, b"\3\0\0\0"), (8, string(b"32")), (6, struct.pack("<f", 32)))
     ],
 }  # fmt: skip
 

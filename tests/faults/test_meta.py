@@ -7,9 +7,7 @@ import shutil
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -156,28 +154,6 @@ def test_a_flipped_bit_of_the_pickle_is_found(original: Path, tmp_path: Path) ->
     finally:
         torch.serialization.set_crc32_options(True)
     assert read_torch(tmp_path / FILE)["a"].tolist() == [1, 1]
-
-
-STATES: dict[str, Callable[[], dict[str, Any]]] = {
-    "parameters": lambda: {"a": torch.nn.Parameter(torch.randn(2, 3)), "b": torch.ones(3)},
-    "shared": lambda: (lambda t: {"a": t, "b": t, "c": t[1:], "d": t.T})(torch.randn(4, 5)),
-    "no values": lambda: {"a": torch.empty(0, 3), "b": torch.ones(()), "c": torch.ones(2)},
-    "every dtype": lambda: {str(d): torch.arange(8).to(d) for d in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32,
-        torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, name: str) -> None:
-    state = STATES[name]()
-    torch.save(state, tmp_path / "a.pth")
-    found = read_torch(tmp_path / "a.pth")
-    assert list(found) == list(state)
-    for key, value in state.items():
-        assert torch.equal(found[key].double(), value.double())
-        assert (found[key].dtype, found[key].stride()) == (value.dtype, value.stride())
-        assert not found[key].requires_grad
 
 
 @pytest.mark.filterwarnings("ignore")
