@@ -22,7 +22,8 @@ from llama.tokenizer.write import gguf_metadata
 
 from . import tiny
 from .scripts import make_tiny
-from .test_continuation import TOKENS, piece_json, piece_metadata
+from .test_tokenizer import piece_metadata, pieces_json
+from .test_tokenizer_files import LIBRARY
 
 TEXT, SCORE = 1, 2  # fields of a SentencePiece
 START, END = "<start_of_turn>", "<end_of_turn>"
@@ -79,12 +80,19 @@ TURNS: dict[str, Tokenizer] = {
 TIKTOKEN = make_tiny.tiktoken_model(512)
 OTHERS: dict[str, Tokenizer] = {
     "GGUF": from_metadata(tiny.byte_vocabulary(), "x"),
-    "GGUF, pieces": from_metadata(piece_metadata(), "x"),
-    "tokenizer.json, pieces": HuggingFaceTokenizer(piece_json(metaspace=True), "x", {}, Named([1], [2, 260])),
+    "GGUF, pieces": from_metadata(piece_metadata(LIBRARY), "x"),
+    "tokenizer.json, pieces": HuggingFaceTokenizer(pieces_json(LIBRARY, legacy=False), "x", {}, Named([1], [2, 260])),
     "tokenizer.model, plain": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "x", Named((), [300])),
     "tiktoken": TiktokenTokenizer(TIKTOKEN, "x", Named((), [TiktokenTokenizer(TIKTOKEN, "x").n_vocab - 1])),
 }
-TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, *TOKENS, "the</s><|im_end|><|eot_id|>", "".join(map(chr, range(128))))
+TEXTS = (
+    "a<end_of_turn>b",
+    USER,
+    *PLAIN_ADDED,
+    "<0x41><unk> Bull dog",
+    "the</s><|im_end|><|eot_id|>",
+    "".join(map(chr, range(99))),
+)
 
 
 @pytest.mark.parametrize("name", [*TURNS, *OTHERS])
