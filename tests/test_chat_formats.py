@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import random
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,35 +110,11 @@ def test_the_format_of_a_vocabulary() -> None:
 
 # ------------------------------------------------------------------------------------------------------ Meta's own code
 TEXTS = ["", " ", "a b ", " \nc\n", "zwölf 123456", "日本語 😀", "def f():\n\treturn 1", "It's", "é\u0301 \u3000x"]
-ORACLE = """
-import importlib.util, json, pathlib, sys, types
-
-files = json.loads(sys.argv[1])
-for name in ("PIL", "PIL.Image", "llama_models", "llama_models.llama3"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = []
-sys.modules["PIL.Image"].Image = object
-for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format"):
-    spec = importlib.util.spec_from_file_location("llama_models." + name, files[name])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-chat = module.ChatFormat(sys.modules["llama_models.llama3.tokenizer"].Tokenizer(pathlib.Path(files["model"])))
-dialogs = [[module.RawMessage(**message) for message in dialog] for dialog in json.load(sys.stdin)]
-print(json.dumps([chat.encode_dialog_prompt(dialog).tokens for dialog in dialogs]))
-"""
 
 WHEEL = "llama-models==0.3.0"
-MEMBERS = {
-    name: f"llama_models/{name.replace('.', '/')}.py"
-    for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format")
-} | {"model": "llama_models/llama3/tokenizer.model"}
 
 
-def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with the fields of Meta's RawMessage."""
-    role = "tool" if message["role"] == "ipython" else message["role"]
-    return {**message, "role": role, "stop_reason": "end_of_turn", "tool_calls": []}
+MODULES = ("tokenizer_utils", "datatypes", "llama3/tokenizer", "llama3/tool_utils", "llama3/chat_format")
 
 
 def random_dialog(family: str, choose: random.Random, texts: Sequence[str] = TEXTS) -> Dialog:
@@ -153,20 +129,22 @@ def random_dialog(family: str, choose: random.Random, texts: Sequence[str] = TEX
     return [message("system")] * choose.randint(0, 1) + turns
 
 
-def test_llama3_ids_are_those_of_metas_own_code() -> None:
+def test_llama3_ids_are_those_of_metas_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pydantic", reason="Meta's messages are pydantic models")
-    files = {name: wheel_member(WHEEL, member) for name, member in MEMBERS.items()}  # the package has more dependencies
-    real = open_tokenizer(files["model"])
-    choose = random.Random(0)
-    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES]
-    dialogs = [random_dialog("llama3", choose, texts) for _ in range(300)]
-    answer = subprocess.run(
-        [sys.executable, "-c", ORACLE, json.dumps({name: str(path) for name, path in files.items()})],
-        input=json.dumps([[as_meta(message) for message in dialog] for dialog in dialogs]),
-        stdout=subprocess.PIPE, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    for dialog, expected in zip(dialogs, json.loads(answer.stdout), strict=True):
-        assert ids_of("llama3", dialog, real) == expected, dialog
+    files = [wheel_member(WHEEL, f"llama_models/{name}.py") for name in MODULES]
+    monkeypatch.syspath_prepend(str(files[0].parents[1]))
+    monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(Image=SimpleNamespace(Image=object)))
+    code = importlib.import_module("llama_models.llama3.chat_format")
+    path = wheel_member(WHEEL, "llama_models/llama3/tokenizer.model")
+    meta, real, choose = code.ChatFormat(code.Tokenizer(path)), open_tokenizer(path), random.Random(0)
+    for _ in range(300):
+        dialog = random_dialog("llama3", choose, [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES])
+        roles = ["tool" if message["role"] == "ipython" else message["role"] for message in dialog]
+        raw = [
+            code.RawMessage(role=role, content=message["content"], stop_reason="end_of_turn", tool_calls=[])
+            for role, message in zip(roles, dialog, strict=True)
+        ]
+        assert ids_of("llama3", dialog, real) == meta.encode_dialog_prompt(raw).tokens, dialog
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -85,14 +85,7 @@ OTHERS: dict[str, Tokenizer] = {
     "tokenizer.model, plain": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "x", Named((), [300])),
     "tiktoken": TiktokenTokenizer(TIKTOKEN, "x", Named((), [TiktokenTokenizer(TIKTOKEN, "x").n_vocab - 1])),
 }
-TEXTS = (
-    "a<end_of_turn>b",
-    USER,
-    *PLAIN_ADDED,
-    "<0x41><unk> Bull dog",
-    "the</s><|im_end|><|eot_id|>",
-    "".join(map(chr, range(99))),
-)
+TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, "<0x41><unk> dog", "the</s><|im_end|>", "".join(map(chr, range(99))))
 
 
 @pytest.mark.parametrize("name", [*TURNS, *OTHERS])
