@@ -113,25 +113,6 @@ def test_a_type_that_is_not_supported_is_an_error(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "x.gguf").tensors["w"].read()
 
 
-@pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-def test_a_weight_is_multiplied_by_its_factor(tmp_path: Path, quantization: str) -> None:
-    """llama.cpp writes factors for NVFP4, and applies them to weights of every type."""
-    state, factor = tiny.weights(), torch.tensor([0.37])
-    extra = {"blk.0.attn_q.scale": factor, "blk.1.ffn_up.scale": factor, "blk.1.ffn_up.input_scale": 5 * factor}
-    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", quantization=quantization, extra=extra))
-    plain = open_checkpoint(tiny.write_gguf(tmp_path / "plain.gguf", quantization=quantization))
-    for name in state:
-        changed = name in ("layers.0.attention.wq.weight", "layers.1.feed_forward.w_up.weight")
-        expected = plain.tensor(name) * (0.37 if changed else 1)
-        torch.testing.assert_close(checkpoint.tensor(name), expected, rtol=1e-6, atol=0)
-        if expected.dim() == 2:
-            assert torch.equal(checkpoint.piece(name, slice(3, 9), slice(32)), checkpoint.tensor(name)[3:9, :32])
-            assert (checkpoint.blocks(name) is None) == (quantization == "F32" or changed)
-    path = tiny.write_gguf(tmp_path / "wrong.gguf", extra={"blk.0.attn_q.scale": torch.tensor([math.nan])})
-    with pytest.raises(DamagedError, match=r"blk\.0\.attn_q\.scale must be one finite number"):
-        open_checkpoint(path)
-
-
 def test_reading_never_changes_the_file(tiny_gguf: Path) -> None:
     before, model = tiny_gguf.read_bytes(), load(tiny_gguf)
     model.norm.weight.fill_(9)  # float32 weights are in the mapped file; a write goes to a private copy
