@@ -202,7 +202,34 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache
-def test_the_name_of_a_kernel_library_contains_all_that_it_is_built_from(
+def compiled_name(**fields: Any) -> str:
+    model = tiny.model(dataclasses.replace(tiny.CONFIG, **fields), rope="real")
+    return compiled.fingerprint(model, model.layers[0], "model")
+
+
+LIBRARY = [
+    (kernels, "COMMON", kernels.COMMON + " -g"),
+    (kernels, "FORMS", {"avx2": "-mavx2"}),
+    (torch, "__version__", "0"),
+]
+STEP = [(torch, "__version__", "0"), (torch, "get_num_threads", lambda: 77), (kernels, "sources", lambda: "other"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "other"), (Path, "read_bytes", lambda path: b"other")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), [(lambda: kernels._location("avx2"), LIBRARY), (compiled_name, STEP)])
+def test_a_name_in_the_cache_contains_all_that_its_content_is_built_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Callable[[], Any], changes: list[tuple[Any, str, Any]]
+) -> None:
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "cache"))
+    names = {name()}
+    for where, attribute, new in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, attribute, new)
+            names.add(name())
+    assert len(names) == 1 + len(changes)
+
+
+def test_the_names_in_the_cache_contain_the_sources_and_the_architecture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "cache"))
@@ -210,40 +237,11 @@ def test_the_name_of_a_kernel_library_contains_all_that_it_is_built_from(
     plain = kernels._location("avx2")
     monkeypatch.setattr(kernels, "SOURCE", tmp_path / "cpp" / kernels.SOURCE.name)
     assert kernels._location("avx2") == plain  # the content counts, not the place
-    changed = [kernels._location("avx512")]
     for path in sorted((tmp_path / "cpp").iterdir()):
         text = path.read_text()
         path.write_text(text + "\n")
-        changed.append(kernels._location("avx2"))
+        assert kernels._location("avx2") != plain, path
         path.write_text(text)
-    others = (
-        (kernels, "COMMON", kernels.COMMON + " -g"),
-        (kernels, "FORMS", {"avx2": "-mavx2"}),
-        (torch, "__version__", "0"),
-    )
-    for where, attribute, new in others:
-        with monkeypatch.context() as patch:
-            patch.setattr(where, attribute, new)
-            changed.append(kernels._location("avx2"))
-    assert len({plain, *changed}) == 1 + len(changed)
-
-
-def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    def name(**fields: Any) -> str:
-        model = tiny.model(dataclasses.replace(tiny.CONFIG, **fields), rope="real")
-        return compiled.fingerprint(model, model.layers[0], "model")
-
-    plain, threads = name(), torch.get_num_threads()
     fields = {"norm_eps": 1e-6, "rope_theta": 2e4, "hidden_dim": 80, "n_kv_heads": 4, "n_layers": 3}
-    changed = [name(**{field: value}) for field, value in fields.items()]
-    for where, attribute, new in (
-        (torch, "__version__", "0"),
-        (torch, "get_num_threads", lambda: threads + 1),
-        (torch.backends.cpu, "get_cpu_capability", lambda: "other"),
-        (kernels, "sources", lambda: "other"),
-        (Path, "read_bytes", lambda path: b"other"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(where, attribute, new)
-            changed.append(name())
-    assert len({plain, *changed}) == 1 + len(changed)
+    names = {compiled_name(**{field: value}) for field, value in fields.items()}
+    assert len({compiled_name(), *names}) == 6
