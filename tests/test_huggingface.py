@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
 import llama
-from llama import loader
 from llama.checkpoint import huggingface, open_checkpoint
 from llama.errors import LlamaError
 from llama.generate import generate
@@ -161,18 +160,6 @@ def test_scalings_by_length_generate_the_text_of_transformers(
     assert [token.id for token in found] == expected
 
 
-def test_other_dtypes_are_read(tmp_path: Path) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        folder = tmp_path / str(dtype)
-        write(folder, dtype=dtype, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        compare(folder, model)
-        packed, expected = loader.build(open_checkpoint(folder), "cpu", "bfloat16", fast=True), model(tokens(30)).logits
-        assert float((packed(tokens(30)) - expected).norm() / expected.norm()) < 0.03
-    with pytest.raises(LlamaError, match=r"no tokenizer\.json or tokenizer\.model"):
-        llama.load(folder)
-
-
 # ------------------------------------------------------------------------------------------------------------- files
 def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> None:
     model = write(tmp_path / "one")
@@ -214,10 +201,9 @@ def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, s
     change_state(tmp_path, change)
     compare(tmp_path, model)
     if stored == "both":
-        for other in (model.lm_head.weight.detach() + 1, model.lm_head.weight.detach().half(), torch.ones(3, 64)):
-            change_state(tmp_path, lambda state, other=other: state.update({HEAD: other}))
-            with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
-                open_checkpoint(tmp_path)
+        change_state(tmp_path, lambda state: state.update({HEAD: model.lm_head.weight.detach() + 1}))
+        with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
+            open_checkpoint(tmp_path)
 
 
 # ------------------------------------------------------------------------------------- tokens, sampling, templates

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import llama
 from llama.checkpoint import open_checkpoint
 from llama.config import ModelConfig
-from llama.engine import kernels, quantized_weight
+from llama.engine import kernels
 from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear, quantize_
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.errors import CheckpointError, UsageError
@@ -115,18 +115,6 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
                 torch.testing.assert_close(*errors, rtol=1e-5, atol=1e-12)
                 assert float((ours.quants != theirs.quants).double().mean()) < 0.01
             assert torch.equal(found[-1], pack(unpack(found, *shape, scheme))[-1])  # the padding is the same too
-
-
-@needs_kernels
-def test_a_weight_in_memory_is_quantized_by_one_call_and_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    w, results, call = normal(75, 96), [], kernels.quantize_to_tiles
-    monkeypatch.setattr(kernels, "quantize_to_tiles", lambda *given: results.append(call(*given)) or results[-1])
-    whole = QuantizedWeight.from_float(w, (75, 96), FORMATS["int4"]).tiles()
-    assert [result.data_ptr() for result in results] == [whole.data_ptr()]  # not copied
-    monkeypatch.setattr(quantized_weight, "PIECE", 17 * 96)
-    pieces = QuantizedWeight.from_float(w.__getitem__, (75, 96), FORMATS["int4"]).tiles()
-    assert len(results) == 1 + 3  # 32, 32 and 11 rows
-    assert torch.equal(pieces, whole)
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
@@ -253,15 +241,6 @@ def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     layers = [module for name, module in model.layers.named_modules() if isinstance(module, TileLinear)]
     assert {module.bits for module in layers} == {SCHEMES[scheme].format.bits}
     assert model.output.bits == (8 if SCHEMES[scheme].output else SCHEMES[scheme].format.bits)
-
-
-def test_quantizing_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernels, "ready", lambda: False)
-    path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE)
-    with pytest.raises(UsageError, match=r"requires the C\+\+ kernels on this CPU"):
-        load_model(path, device="cpu", quantize="int8")
-    with pytest.raises(UsageError, match=r"requires the C\+\+ kernels on this CPU"):
-        quantize_(tiny.model(), "int8")
 
 
 TOKENS = torch.randint(3, 260, (1, 20), generator=torch.Generator().manual_seed(1))

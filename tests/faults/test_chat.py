@@ -105,11 +105,6 @@ def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
     assert attempt("generate", "x", *RUN, "-m", path).survived()  # continues the text, with a note
 
 
-def test_a_message_of_a_megabyte_is_rejected(tiny_gguf: Path, attempt: Try) -> None:
-    text = b"hello " * 175_000
-    attempt("generate", *RUN, "-m", tiny_gguf, stdin=text).refused("characters", "the context holds at most")
-
-
 def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
     """Nothing is silently removed, especially not the system message; the chat continues, and the exit code is 1."""
     for end in (b"", b"/exit\n"):
