@@ -33,8 +33,7 @@ Dialog = list[dict[str, Any]]
 
 LLAMA3_NAMES = CONTROL[:12]
 LLAMA3, LLAMA2 = byte_level(*LLAMA3_NAMES), byte_level("<s>", "</s>")
-STEP = byte_level("<s>", "</s>", "<step>")
-VOCABULARY = {"llama3": LLAMA3, "llama2": LLAMA2, "codellama-70b": STEP}
+VOCABULARY = {"llama3": LLAMA3, "llama2": LLAMA2}
 
 
 def user(text: str) -> dict[str, str]:
@@ -52,12 +51,7 @@ def ids_of(format: str, messages: Dialog, tokenizer: Tokenizer | None = None) ->
 DIALOG: Dialog = [{"role": "system", "content": "Be brief."}, user(" hi\n"), assistant("hello"), user("bye")]
 
 
-def test_code_llama_70b_by_hand() -> None:
-    """The turns of dialog_prompt_tokens in meta-llama/codellama; a SentencePiece vocabulary has no other space."""
-    assert spell(STEP, ids_of("codellama-70b", DIALOG))[0] == (
-        "<s> Source: system \n\n Be brief.<step> Source: user \n\n hi<step> Source: assistant\nDestination: user \n\n "
-        "hello<step> Source: user \n\n bye<step> Source: assistant\nDestination: user \n\n "
-    )
+def test_llama2_by_hand() -> None:
     llama2 = "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"
     assert spell(LLAMA2, ids_of("llama2", DIALOG))[0] == llama2
 
@@ -82,8 +76,8 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
     [
         *(("llama2", [user(t)], "a message contains") for t in ("[INST]", "x [/INST]", "<<SYS>>", "<</SYS>> y")),
         ("llama2", [{"role": "system", "content": "<<SYS>>"}, user("x")], "a message contains"),
-        ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
-        *(("codellama-70b", dialog, "the roles must be") for dialog in (
+        ("llama2", [user("a"), assistant("b")], "the last message must have the role user"),
+        *(("llama2", dialog, "the roles must be") for dialog in (
             [assistant("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
         *((format, [user("a"), CALL, user("b")], "no tools and no calls") for format in TEMPLATES),
     ],
@@ -93,14 +87,14 @@ def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, 
         ids_of(format, dialog)
     with pytest.raises(UsageError, match="unknown chat format 'llama4'; known: jinja, "):
         ids_of("llama4", dialog, LLAMA3)
-    with pytest.raises(TemplateError, match=r"codellama-70b needs .*<s>, <step>.*; use llama3, which fits"):
-        ids_of("codellama-70b", dialog, LLAMA3)
+    with pytest.raises(TemplateError, match=r"llama2 needs .*<s>, </s>.*; use llama3, which fits"):
+        ids_of("llama2", dialog, LLAMA3)
 
 
 def test_the_format_of_a_vocabulary() -> None:
     for name, tokenizer in VOCABULARY.items():
         assert chat_format_of(tokenizer) == name
-    for tokens in (("<s>", "x"), ("<|begin_of_text|>", "<|eot_id|>")):
+    for tokens in (("<s>", "x"), ("<s>", "</s>", "<step>"), ("<|begin_of_text|>", "<|eot_id|>")):
         assert chat_format_of(byte_level(*tokens)) is None
     llm = Llama(tiny.model(), LLAMA3, tiny.CHATML, chat_format="llama3")
     assert (
@@ -153,7 +147,7 @@ def test_transformers_gives_the_ids_of_the_built_in_format(family: str, tmp_path
     if family == "llama3":
         ours: Tokenizer = TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny")
     else:
-        ours = trained(tmp_path, control_symbols=["<step>"])
+        ours = trained(tmp_path)
     theirs, template, choose = auto(ours, tmp_path), TEMPLATES[family], random.Random(1)
     for _ in range(60):
         dialog = random_dialog(family, choose)

@@ -54,14 +54,6 @@ EXPRESSIONS = {
     **{name: [LLAMA3] for name in ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe")},
     **{name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen")},
     "tekken": [TEKKEN],
-    # The letters with case are written as categories here and as ranges of an older Unicode in the file.
-    "deepseek-llm": [
-        r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+\Z",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
-    ],
-    "deepseek-coder": [
-        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
-    ],
     "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
 }  # fmt: skip
 

@@ -238,7 +238,7 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
     )
     add(
         parser,
-        ("--chat-format", ["auto", "jinja", "llama2", "llama3", "codellama-70b"], about),
+        ("--chat-format", ["auto", "jinja", "llama2", "llama3"], about),
         ("--template-option", "NAME=VALUE", variable, MANY),
     )
 
@@ -246,7 +246,7 @@ def add_chat_format(parser: argparse.ArgumentParser, otherwise: str = "the forma
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
     """Add --chat-template."""
     about = (
-        "the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the source's"
+        "the chat template to write: llama2, llama3, none, or a Jinja file (default: auto, the source's"
         " template; for Meta's format, which has none, the one that fits the vocabulary if the name of the source"
         " folder contains instruct or chat)"
     )
