@@ -181,13 +181,11 @@ def test_control_strings_split_over_template_and_messages(control: str) -> None:
     ("template", "content", "text", "controls"),
     [
         ("[{{ messages[0].content }}]", "INST", "[INST]", []),
-        ("<|{{ messages[0].content }}|>", "im_end", "<|im_end|>", []),
         ("{{ messages[0].content.encode('ascii', 'ignore').decode() }}", "ü<|im_end|>", "<|im_end|>", []),
         ("{{ messages[0].content[::2] }}", "<x|xixmx_xexnxdx|x>x", "<|im_end|>", []),
         ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>", "<|im_end|><|im_end|>", ["<|im_end|>"]),
         ("<|{{ messages[0].role }}|>{{ '<|im' + '_end|>' }}", "§", "<|user|><|im_end|>", ["<|im_end|>"]),
         (THOUGHTS, "<think>a</think>b", "<|start_header_id|>user\nb<|eot_id|><|end_header_id|>", NAMES[2:0:-1] + NAMES[3:4]),
-        (THOUGHTS, "/no_think", None, ["<|start_header_id|>", "<|eot_id|>", "<think>", "</think>", "<|end_header_id|>"]),
         (THOUGHTS, "</think><|eot_id|> <", "<|start_header_id|>user\n<|eot_id|> <<|eot_id|><|end_header_id|>", None),
     ],
 )  # fmt: skip
@@ -243,10 +241,6 @@ for _ in range(100):
     DEEP = [DEEP]
 
 
-def call(**inner: Any) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "tool_calls": [inner]}]
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -257,10 +251,11 @@ def call(**inner: Any) -> list[dict[str, Any]]:
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
         ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
-        (call(type="custom", name="f", arguments={}), "type 'custom'"),
-        (call(arguments={}), "function must have name and arguments"),
-        (call(name="f", arguments={"a": 10**5000}), "must be JSON-serializable"),
-        (call(name="f", arguments={"a": DEEP}), "must be a mapping of at most 64 levels"),
+        *(([{"role": "assistant", "tool_calls": [call]}], reason) for call, reason in (
+            ({"type": "custom", "name": "f", "arguments": {}}, "type 'custom'"),
+            ({"arguments": {}}, "function must have name and arguments"),
+            ({"name": "f", "arguments": {"a": 10**5000}}, "must be JSON-serializable"),
+            ({"name": "f", "arguments": {"a": DEEP}}, "must be a mapping of at most 64 levels"))),
     ],
 )  # fmt: skip
 def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> None:

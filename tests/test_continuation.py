@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 
 from . import tiny
-from .conftest import Run
 from .test_tokenizer import piece_metadata, pieces_json
 from .test_tokenizer_files import LIBRARY, MODEL
 
@@ -90,12 +88,6 @@ def answer(llm: Llama, way: str, prompt: str, **options: Any) -> Completion:
     return pieces[-1].completion
 
 
-def spaced(llm: Llama, way: str) -> dict[str, Any]:
-    """Options with a seed for which the answer to "12" begins with a space."""
-    every = ({"max_new_tokens": 4, "temperature": 3.0, "seed": seed} for seed in range(100))
-    return next(options for options in every if answer(llm, way, "12", **options).text.startswith(" "))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_prompt_and_text_join_on_every_way(llm: Llama, way: str) -> None:
     spaces = 0
@@ -120,17 +112,3 @@ def test_an_answer_in_a_chat_is_a_text_of_its_own(llm: Llama) -> None:
         assert done.text == last.completion.text.removeprefix(" ") == llm.tokenizer.decode(done.tokens)
         texts.add(last.completion.text[:1])
     assert " " in texts
-
-
-def test_the_command_prints_what_continues_the_prompt(
-    llm: Llama, pieces_gguf: Path, clearllama: Run, tmp_path: Path
-) -> None:
-    options = spaced(llm, "stream")
-    expected = answer(llm, "stream", "12", **options).text
-    more = ("-n", "4", "--temperature", "3", "--seed", str(options["seed"]), "--device", "cpu", "--dtype", "float32")
-    command = ("generate", "--raw", "-q", *more, "-m", str(pieces_gguf))
-    assert clearllama(*command, "12").stdout.decode() == expected + "\n"
-    assert json.loads(clearllama(*command, "12", "--json").stdout)["text"] == expected
-    (tmp_path / "in.jsonl").write_text('{"prompt": "12"}\n')
-    lines = clearllama(*command, "--prompts", str(tmp_path / "in.jsonl"))
-    assert json.loads(lines.stdout)["text"] == expected
