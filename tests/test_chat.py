@@ -311,14 +311,6 @@ def test_variables_of_a_template_are_text_of_a_user() -> None:
             encode_chat(tokenizer, template, messages, variables={name: 1})
 
 
-def test_thoughts_in_the_history_reach_the_template() -> None:
-    template = "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}"
-    messages = [{"role": "assistant", "content": "b", "reasoning_content": "a"}, {"role": "user", "content": "c"}]
-    assert render(template, check_messages(messages), byte_level("<s>", "</s>")) == "a|b|c"
-    with pytest.raises(UsageError, match="unknown key 'reasoning_content'"):
-        check_messages([{"role": "user", "content": "c", "reasoning_content": "a"}])
-
-
 # ------------------------------------------------------------------------------ ids, by the options of a tokenizer.json
 MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 SPACED = (

@@ -219,8 +219,7 @@ def test_damaged_lines_of_llama3_are_named(line: bytes | None) -> None:
     ("change", "message"),
     [
         ({"merges": [["q", "xyzzyq"]]}, "out of vocabulary"), ({"merges": ["a b c"]}, "too many values"),
-        ({"vocab": "abc"}, "not a usable"), ({"vocab": {"zz": -1}}, "not a usable"),
-        ({"decoder": None, "pre_tokenizer": None}, "decoder"), ({"normalizer": {"type": "Klingon"}}, "not a usable"),
+        ({"vocab": {"zz": -1}}, "not a usable"), ({"decoder": None, "pre_tokenizer": None}, "decoder"),
         ({"added_tokens": [{"id": 1}]}, "'content' is missing"),
     ],
 )  # fmt: skip
@@ -297,12 +296,6 @@ def test_steps_that_lengthen_a_text_are_refused(name: str) -> None:
     levels = {"type": "Sequence", "pretokenizers": [LEVEL] * 3}
     with pytest.raises(TokenizerError, match="may write 512 characters for one character of a text"):
         HuggingFaceTokenizer(json.dumps(source(pre_tokenizer=levels)).encode(), "tokenizer.json")
-
-
-def test_the_bound_of_a_replacement() -> None:
-    steps = (replace(" ", "▁"), replace("ab", "xyz"), replace("ab", "c"), replace("", "xy"))
-    assert [*map(growth, steps)] == [1, 1.5, 1, 5]
-    assert growth({"type": "Replace", "pattern": {"Regex": "a"}, "content": "xy"}) == 5
 
 
 @pytest.mark.parametrize("name", [name for name in GROWTH if name != "BertNormalizer"])

@@ -8,12 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 
 import llama
-from llama.config import ModelConfig
 from llama.errors import TokenizerError
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import from_metadata
@@ -22,7 +19,6 @@ from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tokenizer.write import check_equal, gguf_metadata, tokenizer_config, tokenizer_json
 
-from . import tiny
 from .scripts import make_tiny
 from .test_tokenizer import TEXTS, train
 from .wheels import wheel_member
@@ -155,16 +151,6 @@ def test_transformers_has_the_same_ids(source: Tokenizer, tmp_path: Path) -> Non
     assert pair == source.encode("a", bos=source.add_bos) + source.encode("b", bos=source.add_bos)
     for name, id in source.control.items():
         assert theirs.convert_tokens_to_ids(name) == theirs(name, add_special_tokens=False).input_ids[-1] == id
-
-
-def test_the_gguf_package_reads_the_metadata(source: Tokenizer, tmp_path: Path) -> None:
-    rows = source.n_vocab + 2
-    metadata = gguf_metadata(source, rows)
-    absent = dict.fromkeys(("tokenizer.chat_template", "tokenizer.ggml.merges", "tokenizer.ggml.bos_token_id"))
-    path = tiny.write_gguf(tmp_path / "x.gguf", ModelConfig(64, 1, 4, 4, 16, 96, rows), metadata={**absent, **metadata})
-    fields = gguf.GGUFReader(path).fields
-    assert all(np.array_equal(fields[key].contents(), value) for key, value in metadata.items())
-    assert gguf_metadata(llama.load_tokenizer(path), rows) == metadata
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llama import loader
 from llama.chat import render
 from llama.chat import template as template_module
 from llama.chat.template import SECONDS
@@ -95,14 +94,6 @@ def test_a_hostile_template_ends_within_the_limits(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- H03, H04, H06, H07: broken
-
-
-def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
-    path = with_template(tmp_path / "t.gguf", None)
-    attempt("chat", *RUN, "-m", path, stdin=b"hello\n").refused("no chat template", "--chat-format")
-    with pytest.raises(TemplateError, match="--chat-format"):
-        loader.load(path, device="cpu").chat(MESSAGES)
-    assert attempt("generate", "x", *RUN, "-m", path).survived()  # continues the text, with a note
 
 
 def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:

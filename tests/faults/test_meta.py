@@ -148,12 +148,6 @@ def test_a_flipped_bit_of_the_pickle_is_found(original: Path, tmp_path: Path) ->
     (tmp_path / FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     with pytest.raises(LlamaError, match="CRC-32"):
         read_torch(tmp_path / FILE)
-    torch.serialization.set_crc32_options(False)  # then torch.save writes 0, and nothing can be compared
-    try:
-        torch.save({"a": torch.ones(2)}, tmp_path / FILE)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert read_torch(tmp_path / FILE)["a"].tolist() == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore")
