@@ -21,6 +21,7 @@ import llama
 from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.adapters import with_adapters
+from llama.checkpoint.base import GGUF_NAMES, HUGGING_FACE_NAMES, to_file_name, to_model_name
 from llama.engine import kernels
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.tools.convert import convert
@@ -199,9 +200,7 @@ def test_adapters_add_up_with_their_scales(bases, tmp_path: Path) -> None:
 
 def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: str) -> Path:
     """Write the matrices of a PEFT adapter as llama.cpp's converter does: rows of q and k in Meta's order."""
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-             "mlp.down_proj": "ffn_down"}  # fmt: skip
+
     entries = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": "llama", **metadata}
     writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture"))
     tiny.add_metadata(writer, entries)
@@ -209,9 +208,10 @@ def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: 
         writer.add_float32("adapter.lora.alpha", alpha)
     for key, tensor in lora.tensors.items():
         if key.startswith("model.layers."):
-            _, _, layer, part, module, which, *_ = key.split(".")
-            name = f"blk.{layer}.{names[f'{part}.{module}']}.weight.{which.lower()}"
-            if module in ("q_proj", "k_proj") and which == "lora_B":
+            module, which = key.removesuffix(".weight").rsplit(".", 1)
+            ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES, "model.layers")
+            name = f"{to_file_name(str(ours), GGUF_NAMES, 'blk')}.{which.lower()}"
+            if module.endswith(("q_proj", "k_proj")) and which == "lora_B":
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
         else:
             name = f"token_embd.weight.lora_{key[-1].lower()}"

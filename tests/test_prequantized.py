@@ -86,7 +86,6 @@ KINDS: dict[str, tuple[BlockFormat | None, str]] = {
     "ct-int4": (BlockFormat(4, 32, False), "compressed-tensors int4"),
     "ct-int4-asymmetric": (BlockFormat(4, 32, True), "compressed-tensors int4"),
     "ct-int8": (BlockFormat(8, 0, False), "compressed-tensors int8"),
-    "ct-int8-asymmetric": (BlockFormat(8, 32, True), "compressed-tensors int8"),
     **{f"ct-fp8-{part}": (None, "FP8") for part in ("tensor", "channel", "block")},
     "nf4": (None, "NF4"),
     "nf4-nested": (None, "NF4"),

@@ -7,6 +7,7 @@ GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,6 @@ class CompressedTensors(Method):
 
     def matrix(self, layer: Layer) -> Matrix:
         scale = layer["weight_scale"]
-        zeros = layer.get("weight_zero_point") if self.symmetric else layer["weight_zero_point"]
         if "weight_packed" in layer:
             packed, bits = layer.matrix("weight_packed", ("I32",)), self.bits
             rows, columns = layer["weight_shape"].expect(("I64", "I32"), (2,)).read().tolist()
@@ -258,27 +258,17 @@ class CompressedTensors(Method):
         def unpacked(part: slice) -> Any:
             return unpack_words(packed.read()[part].numpy(), bits, slice(columns))
 
+        def zero(part: slice) -> Any:
+            zeros = layer["weight_zero_point"].read().numpy().T
+            return unpack_words(zeros, bits, slice(*part.indices(rows))).T  # (n, G)
+
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
-        zero = None if zeros is None else _zero_points(zeros, scale.shape, bits, rows, groups)
-        scales = _by_row(scale.read(), rows, groups)
-        integers = Integers((rows, columns), bits, group, quants, scales, zero, order)
+        if not self.symmetric:
+            layer["weight_zero_point"].expect(("I32",), (-(-rows * bits // 32), groups))
+        # one value, one value for each row, or (N, G) values
+        scales = scale.read().view(-1, groups if math.prod(scale.shape) > 1 else 1).expand(rows, groups)
+        integers = Integers((rows, columns), bits, group, quants, scales, None if self.symmetric else zero, order)
         return integers.matrix(f"compressed-tensors int{bits}")
-
-
-def _zero_points(
-    zeros: StoredTensor, shape: tuple[int, ...], bits: int, rows: int, groups: int
-) -> Callable[[slice], Any]:
-    """Zero points (n, G) of some rows, which are packed like weights, or stored minus 2^(bits - 1) in int8."""
-    if zeros.dtype == "I32":
-        words = zeros.expect(("I32",), (-(-rows * bits // 32), groups)).read().numpy().T
-        return lambda part: unpack_words(words, bits, slice(*part.indices(rows))).T
-    signed = _by_row(zeros.expect(("I8",), shape).read(), rows, groups)
-    return lambda part: signed[part].numpy().astype(np.int16) + 2 ** (bits - 1)
-
-
-def _by_row(values: Tensor, rows: int, groups: int) -> Tensor:
-    """Expand one value, one value for each row, or (N, G) values to (N, G)."""
-    return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes

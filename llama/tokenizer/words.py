@@ -63,6 +63,5 @@ RULES = {
     "qwen2": Rule(split(QWEN2_WORDS), normalizer=NFC()),
     "deepseek-r1-qwen": Rule(split(QWEN2_WORDS)),
     "tekken": Rule(split(TEKKEN_WORDS), ignore_merges=True, add_bos=True),
-
     DEFAULT: Rule(split(r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
