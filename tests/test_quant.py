@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +116,16 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
             assert torch.equal(found[-1], pack(unpack(found, *shape, scheme))[-1])  # the padding is the same too
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("wrong", [torch.nan, -torch.inf, 1e30])
+@pytest.mark.parametrize("name", [*FORMATS, *TYPES])
 def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) -> None:
-    w = normal(20, 70)
-    w[17, 69] = wrong
+    w = normal(20, 512)
+    w[17, 70] = wrong
     with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
-        quantize(w, FORMATS[name])
-    with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
-        QuantizedWeight.from_float(lambda rows: w[rows], (20, 70), FORMATS[name]).tiles()
+        gguf_types.quantize(w, name) if name in TYPES else quantize(w, FORMATS[name])
+    if name in FORMATS:
+        with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
+            QuantizedWeight.from_float(lambda rows: w[rows], (20, 512), FORMATS[name]).tiles()
 
 
 # ------------------------------------------------------------------------------------- the blocks of a GGUF file
@@ -209,7 +209,6 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
     assert distance(steps, exact(tokens)) < 0.03
 
 
-# ------------------------------------------------------------------------------------------------------- layers
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -225,7 +224,6 @@ def test_both_layers_have_the_same_weight(kind: BlockFormat, shape: tuple[int, i
     assert torch.equal(reference.rows(index), reference.weight[index])
 
 
-# ------------------------------------------------------------------------------------------------------- models
 @needs_kernels
 @pytest.mark.parametrize(
     ("scheme", "bound"), [(name, 0.06 if s.format.bits == 8 else 0.4) for name, s in SCHEMES.items()]
@@ -243,6 +241,7 @@ def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     assert model.output.bits == (8 if SCHEMES[scheme].output else SCHEMES[scheme].format.bits)
 
 
+# -------------------------------------------------------------------------------------------- types of GGUF files
 TOKENS = torch.randint(3, 260, (1, 20), generator=torch.Generator().manual_seed(1))
 FIVE = ModelConfig(256, 5, 4, 2, 64, 512, 320, norm_eps=2**-17, max_seq_len=256)
 NORMAL = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
@@ -301,15 +300,6 @@ def test_the_error_is_at_most_that_of_llama_cpp(type: str, monkeypatch: pytest.M
     monkeypatch.setattr(gguf_types, "PIECE", 5000)
     assert torch.equal(gguf_types.quantize(w.bfloat16(), type), gguf_types.quantize(w.bfloat16().float(), type))
     assert torch.equal(gguf_types.quantize(w, type), raw)
-
-
-@pytest.mark.parametrize("type", TYPES)
-@pytest.mark.parametrize("value", [math.nan, 1e9, -3e38])
-def test_a_weight_that_no_scale_can_hold_is_refused(type: str, value: float) -> None:
-    w = NORMAL.clone()
-    w[5, 100] = value
-    with pytest.raises(CheckpointError, match="not finite, or too large"):
-        gguf_types.quantize(w, type)
 
 
 def table(config: ModelConfig, kind: str) -> dict[str, str]:
