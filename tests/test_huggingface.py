@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
 import llama
+from llama import loader
 from llama.checkpoint import huggingface, open_checkpoint
 from llama.errors import LlamaError
 from llama.generate import generate
@@ -204,6 +205,16 @@ def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, s
         change_state(tmp_path, lambda state: state.update({HEAD: model.lm_head.weight.detach() + 1}))
         with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
             open_checkpoint(tmp_path)
+
+
+def test_copied_weights_are_released_from_the_mapped_file(tmp_path: Path) -> None:
+    write(tmp_path, dtype=torch.bfloat16)
+    for dtype in ("float32", "bfloat16"):
+        checkpoint, released = open_checkpoint(tmp_path), set[str]()
+        checkpoint.release = released.add  # type: ignore[method-assign]
+        loader.build(checkpoint, "cpu", dtype)
+        rotated = {name for name in checkpoint.shapes if name.endswith((".wq.weight", ".wk.weight"))}
+        assert released == (set(checkpoint.shapes) if dtype == "float32" else rotated)
 
 
 # ------------------------------------------------------------------------------------- tokens, sampling, templates

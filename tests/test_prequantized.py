@@ -122,6 +122,10 @@ def test_logits_integers_and_scales_are_those_of_the_program(tmp_path: Path, nam
     checkpoint = open_checkpoint(tmp_path)
     assert isinstance(checkpoint, PrequantizedCheckpoint)
     assert checkpoint.stored(WEIGHT) == label
+    _, stored = recorded(name)
+    assert checkpoint.bits(WEIGHT) * ROWS * COLUMNS == 8 * sum(
+        t.nbytes for part, t in stored.items() if part != "expected"
+    )
     weight, expected = checkpoint.tensor(WEIGHT), model.get_parameter(f"{LAYER}.weight").detach()
     torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(checkpoint.piece(WEIGHT, slice(17, 30), slice(3, 60)), weight[17:30, 3:60])

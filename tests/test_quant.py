@@ -355,3 +355,9 @@ def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> Non
     narrow = tiny.write_gguf(tmp_path / "narrow.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
     with pytest.raises(CheckpointError, match="rows of 90 weights, no multiple of 32"):
         convert(narrow, tmp_path / "out", "gguf", quantize="q8_0")
+
+
+def test_quantizing_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "ready", lambda: False)
+    with pytest.raises(UsageError, match=r"requires the C\+\+ kernels on this CPU"):
+        quantize_(tiny.model(), "int8")
