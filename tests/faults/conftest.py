@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..forked import Forked
-from .harness import Outcome, Trial, snapshot
+from .harness import Outcome, snapshot
 
 Try = Callable[..., Outcome]
 
@@ -46,6 +46,6 @@ def attempt(
                 del state[name]
         assert later == earlier, f"{args}: files were changed, created or deleted"
         assert not canary.exists(), f"{args}: code in the input was executed"
-        return Outcome(Trial(args), done.returncode, done.stdout, done.stderr)
+        return Outcome(args, done.returncode, done.stdout, done.stderr)
 
     return run
