@@ -6,7 +6,6 @@ the child's process id, then with its exit code.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import inspect
@@ -17,7 +16,6 @@ import pkgutil
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -44,7 +42,6 @@ class Forked:
     code       Python code to run instead of the command
     kill       (N, S, SIGNAL): send the signal S seconds after the child's N-th file operation; `Done.steps` is their
                total number
-    drop_root  drop root's right to ignore file modes (Linux)
     """
 
     def __init__(self) -> None:
@@ -64,14 +61,10 @@ class Forked:
         seconds: int = 0,
         memory: int = 0,
         *,
-        file_size: int = 0,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         streams: dict[int, str | None] | None = None,
-        before: str = "",
-        code: str = "",
-        kill: tuple[int, float, int] | None = None,
-        drop_root: bool = False,
+        **more: Any,
     ) -> int:
         """Start a child and return its process id. A child that a failed test has left is killed first."""
         if self.child:
@@ -91,11 +84,7 @@ class Forked:
             "streams": [(streams or {}).get(number, str(path)) for number, path in enumerate(self.files)],
             "seconds": seconds,
             "memory": memory,
-            "file_size": file_size,
-            "before": before,
-            "code": code,
-            "kill": kill,
-            "drop_root": drop_root,
+            **more,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -155,9 +144,10 @@ def serve() -> None:
         steps = 0
         while written := os.read(reader, 2**16):  # one byte per file operation, until the child ends
             before, steps = steps, steps + len(written)
-            if request["kill"] and before < request["kill"][0] <= steps:
-                time.sleep(request["kill"][1])
-                os.kill(child, request["kill"][2])
+            step, delay, number = request.get("kill") or (0, 0, 0)
+            if before < step <= steps:
+                time.sleep(delay)
+                os.kill(child, number)
         os.close(reader)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), steps, flush=True)
@@ -188,17 +178,14 @@ def run_child(request: dict, writer: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + request["memory"]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    if request["file_size"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], request["file_size"]))
-    if request["drop_root"]:
-        drop_capabilities()
+    if size := request.get("file_size"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     code = 1
-    if request["before"]:
-        exec(request["before"], {})
-    if request["kill"]:
+    exec(request.get("before", ""), {})
+    if request.get("kill"):
         sys.addaudithook(lambda event, args: STEPS.match(event) and os.write(writer, b"."))  # type: ignore[func-returns-value]
     try:
-        code = exec(request["code"], {"__name__": "__main__"}) or 0 if request["code"] else main()
+        code = exec(request["code"], {"__name__": "__main__"}) or 0 if "code" in request else main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
@@ -211,13 +198,6 @@ def run_child(request: dict, writer: int) -> None:
             except OSError:
                 code = 120  # like Python
         os._exit(code)
-
-
-def drop_capabilities() -> None:
-    """Drop all capabilities, so that file modes also apply to root."""
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; three empty sets
-    if os.getuid() == 0 and ctypes.CDLL(None).capset(header, none):
-        raise OSError("capset failed")
 
 
 if __name__ == "__main__":

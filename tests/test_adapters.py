@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import llama
-from llama import cli, loader
+from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.adapters import with_adapters
+from llama.checkpoint.base import GGUF_NAMES, HUGGING_FACE_NAMES, to_file_name, to_model_name
 from llama.engine import kernels
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.tools.convert import convert
@@ -101,36 +101,28 @@ class Lora:
 
 
 def simple(
-    base: Path, folder: Path, rank: int = 4, alpha: float = 8, modules: list[str] = MODULES
+    base: Path, folder: Path, rank: int = 4, alpha: float = 8, modules: list[str] = MODULES, **config: Any
 ) -> tuple[Path, Lora]:
     lora = Lora(base)
     for module in modules:
         lora.low_rank(module, rank, alpha / rank)
-    names = sorted({module.rsplit(".", 1)[-1] for module in modules})
-    targets = names if modules == MODULES else modules
-    return lora.write(folder, r=rank, lora_alpha=alpha, target_modules=targets), lora
+    return lora.write(folder, **{"r": rank, "lora_alpha": alpha, **config}), lora
 
 
 def logits(path: Path, **options: Any) -> Tensor:
     return llama.load_model(path, **{"dtype": "float32", "device": "cpu", **options})(TOKENS)
 
 
-def named(*ends: str) -> list[str]:
-    return [module for module in MODULES if module.endswith(ends)]
-
-
-EMBED, HEAD = "model.embed_tokens", "lm_head"
+Q_PROJ, EMBED, HEAD = [name for name in MODULES if name.endswith("q_proj")], "model.embed_tokens", "lm_head"
 # (the modules with a LoRA, the factor of the change, entries of adapter_config.json)
 CASES: dict[str, tuple[list[str], float, dict[str, Any]]] = {
-    "list": (MODULES, 2.0, {}),
+    "all": (MODULES, 2.0, {}),
     "rslora": (MODULES, 4.0, {"use_rslora": True, "init_lora_weights": "gaussian"}),
-    "excluded": (named("v_proj"), 2.0, {"target_modules": ["v_proj", "q_proj"], "exclude_modules": ["q_proj"]}),
-    "layers": (named("1.mlp.down_proj"), 2.0, {"target_modules": ["down_proj"], "layers_to_transform": [1], "init_lora_weights": "mica"}),
-    "head": ([HEAD], 2.0, {"target_modules": ["lm_head"]}),
-    "embedding": ([EMBED], 2.0, {"target_modules": ["embed_tokens"]}),
-    "both": ([EMBED, HEAD], 2.0, {"target_modules": ["embed_tokens", "lm_head"]}),
-    **{f"saved {name}": (named("q_proj"), 2.0, {"target_modules": ["q_proj"], "modules_to_save": [name]})
-       for name in ("lm_head", "embed_tokens", "norm", "mlp")},
+    "one": ([MODULES[-1]], 2.0, {"layers_to_transform": [1], "init_lora_weights": "mica"}),
+    "head": ([HEAD], 2.0, {}),
+    "embedding": ([EMBED], 2.0, {}),
+    "both": ([EMBED, HEAD], 2.0, {}),
+    **{f"saved {name}": (Q_PROJ, 2.0, {"modules_to_save": [name]}) for name in ("lm_head", "embed_tokens", "norm", "mlp")},
 }  # fmt: skip
 
 
@@ -165,14 +157,14 @@ def test_patterns_choose_rank_and_alpha_as_in_peft(bases, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["all", "lora_only"])
 def test_trained_biases_replace_those_of_the_base(bases, tmp_path: Path, kind: str) -> None:
-    lora, changed = Lora(bases("biased")), named("q_proj")
-    for module in changed:
+    lora = Lora(bases("biased"))
+    for module in Q_PROJ:
         lora.low_rank(module, 4, 2.0)
         lora.replace(f"{module}.bias", f"{module}.base_layer.bias")
     for name in [name for name in lora.state if name.endswith(".bias") and kind == "all"]:
-        if name.removesuffix(".bias") not in changed:
+        if name.removesuffix(".bias") not in Q_PROJ:
             lora.replace(name)
-    path = lora.write(tmp_path / "adapter", target_modules=["q_proj"], bias=kind)
+    path = lora.write(tmp_path / "adapter", bias=kind)
     assert (logits(bases("biased"), adapters=path) - lora.logits(bases("biased"))).abs().max() < 1e-4
 
 
@@ -180,7 +172,7 @@ def test_an_embedding_that_is_not_in_modules_to_save_is_the_tied_weight_itself(b
     lora = Lora(bases("tied"))
     lora.replace("model.embed_tokens.weight")
     lora.state["lm_head.weight"] = lora.state["model.embed_tokens.weight"]
-    path = build(lora, tmp_path / "adapter", *CASES["layers"])
+    path = build(lora, tmp_path / "adapter", *CASES["one"])
     assert (logits(bases("tied"), adapters=path) - lora.logits(bases("tied"))).abs().max() < 1e-4
 
 
@@ -198,7 +190,7 @@ def test_both_orders_of_rows_and_every_file_of_the_adapter_give_the_same_logits(
 def test_adapters_add_up_with_their_scales(bases, tmp_path: Path) -> None:
     base = bases("plain")
     first, one = simple(base, tmp_path / "first")
-    second, two = simple(base, tmp_path / "second:2", rank=3, alpha=1.5, modules=named("k_proj", "down_proj"))
+    second, two = simple(base, tmp_path / "second:2", rank=3, alpha=1.5, modules=MODULES[5:9])
     plain = load_file(base / "model.safetensors")
     one.state = {name: w + 0.5 * (one.state[name] - w) - 2 * (two.state[name] - w) for name, w in plain.items()}
     for adapters in ([f"{first}:0.5", (second, -2)], [(str(first), 0.5), f"{second}:-2"]):
@@ -208,9 +200,7 @@ def test_adapters_add_up_with_their_scales(bases, tmp_path: Path) -> None:
 
 def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: str) -> Path:
     """Write the matrices of a PEFT adapter as llama.cpp's converter does: rows of q and k in Meta's order."""
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-             "mlp.down_proj": "ffn_down"}  # fmt: skip
+
     entries = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": "llama", **metadata}
     writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture"))
     tiny.add_metadata(writer, entries)
@@ -218,9 +208,10 @@ def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: 
         writer.add_float32("adapter.lora.alpha", alpha)
     for key, tensor in lora.tensors.items():
         if key.startswith("model.layers."):
-            _, _, layer, part, module, which, *_ = key.split(".")
-            name = f"blk.{layer}.{names[f'{part}.{module}']}.weight.{which.lower()}"
-            if module in ("q_proj", "k_proj") and which == "lora_B":
+            module, which = key.removesuffix(".weight").rsplit(".", 1)
+            ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES, "model.layers")
+            name = f"{to_file_name(str(ours), GGUF_NAMES, 'blk')}.{which.lower()}"
+            if module.endswith(("q_proj", "k_proj")) and which == "lora_B":
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
         else:
             name = f"token_embd.weight.lora_{key[-1].lower()}"
@@ -294,132 +285,84 @@ def test_the_identity_is_that_of_the_contents_and_scales(bases, tmp_path: Path) 
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    file = folder / "adapter_model.safetensors"
-    state = load_file(file)
-    change(state)
-    save_file(state, file)
+Change = Callable[[dict[str, Tensor]], object]
 
 
-def set_tensor(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
+def put(name: str, value: Tensor) -> Change:
     return lambda state: state.update({f"base_model.model.{name}": value})
 
 
-FIRST = "model.layers.0.self_attn.q_proj"
-REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "IA3"}, "has the PEFT type 'IA3'"),
-    ({"peft_type": None}, "has the PEFT type None"),
-    *(({key: value}, f"sets {key}, which is not supported; merge it") for key, value in (
-        ("use_dora", True), ("fan_in_fan_out", True), ("layer_replication", [[0, 2]]), ("use_something", True))),
-    ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' also changed the weights of its base"),
-    ({"r": 3}, "expected two matrices of rank 3"),
-    ({"r": 0}, "expected two matrices of rank 0"),
-    ({"lora_alpha": 10**400}, "too large"),
-    ({"lora_alpha": "x"}, "lora_alpha must be a finite number"),
-    ({"rank_pattern": {"q_proj": 2}}, "expected two matrices of rank 2"),
-    ({"rank_pattern": {"(": 4}}, "unterminated subpattern"),
-    ({"alpha_pattern": {"q_proj": "x"}}, "q_proj must be a finite number"),
-    ({"modules_to_save": ["lm_head"]}, "lacks the weights of 'lm_head', which adapter_config.json names as trained"),
+Q = "model.layers.0.self_attn.q_proj"
+# (entries of adapter_config.json, a change of the tensors, the error)
+REFUSALS: list[tuple[dict[str, Any], Change | None, str]] = [
+    ({"peft_type": "IA3"}, None, "has the PEFT type 'IA3'"),
+    *(({key: True}, None, f"sets {key}, which is not supported; merge it") for key in ("use_dora", "use_something")),
+    ({"init_lora_weights": "pissa_niter_4"}, None, "'pissa_niter_4' also changed the weights of its base"),
+    ({"r": 0}, None, "expected two matrices of rank 0"),
+    ({"lora_alpha": 10**400}, None, "too large"),
+    ({"rank_pattern": {"q_proj": 2}}, None, "expected two matrices of rank 2"),
+    ({"rank_pattern": {"(": 4}}, None, "unterminated subpattern"),
+    ({"modules_to_save": ["lm_head"]}, None, "lacks the weights of 'lm_head', which adapter_config.json names as trained"),
+    ({}, lambda state: state.pop(f"base_model.model.{Q}.lora_A.weight"), f"{Q} has up .*, expected two matrices"),
+    ({}, put("model.layers.7.mlp.w.lora_A.weight", torch.ones(4, 4)), "is not a LoRA matrix"),
+    ({}, put(f"{Q}.base_layer.bias", torch.ones(64)), "the model has None"),
+    ({}, put(f"{Q}.lora_magnitude_vector", torch.ones(64)), "is not a LoRA matrix .*; merge it into its base"),
+    ({}, put(f"{Q}.lora_A.weight", torch.ones(4)), r"shape \(\)"),
+    ({}, put(f"{Q}.lora_B.weight", torch.ones(32, 4)), "pass the model that it was trained on"),
+    ({}, put(f"{Q}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
+    ({}, put("model.embed_tokens.weight", torch.ones(322, 64)), r"\(322, 64\), but the model has \(320, 64\)"),
 ]  # fmt: skip
 
 
-@pytest.fixture
-def adapter(bases, tmp_path: Path) -> Path:
-    return simple(bases("plain"), tmp_path / "adapter")[0]
+@pytest.mark.parametrize(("config", "change", "says"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_what_can_not_be_merged_is_refused(bases, tmp_path: Path, config: dict[str, Any], change, says: str) -> None:
+    path, _ = simple(bases("plain"), tmp_path / "adapter", **config)
+    if change is not None:
+        state = load_file(path / "adapter_model.safetensors")
+        change(state)
+        save_file(state, path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=says) as caught:
+        with_adapters(open_checkpoint(bases("plain")), path)
+    assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("changes", "says"), REFUSALS, ids=lambda value: str(value)[:40])
-def test_what_is_no_plain_lora_is_refused(bases, adapter: Path, changes: dict[str, Any], says: str) -> None:
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
-        with_adapters(open_checkpoint(bases("plain")), adapter)
-    assert str(adapter) in str(caught.value)
-
-
-TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "one of two": (lambda s: s.pop(f"base_model.model.{FIRST}.lora_A.weight"), f"{FIRST} has up .*, expected two matrices"),
-    "another module": (set_tensor("model.layers.7.mlp.w.lora_A.weight", torch.ones(4, 4)), "is not a LoRA matrix"),
-    "bias": (set_tensor(f"{FIRST}.base_layer.bias", torch.ones(64)), "the model has None"),
-    "dora": (set_tensor(f"{FIRST}.lora_magnitude_vector", torch.ones(64)), "is not a LoRA matrix .*; merge it into its base"),
-    "integers": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4, 64, dtype=torch.int8)), "not finite floating-point"),
-    "vector": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4)), r"shape \(\)"),
-    "height": (set_tensor(f"{FIRST}.lora_B.weight", torch.ones(32, 4)), "pass the model that it was trained on"),
-    "inner": (set_tensor(f"{FIRST}.lora_B.weight", torch.ones(64, 3)), r"shape \(\)"),
-    "not finite": (set_tensor(f"{FIRST}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
-    "resized": (set_tensor("model.embed_tokens.weight", torch.ones(322, 64)), r"\(322, 64\), but the model has \(320, 64\)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TENSORS)
-def test_tensors_that_do_not_fit_are_refused(bases, adapter: Path, case: str) -> None:
-    change, says = TENSORS[case]
-    rewrite(adapter, change)
-    with pytest.raises(CheckpointError, match=says):
-        logits(bases("plain"), adapters=adapter)
-
-
-def test_complete_tensors_are_merged_alone(bases, adapter: Path, tmp_path: Path) -> None:
+def test_a_wrong_path_or_scale_is_refused(bases, tmp_path: Path) -> None:
     path = build(Lora(bases("plain")), tmp_path / "saved", *CASES["saved lm_head"])
-    for adapters in (f"{path}:0.5", [path, path], [adapter, path]):
-        with pytest.raises(UsageError, match="saved replaces complete weights: merge it alone, with scale 1"):
-            logits(bases("plain"), adapters=adapters)
-
-
-def test_a_wrong_path_or_scale_is_refused(bases, adapter: Path) -> None:
-    os.mkfifo(adapter.parent / "pipe.gguf")
-    cases = {"nowhere:2": "nowhere does not exist", f"{adapter}:x": "must be PATH, PATH:SCALE or",
-             f"{adapter}:nan": "must be a finite number", f"{adapter}:1e999": "must be a finite number",
-             **{str(adapter / path): "is neither a PEFT folder" for path in ("adapter_model.safetensors", "../pipe.gguf", "..")}}  # fmt: skip
-    for text, says in cases.items():
+    alone = "saved replaces complete weights: merge it alone, with scale 1"
+    cases: list[tuple[Any, str]] = [
+        ("nowhere:2", "nowhere does not exist"), (f"{path}:x", "must be PATH, PATH:SCALE or"),
+        ((path, math.inf), "must be a finite number"), ([5], "adapter must be PATH"), (str(tmp_path), "is neither a PEFT folder"),
+        (f"{path}:0.5", alone), ([path, path], alone),
+    ]  # fmt: skip
+    for adapters, says in cases:
         with pytest.raises(LlamaError, match=re.escape(says)):
-            logits(bases("plain"), adapters=text)
-    for adapters in ([5], [(adapter, "x")], (adapter, math.inf)):
-        with pytest.raises(UsageError, match=r"adapter must be PATH|must be a finite number"):
             logits(bases("plain"), adapters=adapters)
-
-
-def test_other_gguf_files_are_refused(bases, tmp_path: Path) -> None:
-    _, lora = simple(bases("plain"), tmp_path / "adapter")
-    for metadata, says in (
-        ({"general.type": "model"}, "general.type is 'model', expected 'adapter'"),
-        ({"adapter.type": "ia3"}, "adapter.type is 'ia3', expected 'lora'"),
-        ({"adapter.alora.invocation_tokens": "x"}, "applies only after certain tokens"),
-    ):
-        with pytest.raises(CheckpointError, match=says):
-            logits(bases("plain"), adapters=gguf_adapter(tmp_path / "a.gguf", lora, **metadata))
-
-
-def test_the_command_says_what_is_merged(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tiny.write_gguf(tmp_path / "model.gguf", quantization="F32")
-    assert cli.main(["generate", "-m", str(file), "--adapter", f"{adapter}:0.5", "-n", "1", "--raw", "hello"]) == 0
-    assert f"adapter {adapter}, scale 0.5" in capsys.readouterr().err
+    metadata = {"general.type": "model", "adapter.type": "ia3", "adapter.alora.invocation_tokens": "x"}
+    for key, value in metadata.items():
+        with pytest.raises(CheckpointError, match=f"{key} is '{value}', expected|applies only after certain tokens"):
+            logits(bases("plain"), adapters=gguf_adapter(tmp_path / "a.gguf", Lora(bases("plain")), **{key: value}))
 
 
 # ------------------------------------------------------------------------------------------------------------- peft
-PEFT: dict[str, dict[str, Any]] = {
-    "rslora": {"target_modules": [*ATTENTION, *MLP], "use_rslora": True},
-    "patterns": {"target_modules": [*ATTENTION, *MLP], "rank_pattern": {"q_proj": 2, r".*layers\.1\.mlp\.(up|gate)_proj": 3},
-                 "alpha_pattern": {"layers.0.self_attn.v_proj": 20}},
-    "regex": {"target_modules": r".*\.(self_attn\.(q|k)_proj|mlp\.down_proj)"},
-    "all-linear": {"target_modules": "all-linear", "exclude_modules": r".*layers\.0\..*"},
-    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
-    "embeddings": {"target_modules": ["embed_tokens", "lm_head"]},
-    "tied": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
-    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm", "mlp"]},
-    "all biases": {"target_modules": ["q_proj"], "bias": "all"},
-    "biases": {"target_modules": ["q_proj"], "bias": "lora_only"},
-}  # fmt: skip
+
+
+PEFT: list[dict[str, Any]] = [
+    {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2, r".*layers\.1\.mlp\.(up|gate)_proj": 3},
+     "alpha_pattern": {"layers.0.self_attn.v_proj": 20}, "use_rslora": True},
+    {"target_modules": ["embed_tokens", "q_proj"], "layers_to_transform": [1], "ensure_weight_tying": True},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm", "mlp"], "bias": "all"},
+    {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "bias": "lora_only"},
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "tied", "biased"])
-@pytest.mark.parametrize("case", PEFT)
-def test_folders_that_peft_wrote(bases, tmp_path: Path, case: str, kind: str) -> None:
+@pytest.mark.parametrize("config", PEFT, ids=str)
+def test_folders_that_peft_wrote(bases, tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     """Needs peft, which is not among the test dependencies."""
     peft = pytest.importorskip("peft")
     model = LlamaForCausalLM.from_pretrained(bases(kind), dtype=torch.float32)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **PEFT[case]))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **config))
     for i, parameter in enumerate(p for p in adapted.parameters() if p.requires_grad):
         parameter.add_(0.3 * noise(*parameter.shape, seed=i))
     adapted.save_pretrained(tmp_path / "adapter")

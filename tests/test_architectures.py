@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 import transformers
 
-import llama
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.architectures import GGUF_LAYOUTS, MODEL_TYPES
+from llama.checkpoint.architectures import MODEL_TYPES
 from llama.checkpoint.huggingface import read_config
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
@@ -44,10 +42,8 @@ MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Mistral", {"sliding_window": None, "head_dim": 24}, False),  # as in Mistral Nemo
     ("Mistral", {"sliding_window": 16}, False),
     ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, False),
-    ("Qwen2", {}, False),
     ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, False),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, False),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, False),
     ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, False),
     ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, True),
     ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, True),
@@ -61,18 +57,15 @@ def test_logits_equal_transformers_in_every_format(
 ) -> None:
     """Converted folders are also run by transformers, which computes the same as with the original."""
     model, source = write(tmp_path / "hf", family, **changes), tmp_path / "hf"
-    ours = load(source)
-    context = ours.max_seq_len
-    assert gap(ours, model, context) < 5e-4
-    assert ours.config.n_params == sum(p.numel() for p in model.parameters())
-    for to in ("hf",) if only_hf else ("gguf", "hf"):
-        convert(source, tmp_path / f"new.{to}", to)
-        again = load(tmp_path / f"new.{to}")
-        assert gap(again, model, context) < 5e-4
-        assert again.max_seq_len == context
+    context = load(source).max_seq_len
+    convert(source, tmp_path / "new.hf", "hf")
     if only_hf:
         with pytest.raises(ConfigError, match="can't be written"):
             convert(source, tmp_path / "new.gguf", "gguf")
+    else:
+        convert(source, tmp_path / "new.gguf", "gguf")
+    for path in (source, *tmp_path.glob("new.*")):
+        assert gap(load(path), model, context) < 5e-4
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new.hf", dtype=torch.float32)
     assert float((theirs(tokens(context)).logits - model(tokens(context)).logits).abs().max()) < 5e-5
 
@@ -96,26 +89,18 @@ def test_a_gguf_file_has_the_architecture_and_rows_that_llama_cpp_expects(
 def test_a_zero_in_no_rope_layers_is_a_layer_without_rope(tmp_path: Path) -> None:
     """The opposite reading of the list, which its name suggests, gives other logits."""
     model = write(tmp_path, "SmolLM3", num_hidden_layers=8)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    assert settings["no_rope_layers"] == [1, 1, 1, 0, 1, 1, 1, 0]
     ours = load(tmp_path)
     assert ours.config.no_rope_layers == (3, 7)
     assert gap(ours, model, 64) < 5e-4
     for block in model.model.layers:
         block.self_attn.use_rope = not block.self_attn.use_rope
     assert gap(ours, model, 64) > 0.1
-    edit(tmp_path, no_rope_layers=[1 - flag for flag in settings["no_rope_layers"]])
-    assert load(tmp_path).config.no_rope_layers == (0, 1, 2, 4, 5, 6)
     edit(tmp_path, remove=("no_rope_layers",))
     assert load(tmp_path).config.no_rope_layers == (3, 7)
-
-
-def test_a_layer_without_rope_does_not_depend_on_positions() -> None:
-    config = dataclasses.replace(tiny.CONFIG, no_rope_layers=(0, 1))
-    net, ids = tiny.model(config), tiny.random_tokens(6)
-    assert torch.equal(net(ids), net(ids, torch.arange(6) * 7))
-    rotated = tiny.model(dataclasses.replace(config, no_rope_layers=(0,)))
-    assert not torch.allclose(rotated(ids), rotated(ids, torch.arange(6) * 7), atol=1e-3)
+    for listed in ([1, 1], [1, 1, 1, 2, 1, 1, 1, 1], [True] * 8):
+        edit(tmp_path, no_rope_layers=listed)
+        with pytest.raises(LlamaError, match=r"no_rope_layers must have a 0 .* for each of the 8 layers"):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["real", "half"])
@@ -136,22 +121,12 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
     assert gap(ours, model, 16) < 5e-4
     with pytest.raises(LlamaError, match="position 16 lies outside the 16 positions"):
         ours(tokens(17))
-    assert float((tiny_without_window(ours)(tokens(17)) - model(tokens(17)).logits).abs().max()) > 0.01
     with pytest.raises(UsageError, match=r"context of 17 tokens exceeds the model's sliding window.*at most 16.*vLLM"):
         load(tmp_path, max_seq_len=17)
-    with pytest.raises(UsageError, match="exceeds the model's sliding window"):
-        load(tmp_path, max_seq_len=32, rope_scaling={"rope_type": "linear", "factor": 4.0})
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
     assert open_checkpoint(tmp_path).warnings == [
         "the context is limited to 16 of 64 tokens: sliding windows are not implemented"
     ]
-
-
-def tiny_without_window(model: Any) -> Any:
-    """The same weights with full attention over the complete context: what the window's limit prevents."""
-    net = llama.model.Transformer(dataclasses.replace(model.config, sliding_window=None))
-    net.load_state_dict(model.state_dict())
-    return net
 
 
 @pytest.mark.parametrize(
@@ -159,14 +134,12 @@ def tiny_without_window(model: Any) -> Any:
     [
         ("mistral", {}, 4096),  # transformers' default
         ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": 4096, "max_position_embeddings": 32768}, 4096),
         ("qwen2", {"sliding_window": 4096}, None),
         ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, 4096),
         ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, None),  # 28 layers have none
         ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 5}, None),
         ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 4096),
         ("smollm3", {"sliding_window": 128}, None),
-        ("smollm3", {"sliding_window": 128, "use_sliding_window": True}, 128),
     ],
     ids=str,
 )
@@ -189,34 +162,8 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         assert theirs.tie_word_embeddings == family.tied
         assert hasattr(theirs, "attention_bias") == hasattr(theirs, "mlp_bias") == family.bias_keys
         assert family.window == getattr(type(theirs), "sliding_window", None)
+        assert theirs.num_key_value_heads == (family.n_kv_heads or theirs.num_attention_heads)
         assert hasattr(transformers, family.architecture)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
-FAULTS: list[tuple[str, dict[str, Any], str]] = [
-    ("SmolLM3", {"no_rope_layers": [1, 1]}, "no_rope_layers must have a 0 .* for each of the 5 layers"),
-    ("SmolLM3", {"no_rope_layers": [1, 1, 1, 2, 1]}, "no_rope_layers must have a 0"),
-    ("SmolLM3", {"no_rope_layers": [True] * 5}, "no_rope_layers must have a 0"),
-    ("SmolLM3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be an integer"),
-    ("Mistral", {"sliding_window": 2**80}, "sliding_window must be an integer"),
-    ("Qwen2", {"layer_types": ["chunked_attention"] * 5}, "layer_types must be full_attention or"),
-    ("Qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
-    ("Qwen2", {"use_mrope": True}, "use_mrope is true"),
-    ("Qwen2", {"model_type": "mixtral"}, "model_type is 'mixtral'; only llama, mistral, qwen2, smollm3 can be run; try"),
-    ("Mistral", {"model_type": None}, "model_type is null; only llama"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "changes", "says"), FAULTS, ids=str)
-def test_each_fault_is_a_one_line_error(family: str, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^[^\n]*{says}[^\n]*$"):
-        read_config({"model_type": family.lower(), **BASE, **changes}, "config.json")
-
-
-@pytest.mark.parametrize("architecture", GGUF_LAYOUTS)
-def test_an_impossible_number_of_layers_allocates_nothing(tmp_path: Path, architecture: str) -> None:
-    entries = {key.replace("llama.", f"{architecture}."): value for key, value in tiny.architecture().items()}
-    removed = dict.fromkeys(tiny.architecture()) if architecture != "llama" else {}
-    entries |= {"general.architecture": architecture, f"{architecture}.block_count": 2**31 - 1}
-    with pytest.raises(LlamaError, match=r"layers"):
-        load(tiny.write_gguf(tmp_path / "x.gguf", metadata={**removed, **entries}))

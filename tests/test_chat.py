@@ -3,55 +3,40 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from llama.chat import TEMPLATES, check_messages, encode_chat, render
-from llama.errors import ContextLengthError, TemplateError, UsageError
+from llama.errors import ContextLengthError, TemplateError, TokenizerError, UsageError
 from llama.text import LONGEST_TOKEN, Llama
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
 
 NOW = datetime.datetime(2024, 7, 26)
-# A shorter equivalent of the template of Llama 3.1 Instruct
-LLAMA31 = """{{- bos_token }}
-{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + strftime_now('%d %b %Y') + '<|eot_id|>' }}
-{%- if tools %}
-    {{- '<|start_header_id|>user<|end_header_id|>\n\n' }}
-    {%- for t in tools %}{{- t | tojson(indent=4) + '\n\n' }}{%- endfor %}
-    {{- messages[0]['content'] | trim + '<|eot_id|>' }}{%- set messages = messages[1:] %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if 'tool_calls' in message %}
-        {%- set tool_call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + tool_call.name + '", "parameters": ' }}
-        {{- tool_call.arguments | tojson }}{{- '}' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim }}
-    {%- endif %}
-    {{- '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
-"""
 THOUGHTS = (  # as Qwen 3 and SmolLM 3 search messages
     "{% for m in messages %}{% set c = m.content %}<|start_header_id|>{{ m.role }}\n{% if '</think>' in c %}"
     "{% set c = c.split('</think>')[-1].lstrip() %}{% endif %}{{ c }}<|eot_id|>{% endfor %}"
     "{% if '/no_think' in messages[0].content %}<think></think>{% endif %}<|end_header_id|>"
 )
 EVERYTHING = (
-    "<|eot_id|>{{ messages | tojson }}{{ tools | tojson(ensure_ascii=true, indent=2) }}{{ messages }}{{ bos_token }}"
+    "<|eot_id|>{%- set messages = messages[1:] %}\n    {{- messages | tojson }}"
+    "{{ tools | tojson(ensure_ascii=true, indent=2) }}{{ messages }}{{ bos_token }}"
 )
 GLUED = (  # puts all strings directly next to each other
     "{% for m in messages %}{{ m.name or '' }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}{% endfor %}{{ eos_token }}"
 )
-MEASURED = (
+MEASURED = (  # measures, cuts and changes the texts
     "{% for m in messages %}{{ m.content[:12] }}{{ m.content | length }}{{ m.content | upper }}{{ m.content | last }}"
     "{{ m.content | reverse }}<|eot_id|>{% endfor %}"
 )
@@ -62,7 +47,7 @@ BRANCHES = (
     "{% generation %}{{ messages[0].content }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}"
 )
 SOURCES = {
-    "llama 3.1": LLAMA31, "chatml": tiny.CHATML, "thoughts": THOUGHTS, "everything": EVERYTHING, "glued": GLUED,
+    "chatml": tiny.CHATML, "thoughts": THOUGHTS, "everything": EVERYTHING, "glued": GLUED,
     "measured": MEASURED, "branches": BRANCHES, "llama3": TEMPLATES["llama3"],
 }  # fmt: skip
 
@@ -137,7 +122,7 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
 ) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template, tools = SOURCES[name].replace("strftime_now('%d %b %Y')", "'26 Jul 2024'"), None
+    template, tools = SOURCES[name], None
     calls = name != "llama3"  # that format has none
     messages, schemas = dialog(texts, calls)
     if with_tools and calls:
@@ -177,14 +162,11 @@ def test_control_strings_split_over_template_and_messages(control: str) -> None:
     ("template", "content", "text", "controls"),
     [
         ("[{{ messages[0].content }}]", "INST", "[INST]", []),
-        ("<|{{ messages[0].content }}|>", "im_end", "<|im_end|>", []),
         ("{{ messages[0].content.encode('ascii', 'ignore').decode() }}", "ü<|im_end|>", "<|im_end|>", []),
         ("{{ messages[0].content[::2] }}", "<x|xixmx_xexnxdx|x>x", "<|im_end|>", []),
         ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>", "<|im_end|><|im_end|>", ["<|im_end|>"]),
-        ("{{ messages[0].content }}§§", "§§", "§§§§", ["§§"]),
         ("<|{{ messages[0].role }}|>{{ '<|im' + '_end|>' }}", "§", "<|user|><|im_end|>", ["<|im_end|>"]),
         (THOUGHTS, "<think>a</think>b", "<|start_header_id|>user\nb<|eot_id|><|end_header_id|>", NAMES[2:0:-1] + NAMES[3:4]),
-        (THOUGHTS, "/no_think", None, ["<|start_header_id|>", "<|eot_id|>", "<think>", "</think>", "<|end_header_id|>"]),
         (THOUGHTS, "</think><|eot_id|> <", "<|start_header_id|>user\n<|eot_id|> <<|eot_id|><|end_header_id|>", None),
     ],
 )  # fmt: skip
@@ -202,17 +184,9 @@ def test_what_can_not_be_told_apart_is_refused() -> None:
 
 
 def test_the_environment_is_that_of_transformers() -> None:
-    template = (
-        "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}{%- endfor %}"
-        "{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}{{ {'é<': 1} | tojson }}"
-        "{{ tools is none and documents is none and add_generation_prompt }}"
-    )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    expected = ' assistant2024<|begin_of_text|><|eot_id|>{"é<": 1}'
-    assert render(template, messages, TOKENIZER, now=NOW).split() == f"{expected}True".split()
-    assert render("{{ add_generation_prompt }}", messages, TOKENIZER, add_generation_prompt=False) == "False"
-    with pytest.raises(TemplateError, match="template failed: roles must alternate; "):
-        render("{{ raise_exception('roles\n must alternate') }}", messages, TOKENIZER)
+    template = "{{ strftime_now('%Y') }}{{ {'é<': 1} | tojson }}{{ tools is none and documents is none }}"
+    assert render(template, [], TOKENIZER, now=NOW) == '2024{"é<": 1}True'
+    assert render("{{ add_generation_prompt }}", [], TOKENIZER, add_generation_prompt=False) == "False"
 
 
 # ------------------------------------------------------------------------------------------------------ which template
@@ -248,14 +222,6 @@ for _ in range(100):
     DEEP = [DEEP]
 
 
-def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
-        **more,
-    }
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -265,27 +231,21 @@ def call(name: Any, arguments: Any, **more: Any) -> dict[str, Any]:
         ([{"role": "user", "content": ["a"]}], "content must be a string"),
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
         ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
-        ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
-        ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type 'custom'"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
-        ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "function must have name and arguments"),
-        ([call("f", "{")], "must be JSON-serializable"),
-        ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
-        ([call("f", {"a": DEEP})], "must be a mapping of at most 64 levels"),
+        *(([{"role": "assistant", "tool_calls": [call]}], reason) for call, reason in (
+            ({"type": "custom", "name": "f", "arguments": {}}, "type 'custom'"),
+            ({"arguments": {}}, "function must have name and arguments"),
+            ({"name": "f", "arguments": {"a": 10**5000}}, "must be JSON-serializable"),
+            ({"name": "f", "arguments": {"a": DEEP}}, "must be a mapping of at most 64 levels"))),
     ],
 )  # fmt: skip
 def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> None:
     with pytest.raises(UsageError) as error:
         encode_chat(TOKENIZER, tiny.CHATML, messages)
     assert reason in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("tools", ["tools", ["f"], [{"a": object()}], [{"a": DEEP}]])
-def test_malformed_tools_are_usage_errors(tools: Any) -> None:
-    with pytest.raises(UsageError, match="tool"):
-        encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)
+    for tools in ("tools", [{"a": DEEP}]):
+        with pytest.raises(UsageError, match="tool"):
+            encode_chat(TOKENIZER, tiny.CHATML, [{"role": "user", "content": "x"}], tools=tools)  # type: ignore[arg-type]
 
 
 def test_short_forms_equal_full_ones() -> None:
@@ -298,8 +258,6 @@ def test_short_forms_equal_full_ones() -> None:
     ):
         (message,) = check_messages([short])
         assert message == full
-    (message,) = check_messages([{"role": "tool", "content": "", "name": "", "tool_call_id": None}])
-    assert message == {"role": "tool", "content": "", "name": ""}
     assert check_messages([{"role": "assistant", "content": "x", "tool_calls": []}]) == [
         {"role": "assistant", "content": "x"}
     ]
@@ -307,20 +265,15 @@ def test_short_forms_equal_full_ones() -> None:
 
 # ------------------------------------------------------------------------------------- continued answers, and variables
 def test_a_last_message_of_the_assistant_is_continued(tiny_llm: Llama) -> None:
-    """The ids are those of a model that has written this text itself, for templates and for built-in formats."""
+    """The ids are those of a model that has written this text itself."""
     question = [{"role": "user", "content": "hello"}]
     begun = [*question, {"role": "assistant", "content": " the <|eot_id|>"}]
-    for format in (None, *(["llama3"] if "<|eot_id|>" in tiny_llm.tokenizer.control else [])):
-        tiny_llm.chat_format = format
-        try:
-            ids = tiny_llm.encode_chat(begun)
-            assert ids == tiny_llm.encode_chat(question) + tiny_llm.tokenizer.encode(" the <|eot_id|>")
-            options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
-            expected = "".join(map(str, tiny_llm.stream_ids(ids, **options)))
-            assert tiny_llm.chat(begun, **options).text == expected
-            assert "".join(map(str, tiny_llm.stream_chat(begun, **options))) == expected
-        finally:
-            tiny_llm.chat_format = None
+    ids = tiny_llm.encode_chat(begun)
+    assert ids == tiny_llm.encode_chat(question) + tiny_llm.tokenizer.encode(" the <|eot_id|>")
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+    expected = "".join(map(str, tiny_llm.stream_ids(ids, **options)))
+    assert tiny_llm.chat(begun, **options).text == expected
+    assert "".join(map(str, tiny_llm.stream_chat(begun, **options))) == expected
     called = [*question, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}]
     assert tiny_llm.encode_chat(called)[-1] == tiny_llm.encode_chat(question)[-1]  # a new turn begins
 
@@ -339,9 +292,83 @@ def test_variables_of_a_template_are_text_of_a_user() -> None:
             encode_chat(tokenizer, template, messages, variables={name: 1})
 
 
-def test_thoughts_in_the_history_reach_the_template() -> None:
-    template = "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}"
-    messages = [{"role": "assistant", "content": "b", "reasoning_content": "a"}, {"role": "user", "content": "c"}]
-    assert render(template, check_messages(messages), byte_level("<s>", "</s>")) == "a|b|c"
-    with pytest.raises(UsageError, match="unknown key 'reasoning_content'"):
-        check_messages([{"role": "user", "content": "c", "reasoning_content": "a"}])
+# ------------------------------------------------------------------------------ ids, by the options of a tokenizer.json
+MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+SPACED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }} <|im_end|> \x85\n{% endfor %} \x1c<|im_start|>a\n"
+)
+SPACED_MESSAGES = [
+    {"role": ("user", "assistant")[i % 2], "content": text}
+    for i, text in enumerate(("hello us", "he\u2003", " us\x1c"))
+]
+
+
+def write_metaspace(folder: Path, scheme: str, strip: dict[str, bool]) -> Path:
+    """Write a tokenizer.json with a Metaspace of this scheme, and the settings beside it."""
+    vocab = {token: id for id, token in enumerate(("<unk>", *MARKS, *(f"<0x{byte:02X}>" for byte in range(256))))}
+    for token in ("▁", *"abcdefghijklmnopqrstuvwxyz", "▁u", "▁us", "he", "▁h"):
+        vocab[token] = len(vocab)
+    merges = [("▁", "u"), ("▁u", "s"), ("h", "e"), ("▁", "h")]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False, **strip) for mark in MARKS])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": SPACED}))
+    return folder
+
+
+@pytest.mark.parametrize("strip", [{}, {"lstrip": True}, {"rstrip": True}])
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("before", ["", "us "])
+def test_chat_ids_are_those_of_transformers(tmp_path: Path, scheme: str, strip: dict[str, bool], before: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_metaspace(tmp_path, scheme, strip)
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = theirs.apply_chat_template(
+        SPACED_MESSAGES, chat_template=before + SPACED, tokenize=True, return_dict=False
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    ours = open_tokenizer(folder / "tokenizer.json", settings)
+    assert encode_chat(ours, before + SPACED, SPACED_MESSAGES) == expected
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("setting", [True, False])
+def test_add_prefix_space_is_followed_or_rejected(tmp_path: Path, name: str, scheme: str, setting: bool) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_metaspace(tmp_path, scheme, {})
+    settings = {"tokenizer_class": name, "add_prefix_space": setting, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    if name.startswith("Llama") and setting != (scheme != "never"):
+        with pytest.raises(TokenizerError, match="add_prefix_space"):
+            open_tokenizer(folder / "tokenizer.json", settings)
+    else:
+        ours = open_tokenizer(folder / "tokenizer.json", settings)
+        assert ours.encode("hello us") == theirs("hello us", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"added_tokens_decoder": {"5": {"content": "he"}}}, {"added_tokens_decoder": {"999": {"content": "new"}}},
+        {"additional_special_tokens": ["new"]}, {"extra_special_tokens": {"he_token": "he"}},
+    ],
+)  # fmt: skip
+def test_tokens_that_only_the_settings_name_have_the_ids_of_transformers(tmp_path: Path, settings: Any) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_metaspace(tmp_path, "never", {})
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    ours = open_tokenizer(folder / "tokenizer.json", settings)
+    assert ours.n_vocab == len(theirs)
+    for text in ("hello new us", "newhe", "<s>new", "he"):
+        assert ours.encode(text, parse_special=True) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert not set(ours.encode(text)) & set(ours.control.values())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import random
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import llama
-from llama.chat import TEMPLATES, chat_format_of, check_format, encode_chat
+from llama.chat import TEMPLATES, chat_format_of, encode_chat
 from llama.chat.messages import ROLES
 from llama.checkpoint import open_checkpoint
 from llama.errors import TemplateError, UsageError
@@ -23,7 +23,6 @@ from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tools.convert import convert
 
 from . import tiny
-from .conftest import Run
 from .scripts import make_tiny
 from .test_chat import byte_level, spell
 from .test_tokenizer import CONTROL
@@ -34,8 +33,7 @@ Dialog = list[dict[str, Any]]
 
 LLAMA3_NAMES = CONTROL[:12]
 LLAMA3, LLAMA2 = byte_level(*LLAMA3_NAMES), byte_level("<s>", "</s>")
-STEP = byte_level("<s>", "</s>", "<step>")
-VOCABULARY = {"llama3": LLAMA3, "llama2": LLAMA2, "codellama-70b": STEP}
+VOCABULARY = {"llama3": LLAMA3, "llama2": LLAMA2}
 
 
 def user(text: str) -> dict[str, str]:
@@ -50,26 +48,12 @@ def ids_of(format: str, messages: Dialog, tokenizer: Tokenizer | None = None) ->
     return encode_chat(tokenizer or VOCABULARY[format], None, messages, format=format)
 
 
-def text_of(format: str, messages: Dialog) -> str:
-    return spell(VOCABULARY[format], ids_of(format, messages))[0]
-
-
-# ------------------------------------------------------------------------------------------------- formats by hand
 DIALOG: Dialog = [{"role": "system", "content": "Be brief."}, user(" hi\n"), assistant("hello"), user("bye")]
 
 
-@pytest.mark.parametrize(
-    ("format", "expected"),
-    [
-        ("llama2", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"),
-        # The turns of dialog_prompt_tokens in meta-llama/codellama; a SentencePiece vocabulary has no other space
-        ("codellama-70b", "<s> Source: system \n\n Be brief.<step> Source: user \n\n hi<step>"
-         " Source: assistant\nDestination: user \n\n hello<step> Source: user \n\n bye<step>"
-         " Source: assistant\nDestination: user \n\n "),
-    ],
-)  # fmt: skip
-def test_formats_by_hand(format: str, expected: str) -> None:
-    assert text_of(format, DIALOG) == expected
+def test_llama2_by_hand() -> None:
+    llama2 = "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n hi [/INST] hello </s><s>[INST] bye [/INST]"
+    assert spell(LLAMA2, ids_of("llama2", DIALOG))[0] == llama2
 
 
 @pytest.mark.parametrize("format", TEMPLATES)
@@ -92,33 +76,25 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
     [
         *(("llama2", [user(t)], "a message contains") for t in ("[INST]", "x [/INST]", "<<SYS>>", "<</SYS>> y")),
         ("llama2", [{"role": "system", "content": "<<SYS>>"}, user("x")], "a message contains"),
-        ("llama2", [S], "the last message must have the role user"),
-        ("codellama-70b", [user("a"), assistant("b")], "the last message must have the role user"),
-        *(("codellama-70b", dialog, "the roles must be") for dialog in (
-            [assistant("a"), user("b")], [user("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
+        ("llama2", [user("a"), assistant("b")], "the last message must have the role user"),
+        *(("llama2", dialog, "the roles must be") for dialog in (
+            [assistant("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
         *((format, [user("a"), CALL, user("b")], "no tools and no calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason):
         ids_of(format, dialog)
-
-
-def test_errors_about_formats() -> None:
-    with pytest.raises(TemplateError, match="no tools"):
-        encode_chat(LLAMA2, None, [user("x")], format="llama2", tools=[{"name": "f"}])
     with pytest.raises(UsageError, match="unknown chat format 'llama4'; known: jinja, "):
-        ids_of("llama4", [user("x")], LLAMA3)
-    with pytest.raises(TemplateError, match=r"codellama-70b needs .*<s>, <step>.*; use llama3, which fits"):
-        ids_of("codellama-70b", [user("x")], LLAMA3)
-    with pytest.raises(TemplateError, match=r"llama3 needs .*use llm.generate"):
-        check_format("llama3", byte_level("<|im_start|>", "<|im_end|>"))
+        ids_of("llama4", dialog, LLAMA3)
+    with pytest.raises(TemplateError, match=r"llama2 needs .*<s>, </s>.*; use llama3, which fits"):
+        ids_of("llama2", dialog, LLAMA3)
 
 
 def test_the_format_of_a_vocabulary() -> None:
     for name, tokenizer in VOCABULARY.items():
         assert chat_format_of(tokenizer) == name
-    for tokens in (("<s>", "x"), ("<|begin_of_text|>", "<|eot_id|>")):
+    for tokens in (("<s>", "x"), ("<s>", "</s>", "<step>"), ("<|begin_of_text|>", "<|eot_id|>")):
         assert chat_format_of(byte_level(*tokens)) is None
     llm = Llama(tiny.model(), LLAMA3, tiny.CHATML, chat_format="llama3")
     assert (
@@ -128,35 +104,11 @@ def test_the_format_of_a_vocabulary() -> None:
 
 # ------------------------------------------------------------------------------------------------------ Meta's own code
 TEXTS = ["", " ", "a b ", " \nc\n", "zwölf 123456", "日本語 😀", "def f():\n\treturn 1", "It's", "é\u0301 \u3000x"]
-ORACLE = """
-import importlib.util, json, pathlib, sys, types
-
-files = json.loads(sys.argv[1])
-for name in ("PIL", "PIL.Image", "llama_models", "llama_models.llama3"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = []
-sys.modules["PIL.Image"].Image = object
-for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format"):
-    spec = importlib.util.spec_from_file_location("llama_models." + name, files[name])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-chat = module.ChatFormat(sys.modules["llama_models.llama3.tokenizer"].Tokenizer(pathlib.Path(files["model"])))
-dialogs = [[module.RawMessage(**message) for message in dialog] for dialog in json.load(sys.stdin)]
-print(json.dumps([chat.encode_dialog_prompt(dialog).tokens for dialog in dialogs]))
-"""
 
 WHEEL = "llama-models==0.3.0"
-MEMBERS = {
-    name: f"llama_models/{name.replace('.', '/')}.py"
-    for name in ("tokenizer_utils", "datatypes", "llama3.tokenizer", "llama3.tool_utils", "llama3.chat_format")
-} | {"model": "llama_models/llama3/tokenizer.model"}
 
 
-def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with the fields of Meta's RawMessage."""
-    role = "tool" if message["role"] == "ipython" else message["role"]
-    return {**message, "role": role, "stop_reason": "end_of_turn", "tool_calls": []}
+MODULES = ("tokenizer_utils", "datatypes", "llama3/tokenizer", "llama3/tool_utils", "llama3/chat_format")
 
 
 def random_dialog(family: str, choose: random.Random, texts: Sequence[str] = TEXTS) -> Dialog:
@@ -171,23 +123,22 @@ def random_dialog(family: str, choose: random.Random, texts: Sequence[str] = TEX
     return [message("system")] * choose.randint(0, 1) + turns
 
 
-def test_llama3_ids_are_those_of_metas_own_code() -> None:
+def test_llama3_ids_are_those_of_metas_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pydantic", reason="Meta's messages are pydantic models")
-    files = {name: wheel_member(WHEEL, member) for name, member in MEMBERS.items()}  # the package has more dependencies
-    real = open_tokenizer(files["model"])
-    choose = random.Random(0)
-    texts = [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES]
-    dialogs = [random_dialog("llama3", choose, texts) for _ in range(300)]
-    answer = subprocess.run(
-        [sys.executable, "-c", ORACLE, json.dumps({name: str(path) for name, path in files.items()})],
-        input=json.dumps([[as_meta(message) for message in dialog] for dialog in dialogs]),
-        stdout=subprocess.PIPE, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    for dialog, expected in zip(dialogs, json.loads(answer.stdout), strict=True):
-        assert ids_of("llama3", dialog, real) == expected, dialog
-
-
-# -------------------------------------------------------------------------------------------------------- transformers
+    files = [wheel_member(WHEEL, f"llama_models/{name}.py") for name in MODULES]
+    monkeypatch.syspath_prepend(str(files[0].parents[1]))
+    monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(Image=SimpleNamespace(Image=object)))
+    code = importlib.import_module("llama_models.llama3.chat_format")
+    path = wheel_member(WHEEL, "llama_models/llama3/tokenizer.model")
+    meta, real, choose = code.ChatFormat(code.Tokenizer(path)), open_tokenizer(path), random.Random(0)
+    for _ in range(300):
+        dialog = random_dialog("llama3", choose, [*TEXTS, "\n\n", "\n\nc\n", *LLAMA3_NAMES])
+        roles = ["tool" if message["role"] == "ipython" else message["role"] for message in dialog]
+        raw = [
+            code.RawMessage(role=role, content=message["content"], stop_reason="end_of_turn", tool_calls=[])
+            for role, message in zip(roles, dialog, strict=True)
+        ]
+        assert ids_of("llama3", dialog, real) == meta.encode_dialog_prompt(raw).tokens, dialog
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -196,7 +147,7 @@ def test_transformers_gives_the_ids_of_the_built_in_format(family: str, tmp_path
     if family == "llama3":
         ours: Tokenizer = TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny")
     else:
-        ours = trained(tmp_path, control_symbols=["<step>"])
+        ours = trained(tmp_path)
     theirs, template, choose = auto(ours, tmp_path), TEMPLATES[family], random.Random(1)
     for _ in range(60):
         dialog = random_dialog(family, choose)
@@ -229,32 +180,6 @@ def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, t
     if to == "hf":
         theirs = AutoTokenizer.from_pretrained(proof.path)
         assert theirs.apply_chat_template(DIALOG, add_generation_prompt=True, return_dict=False) == expected
-    else:
-        from gguf import GGUFReader
-
-        field = GGUFReader(proof.path).fields["tokenizer.chat_template"]
-        assert field.contents() == TEMPLATES["llama3"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("llama2", r"the chat format llama2 needs tokens that this vocabulary does not have \(<s>, </s>\)"),
-        ("{% for m in messages %}", "the chat template: "),
-        ('{"a": 1}', "does not contain the message"),
-    ],
-)
-def test_a_template_that_does_not_fit_is_not_written(meta: Path, tmp_path: Path, choice: str, message: str) -> None:
-    with pytest.raises(TemplateError, match=message):
-        convert(meta, tmp_path / "new", "gguf", chat_template=choice)
-
-
-def test_the_template_can_be_chosen_on_the_command_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    (tmp_path / "own").write_text(tiny.CHATML)
-    convert = ("convert", str(meta), str(tmp_path / "new"), "--to", "gguf", "--chat-template")
-    assert clearllama(*convert, str(tmp_path / "own")).returncode == 0
-    assert open_checkpoint(tmp_path / "new").chat_template == tiny.CHATML
-    assert clearllama(*convert, "llama4").returncode == 2
-    quantize = ("quantize", str(meta), str(tmp_path / "int8"), "--chat-template", "none")
-    assert clearllama(*quantize).returncode == 0
-    assert open_checkpoint(tmp_path / "int8").chat_template is None
+    for choice, says in (("llama2", "needs tokens that this vocabulary does not have"), ("{}", "contain the message")):
+        with pytest.raises(TemplateError, match=says):
+            convert(meta, tmp_path / "x", to, chat_template=choice)

@@ -1,7 +1,10 @@
-"""Which ids are control ids: those that end an answer, begin a text, or are written by the chat template."""
+"""Control ids: those that end an answer, begin a text, or are written by the template; text becomes one on request only."""
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from llama.chat import encode_chat
+from llama.chat import encode_chat, render
 from llama.errors import TokenizerError, UsageError
+from llama.text import Llama
 from llama.tokenizer import Decoder, Named, Tokenizer
 from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
@@ -21,8 +25,10 @@ from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tokenizer.write import gguf_metadata
 
 from . import tiny
+from .conftest import Run
 from .scripts import make_tiny
-from .test_continuation import TOKENS, piece_json, piece_metadata
+from .test_tokenizer import piece_metadata, pieces_json
+from .test_tokenizer_files import LIBRARY, added, opened, source
 
 TEXT, SCORE = 1, 2  # fields of a SentencePiece
 START, END = "<start_of_turn>", "<end_of_turn>"
@@ -69,7 +75,6 @@ MODEL = turns_model()
 AT = len([1 for number, _, _ in read_fields(MODEL) if number == PIECE]) - len(PLAIN_ADDED)
 TURNS: dict[str, Tokenizer] = {
     "tokenizer.json": HuggingFaceTokenizer(turns_json(), "x", {}, NAMED),
-    "GGUF, eos": from_metadata(turns_metadata(eos=257), "x"),
     "GGUF, eot": from_metadata(turns_metadata(eot=257), "x"),
     "tokenizer.model": SentencePieceModelTokenizer(MODEL, "x", Named(stop_ids=[AT + 1], template=TEMPLATE)),
     "written as GGUF": from_metadata(
@@ -80,15 +85,14 @@ TURNS: dict[str, Tokenizer] = {
 TIKTOKEN = make_tiny.tiktoken_model(512)
 OTHERS: dict[str, Tokenizer] = {
     "GGUF": from_metadata(tiny.byte_vocabulary(), "x"),
-    "GGUF, pieces": from_metadata(piece_metadata(), "x"),
-    "tokenizer.json, pieces": HuggingFaceTokenizer(piece_json(metaspace=True), "x", {}, Named([1], [2, 260])),
+    "GGUF, pieces": from_metadata(piece_metadata(LIBRARY), "x"),
+    "tokenizer.json, pieces": HuggingFaceTokenizer(pieces_json(LIBRARY, legacy=False), "x", {}, Named([1], [2, 260])),
     "tokenizer.model, plain": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "x", Named((), [300])),
     "tiktoken": TiktokenTokenizer(TIKTOKEN, "x", Named((), [TiktokenTokenizer(TIKTOKEN, "x").n_vocab - 1])),
 }
-TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, *TOKENS, "the</s><|im_end|><|eot_id|>", "".join(map(chr, range(128))))
+TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, "<0x41><unk> dog", "the</s><|im_end|>", "".join(map(chr, range(99))))
 
 
-# --------------------------------------------------------------------------------------------- no text becomes one
 @pytest.mark.parametrize("name", [*TURNS, *OTHERS])
 def test_ids_that_begin_or_end_a_text_are_control_ids_that_no_text_becomes(name: str) -> None:
     tokenizer = {**TURNS, **OTHERS}[name]
@@ -115,21 +119,82 @@ def test_only_the_template_writes_the_tokens_of_turns(name: str) -> None:
     assert tokenizer.decode([tokenizer.control[END]]) == ""
 
 
-def test_a_stop_id_that_must_stay_text_is_an_error() -> None:
-    for id in (0, 5):  # unknown characters, and a byte
-        with pytest.raises(TokenizerError, match="x: not a SentencePiece model"):
-            SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "x", Named((), [id]))
-
-
-# ------------------------------------------------------------------------------------------------------ types of ids
 def test_ids_of_every_integer_type_are_decoded() -> None:
     tokenizer = OTHERS["GGUF"]
     ids = tokenizer.encode("Hello the dog é")
-    for form in (torch.tensor(ids), np.array(ids), np.array(ids, dtype=np.uint16), iter(ids), tuple(ids)):
+    for form in (torch.tensor(ids), np.array(ids, dtype=np.uint16), iter(ids)):
         assert tokenizer.decode(form) == "Hello the dog é"  # type: ignore[arg-type]
-    decoder = Decoder(tokenizer)
-    assert "".join(decoder.feed(id) for id in torch.tensor(ids)) == "Hello the dog é"
-    for wrong in ([65.7], ["a"], "ab", [None], [True], torch.tensor([65.0]), torch.zeros(2, 2, dtype=torch.long)):
+    for wrong in ([65.7], "ab", [None], [True], torch.tensor([65.0]), torch.zeros(2, 2, dtype=torch.long)):
         for read in (tokenizer.decode, lambda ids: Decoder(tokenizer, ids)):
             with pytest.raises(UsageError, match="token id"):
                 read(wrong)  # type: ignore[operator]
+
+
+KINDS = {**TURNS, **OTHERS}
+PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+# Not two that are equal in lower case: the library then chooses one at random
+ADDED = ["<a>", "<|x|>", "foo", "Bar", "é", "the", " the", "a b", "[REF]", "  ", "REF", "_"]
+NORMALIZERS: list[Any] = [
+    None, {"type": "NFC"}, {"type": "Lowercase"},
+    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+                                         {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 300))])
+def test_random_flags_of_added_tokens_give_the_librarys_ids(seed: int) -> None:
+    """The library is the reference with all its added tokens, and again with those that are special switched off."""
+    dice = random.Random(seed)
+    found = dice.choice([source(), json.loads(pieces_json(LIBRARY, True)), json.loads(pieces_json(LIBRARY, False))])
+    found["normalizer"] = dice.choice([found["normalizer"], *NORMALIZERS])
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    start = max(found["model"]["vocab"].values()) + 10
+    for i, content in enumerate(names := dice.sample(ADDED, dice.randint(1, 6))):
+        chosen = {flag: dice.random() < 0.4 for flag in flags}
+        found["added_tokens"].append(added(start + i, content, content.startswith("<"), **chosen))
+    ours, theirs, plain = opened(found), *(Backend.from_str(json.dumps(found)) for _ in range(2))
+    plain.encode_special_tokens = True
+    for _ in range(24):
+        text = "".join(dice.choices([*names, " ", "a", "foo", "x", "\n", "É", ".", "dog"], k=dice.randint(0, 8)))
+        try:
+            expected, without = (backend.encode(text, add_special_tokens=False).ids for backend in (theirs, plain))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a defect of the library with stripped spaces
+                raise
+            with pytest.raises(TokenizerError, match="can't be encoded"):
+                ours.encode(text, parse_special=True)
+            continue
+        assert ours.encode(text, parse_special=True) == expected, (text, found["added_tokens"])
+        assert ours.encode(text) == without, (text, found["added_tokens"])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_the_request_text_stays_text(name: str) -> None:
+    tokenizer = KINDS[name]
+    control = next(text for text in tokenizer.control if text)
+    assert tokenizer.encode(control, parse_special=True) == [tokenizer.control[control]]
+    assert tokenizer.control[control] not in tokenizer.encode(control)
+    assert tokenizer.encode("hello", parse_special=True) == tokenizer.encode("hello")
+    assert tokenizer.encode("", parse_special=True) == tokenizer.encode("") == []
+    if "<start_of_turn>" in tokenizer.control:
+        messages = [{"role": "user", "content": "hello the"}, {"role": "assistant", "content": " a\n"}]
+        text = render(TEMPLATE, messages, tokenizer)
+        assert tokenizer.encode(text, parse_special=True) == encode_chat(tokenizer, TEMPLATE, messages)
+
+
+def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 2.0, "seed": 1}
+    expected = tiny_llm.chat([{"role": "user", "content": "hello"}], **options).tokens
+    assert tiny_llm.generate(PROMPT, parse_special=True, **options).tokens == expected
+    assert [c.tokens for c in tiny_llm.generate([PROMPT], parse_special=True, **options)] == [expected]
+
+
+def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf: Path) -> None:
+    command = ("generate", "-m", str(tiny_gguf), "--json", "-n", "6", "--temp", "2", "--seed", "1", "--dtype", "fp32")
+    chat = json.loads(clearllama(*command, "hello").stdout)
+    special = clearllama(*command, "--raw", "--parse-special", PROMPT)
+    plain = clearllama(*command, "--raw", PROMPT)
+    assert json.loads(special.stdout)["tokens"] == chat["tokens"]
+    assert json.loads(plain.stdout)["prompt_tokens"] > chat["prompt_tokens"]
+    assert b"<|im_end|> as plain text; --parse-special enables control tokens" in plain.stderr

@@ -43,9 +43,23 @@ def load(path: Path, **options: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------- weights
-def test_header_equals_that_of_the_gguf_package(tiny_gguf: Path) -> None:
-    metadata, tensors = read_header(tiny_gguf.read_bytes(), "tiny")
-    theirs = gguf.GGUFReader(tiny_gguf)
+
+
+def test_the_header_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
+    """With every kind of value, alone and in an array."""
+    kinds = [kind for kind in gguf.GGUFValueType if kind.name not in ("STRING", "ARRAY")]
+    special = {"BOOL": True, "FLOAT32": 1.5, "FLOAT64": 1.5}
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
+    for kind in kinds:
+        value = special.get(kind.name, -7 if kind.name[0] == "I" else 200)
+        writer.add_key_value(kind.name, value, kind)
+        writer.add_key_value(f"{kind.name}s", [value] * 2, gguf.GGUFValueType.ARRAY, kind)
+    tiny.add_metadata(writer, tiny.byte_vocabulary())
+    for name, shape in (("a", (3, 5)), ("b", (7,))):
+        writer.add_tensor(name, np.zeros(shape, np.float32))
+    finish(writer)
+    metadata, tensors = read_header((tmp_path / "x.gguf").read_bytes(), "x")
+    theirs = gguf.GGUFReader(tmp_path / "x.gguf")
     assert list(tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         info = tensors[tensor.name]
@@ -53,21 +67,6 @@ def test_header_equals_that_of_the_gguf_package(tiny_gguf: Path) -> None:
         assert (info.type, info.offset, info.nbytes) == (tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
     for key, value in metadata.items():
         assert (value.tolist() if isinstance(value, np.ndarray) else value) == theirs.fields[key].contents()
-
-
-def test_every_kind_of_value_is_read(tmp_path: Path) -> None:
-    kinds = [kind for kind in gguf.GGUFValueType if kind.name not in ("STRING", "ARRAY")]
-    special = {"BOOL": True, "FLOAT32": 1.5, "FLOAT64": 1.5}
-    values = {kind.name: special.get(kind.name, -7 if kind.name[0] == "I" else 200) for kind in kinds}
-    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
-    for kind in kinds:
-        writer.add_key_value(kind.name, values[kind.name], kind)
-        writer.add_key_value(f"{kind.name}s", [values[kind.name]] * 2, gguf.GGUFValueType.ARRAY, kind)
-    finish(writer)
-    found = GGUFFile(tmp_path / "x.gguf").metadata
-    for key, value in values.items():
-        assert (found[key], type(found[key])) == (value, type(value))
-        assert found[f"{key}s"].tolist() == [value, value]
 
 
 @pytest.mark.parametrize("form", ["complex", "real", "half"])
@@ -113,26 +112,6 @@ def test_a_type_that_is_not_supported_is_an_error(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "x.gguf").tensors["w"].read()
 
 
-@pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-def test_a_weight_is_multiplied_by_its_factor(tmp_path: Path, quantization: str) -> None:
-    """llama.cpp writes factors for NVFP4, and applies them to weights of every type."""
-    state, factor = tiny.weights(), torch.tensor([0.37])
-    extra = {"blk.0.attn_q.scale": factor, "blk.1.ffn_up.scale": factor, "blk.1.ffn_up.input_scale": 5 * factor}
-    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", quantization=quantization, extra=extra))
-    plain = open_checkpoint(tiny.write_gguf(tmp_path / "plain.gguf", quantization=quantization))
-    for name in state:
-        changed = name in ("layers.0.attention.wq.weight", "layers.1.feed_forward.w_up.weight")
-        expected = plain.tensor(name) * (0.37 if changed else 1)
-        torch.testing.assert_close(checkpoint.tensor(name), expected, rtol=1e-6, atol=0)
-        if expected.dim() == 2:
-            assert torch.equal(checkpoint.piece(name, slice(3, 9), slice(32)), checkpoint.tensor(name)[3:9, :32])
-            assert (checkpoint.blocks(name) is None) == (quantization == "F32" or changed)
-    for wrong in (torch.ones(2), torch.tensor([math.nan])):
-        path = tiny.write_gguf(tmp_path / "wrong.gguf", extra={"blk.0.attn_q.scale": wrong})
-        with pytest.raises(DamagedError, match=r"blk\.0\.attn_q\.scale must be one finite number"):
-            open_checkpoint(path)
-
-
 def test_reading_never_changes_the_file(tiny_gguf: Path) -> None:
     before, model = tiny_gguf.read_bytes(), load(tiny_gguf)
     model.norm.weight.fill_(9)  # float32 weights are in the mapped file; a write goes to a private copy
@@ -140,11 +119,10 @@ def test_reading_never_changes_the_file(tiny_gguf: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- surplus
-@pytest.mark.parametrize("alignment", [8, 64])
-def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path, alignment: int) -> None:
-    """Other alignments, tensors without entries, and bytes after the last tensor."""
+def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path) -> None:
+    """Another alignment, a tensor without entries, and bytes after the last tensor."""
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
-    writer.add_custom_alignment(alignment)
+    writer.add_custom_alignment(64)
     tiny.add_metadata(writer, {**tiny.architecture(), **tiny.byte_vocabulary()})
     for name, tensor in [("empty", torch.zeros(0)), *GGUFFile(tiny_gguf).tensors.items()]:
         writer.add_tensor(name, (tensor if isinstance(tensor, Tensor) else tensor.read()).numpy())
@@ -169,16 +147,10 @@ def test_a_key_that_changes_the_computation_is_refused(tmp_path: Path, key: str)
     [
         ({"metadata": {"general.architecture": "gpt2"}}, "architecture is 'gpt2'"),
         ({"metadata": {"llama.embedding_length": None}}, "embedding_length is missing"),
-        ({"metadata": {"llama.attention.head_count": 0}}, "n_heads must be an integer from 1"),
-        (
-            {"metadata": {"llama.attention.head_count_kv": [2, 1]}},
-            r"head_count_kv must be an integer, got array\(\[2, 1\]",
-        ),
+        ({"metadata": {"llama.attention.head_count_kv": [2, 1]}}, r"head_count_kv must be an integer, got array"),
         ({"metadata": {"llama.attention.head_count": 8}}, "attn_q.weight has shape"),
         ({"metadata": {"llama.block_count": 2**31}}, "has 2147483648 layers"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count is 8, expected 16"),
-        ({"metadata": {"llama.attention.value_length": 8}}, "value_length is 8, expected 16"),
-        ({"metadata": {"llama.rope.freq_base": 0.0}}, "rope_theta"),
         ({"metadata": {"tokenizer.chat_template": 5}}, "chat_template must be a string, got 5"),
         ({"without": ("token_embd.weight",)}, "token_embd.weight is missing"),
         ({"extra": {"blk.0.attn_norm.bias": torch.zeros(64)}}, "1 tensor is unexpected: blk.0.attn_norm.bias"),
@@ -197,21 +169,13 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     config = dataclasses.replace(tiny.CONFIG, n_kv_heads=4)
     path = tiny.write_gguf(tmp_path / "x.gguf", config, metadata=dict.fromkeys(f"llama.{key}" for key in keys))
     assert open_checkpoint(path).config == config
-    tied = open_checkpoint(
-        tiny.write_gguf(tmp_path / "y.gguf", without=("output.weight",), metadata={"llama.context_length": 2**31})
-    )
-    assert (tied.config.tie_embeddings, tied.config.max_seq_len) == (True, 2**31)
-    window = tiny.write_gguf(
-        tmp_path / "z-00001-of-00000.gguf", metadata={"llama.attention.sliding_window": 128, "tokenizer.ggml.pre": None}
-    )
-    assert open_checkpoint(window).config.sliding_window == 128
-    assert "window" in open_checkpoint(window).warnings[1]
-    sizes = {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2], "feed_forward_length": [96, 96]}
-    arrays = tiny.write_gguf(tmp_path / "v.gguf", metadata={f"llama.{key}": size for key, size in sizes.items()})
-    assert open_checkpoint(arrays).config == tiny.CONFIG
+    assert open_checkpoint(tiny.write_gguf(tmp_path / "y.gguf", without=("output.weight",))).config.tie_embeddings
+    window = {"llama.attention.sliding_window": 128, "tokenizer.ggml.pre": None}
+    warned = open_checkpoint(tiny.write_gguf(tmp_path / "z.gguf", metadata=window))
+    assert warned.config.sliding_window == 128
+    assert ["no key tokenizer.ggml.pre" in warned.warnings[0], "window" in warned.warnings[1]] == [True, True]
     older = tiny.write_gguf(tmp_path / "w.gguf", metadata={"llama.rope.scale_linear": 4.0})
     assert open_checkpoint(older).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
-    assert "no key tokenizer.ggml.pre" in open_checkpoint(window).warnings[0]
 
 
 SHORT, LONG = [1 + i / 7 for i in range(8)], [1.0 + i for i in range(8)]
@@ -221,11 +185,9 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, list[float]], Any]] = [
     ({"type": "linear", "factor": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),
     ({"factor": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),  # llama.cpp's default
     ({"factor": 1.0}, {}, None),
-    ({"factor": 0.0}, {}, None),
     ({"type": "none", "factor": 4.0, "finetuned": True}, {}, None),
     ({"factor": -1.0}, {}, "'factor' must be a number above 0"),
     ({"factor": 4.0, "attn_factor": 2.0}, {}, "linear, .*attn_factor is not supported"),
-    ({"type": "yarn"}, {}, "'factor' must be a number above 0"),
     ({"type": "spiral", "factor": 4.0}, {}, "spiral, .* is not supported"),
     ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.5}, {}, "yarn_ext_factor is not supported in"),
     ({"type": "yarn", "factor": 4.0, "original_context_length": 64}, {}, {**YARN, "original_max_position_embeddings": 64}),
@@ -234,7 +196,6 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, list[float]], Any]] = [
     ({"type": "longrope", "original_context_length": 64, "attn_factor": 1.25}, LENGTHS,
      {"rope_type": "longrope", "original_max_position_embeddings": 64, "attention_factor": 1.25}),
     ({}, LENGTHS, {"rope_type": "longrope", "attention_factor": 1.0}),
-    ({"type": "longrope", "original_context_length": 64}, {}, "longrope, .* is not supported"),
     ({}, {FREQS: LONG}, {"rope_type": "divisors", "divisors": LONG}),
     ({"type": "yarn", "factor": 4.0}, {FREQS: LONG}, "yarn, .*rope_freqs.weight is not supported"),
 ]  # fmt: skip
@@ -256,8 +217,7 @@ def test_rope_scaling_is_read_as_by_llama_cpp(tmp_path: Path, keys: dict[str, An
     assert found == (pytest.approx(expected) if expected and "divisors" not in expected else expected)
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0, 4.0])
-@pytest.mark.parametrize("length", [64, 8192])
+@pytest.mark.parametrize(("factor", "length"), [(8.0, 8192), (32.0, 8192), (4.0, 64)])
 def test_divisors_of_llama3_are_recognized(tmp_path: Path, factor: float, length: int) -> None:
     made = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": length}  # fmt: skip
@@ -286,16 +246,12 @@ def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(path)
         assert checkpoint.parts == {part.name: part.stat().st_size for part in parts}
         assert torch.equal(loader.build(checkpoint, "cpu", "float32")(TOKENS), expected)
-    kept = parts[1].read_bytes()
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(DamagedError, match="files have the same tensor"):
         open_checkpoint(parts[0])
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=rf"{parts[1].name}: No such file"):
         open_checkpoint(parts[2])
-    stray = tmp_path / "stray.gguf"
-    stray.write_bytes(kept)
-    with pytest.raises(CheckpointError, match=r"stray\.gguf"):
-        open_checkpoint(stray)
+    tiny.write_gguf(tmp_path / "stray.gguf")
     with pytest.raises(CheckpointError, match="contains several GGUF models; name one of them"):
         open_checkpoint(tmp_path)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -90,7 +90,6 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
         {"attention_bias": True},
         {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
         {"num_key_value_heads": 4},
-        {"num_key_value_heads": 1},
         {"rope_theta": 500000.0},
         {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
     ],
@@ -100,23 +99,6 @@ def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> N
     model = write(tmp_path, **changes)
     compare(tmp_path, model)
     assert open_checkpoint(tmp_path).config.n_params == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("kind", "heads", "kv"), [("llama", 4, 4), ("mistral", 16, 8), ("qwen2", 64, 32), ("smollm3", 16, 4)]
-)
-def test_the_number_of_key_value_heads_has_the_default_of_transformers(
-    tmp_path: Path, kind: str, heads: int, kv: int
-) -> None:
-    torch.manual_seed(0)
-    sizes = {**BASE, "num_attention_heads": heads, "hidden_size": 4 * heads, "num_key_value_heads": kv}
-    config = AutoConfig.for_model(kind, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    edit(tmp_path, remove=("num_key_value_heads",))
-    assert AutoConfig.from_pretrained(tmp_path).num_key_value_heads == kv
-    assert open_checkpoint(tmp_path).config.n_kv_heads == kv
-    edit(tmp_path, num_key_value_heads=None)  # as in transformers, null stands for all heads
-    assert open_checkpoint(tmp_path).config.n_kv_heads == heads
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -158,21 +140,10 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
     assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
 
 
-@pytest.mark.parametrize(
-    ("rope", "outer"),
-    [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 32),
-        ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}, 64),  # has no effect
-    ],
-)
-def test_a_trained_length_or_factor_elsewhere_is_read_as_in_transformers(
-    tmp_path: Path, rope: dict[str, Any], outer: int
-) -> None:
+def test_a_trained_length_beside_the_scaling_is_read_as_in_transformers(tmp_path: Path) -> None:
     write(tmp_path)
-    edit(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0}, original_max_position_embeddings=outer)
+    edit(tmp_path, rope_parameters={**ROPES[4], "rope_theta": 10000.0}, original_max_position_embeddings=16)
     compare(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path), lengths=(20, 33, 64, 65, 200))
-    warned = any("original_max_position_embeddings" in warning for warning in open_checkpoint(tmp_path).warnings)
-    assert warned == (rope["rope_type"] == "dynamic")
 
 
 @pytest.mark.parametrize("length", [30, 63, 65])
@@ -181,25 +152,13 @@ def test_scalings_by_length_generate_the_text_of_transformers(
     tmp_path: Path, rope: dict[str, Any], length: int
 ) -> None:
     """The prompts are longer than a prefill chunk, or decoding passes the trained length."""
-    context = {"max_position_embeddings": 64} if rope["rope_type"] == "dynamic" else {"max_position_embeddings": 512}
-    model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0}, **context)
+    context = 64 if rope["rope_type"] == "dynamic" else 512
+    model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0}, max_position_embeddings=context)
     prompt = tokens(length)
     expected = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, length:].tolist()
-    ours = load(tmp_path, max_seq_len=512)
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
-    assert [token.id for token in generate(ours, prompt[0].tolist(), params, chunk=16)] == expected
-
-
-def test_other_dtypes_are_read(tmp_path: Path) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        folder = tmp_path / str(dtype)
-        write(folder, dtype=dtype, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        compare(folder, model)
-        packed, expected = loader.build(open_checkpoint(folder), "cpu", "bfloat16", fast=True), model(tokens(30)).logits
-        assert float((packed(tokens(30)) - expected).norm() / expected.norm()) < 0.03
-    with pytest.raises(LlamaError, match=r"no tokenizer\.json or tokenizer\.model"):
-        llama.load(folder)
+    found = generate(load(tmp_path, max_seq_len=512), prompt[0].tolist(), params, chunk=16)
+    assert [token.id for token in found] == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -207,7 +166,7 @@ def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> Non
     model = write(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="40KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    for name in ("bin", "links", "long header", "surplus", "unlisted", "other names"):
+    for name in ("bin", "links", "surplus", "unlisted", "other names"):
         shutil.copytree(tmp_path / ("many" if name in ("unlisted", "other names") else "one"), tmp_path / name)
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     (tmp_path / "bin" / WEIGHTS).unlink()
@@ -215,16 +174,12 @@ def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> Non
     (tmp_path / "other names" / INDEX).unlink()
     (tmp_path / "links" / WEIGHTS).unlink()  # as in the hub's cache
     (tmp_path / "links" / WEIGHTS).symlink_to(tmp_path / "one" / WEIGHTS)
-    data = (tmp_path / "one" / WEIGHTS).read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + size].ljust(10**7 + 0x0280)  # a length that begins like a pickle
-    (tmp_path / "long header" / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     change_state(tmp_path / "surplus", lambda state: state.update(old))
     change_state(tmp_path / "unlisted", lambda state: state.update(extra=torch.ones(3)))
     (tmp_path / "unlisted" / "adapter_model.safetensors").touch()
     logits = {path.name: load(path)(tokens(30)) for path in sorted(tmp_path.iterdir())}
-    assert len(logits) == 8
+    assert len(logits) == 7
     assert open_checkpoint(tmp_path / "one").about == {"weights": {"F32": 4 * model.num_parameters()}}
     for name, other in logits.items():
         assert torch.equal(logits["one"], other), name
@@ -247,19 +202,17 @@ def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, s
     change_state(tmp_path, change)
     compare(tmp_path, model)
     if stored == "both":
-        for other in (model.lm_head.weight.detach() + 1, model.lm_head.weight.detach().half(), torch.ones(3, 64)):
-            change_state(tmp_path, lambda state, other=other: state.update({HEAD: other}))
-            with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
-                open_checkpoint(tmp_path)
+        change_state(tmp_path, lambda state: state.update({HEAD: model.lm_head.weight.detach() + 1}))
+        with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
+            open_checkpoint(tmp_path)
 
 
 def test_copied_weights_are_released_from_the_mapped_file(tmp_path: Path) -> None:
     write(tmp_path, dtype=torch.bfloat16)
-    for dtype, fast in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-        checkpoint = open_checkpoint(tmp_path)
-        released: set[str] = set()
+    for dtype in ("float32", "bfloat16"):
+        checkpoint, released = open_checkpoint(tmp_path), set[str]()
         checkpoint.release = released.add  # type: ignore[method-assign]
-        loader.build(checkpoint, "cpu", dtype, fast=fast)
+        loader.build(checkpoint, "cpu", dtype)
         rotated = {name for name in checkpoint.shapes if name.endswith((".wq.weight", ".wk.weight"))}
         assert released == (set(checkpoint.shapes) if dtype == "float32" else rotated)
 
@@ -280,7 +233,7 @@ def with_tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_generation_config_is_applied(with_tokenizer: Path) -> None:
+def test_generation_config_is_applied_if_valid(with_tokenizer: Path) -> None:
     edit(with_tokenizer, file="generation_config.json", eos_token_id=[256, 260, -1, None], do_sample=True,
          temperature=0.6, top_p=0.9, top_k=7)  # fmt: skip
     edit(with_tokenizer, eos_token_id=257, bos_token_id=[5])
@@ -290,25 +243,11 @@ def test_generation_config_is_applied(with_tokenizer: Path) -> None:
     assert llm.sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 7}
     drawn = {llm.generate("ab", max_new_tokens=3, seed=seed).tokens[0] for seed in range(30)}
     assert 1 < len(drawn) <= 7
-    assert len({tuple(llm.generate("ab", max_new_tokens=3, temperature=0.0, seed=seed).tokens) for seed in (1, 2)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
-        ({"do_sample": True, "temperature": "hot"}, {}),
-        ({"do_sample": True, "top_p": 7}, {}),
-    ],
-)
-def test_sampling_options_are_used_if_valid_and_if_sampling_is_on(
-    with_tokenizer: Path, options: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    edit(with_tokenizer, file="generation_config.json", **options)
-    checkpoint = open_checkpoint(with_tokenizer)
-    assert checkpoint.sampling == expected
-    assert any("its sampling options are ignored" in w for w in checkpoint.warnings) == (expected == {})
+    edit(with_tokenizer, file="generation_config.json", top_p=7)
+    assert open_checkpoint(with_tokenizer).sampling == {}
+    assert any("its sampling options are ignored" in warning for warning in open_checkpoint(with_tokenizer).warnings)
+    edit(with_tokenizer, file="generation_config.json", do_sample=None, repetition_penalty=1.1)
+    assert open_checkpoint(with_tokenizer).sampling == {"repetition_penalty": 1.1}
 
 
 BOTH = {"default": "A", "tool_use": "B"}
@@ -318,13 +257,9 @@ LISTED = [{"name": name, "template": text} for name, text in BOTH.items()]
 @pytest.mark.parametrize(
     ("listed", "files", "expected"),
     [
-        ("A", {}, "A"),
         (None, {}, None),
-        ([], {}, None),
         (LISTED, {}, BOTH),
         (LISTED[:1], {}, "A"),
-        (LISTED[1:], {}, {"tool_use": "B"}),
-        ("X", {"chat_template.jinja": "A"}, "A"),
         (LISTED, {"chat_template.jinja": "é"}, "é"),
         ("X", {"chat_template.jinja": "A", "additional_chat_templates/tool_use.jinja": "B"}, BOTH),
     ],
@@ -357,19 +292,15 @@ def config(**changes: Any) -> Callable[[Path], object]:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (config(model_type="gpt2"), "model_type is 'gpt2'; only llama, .* can be run"),
     "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
-    "no heads": (config(num_attention_heads=0, remove=("head_dim",)), "num_attention_heads must be .* at least 1, got 0"),
     "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
-    "rope both": (config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_type is both 'linear' and 'default'"),
     "rope kind": (config(rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral', expected one of default"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
     "lfs": (lambda d: first(d).write_bytes(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
-    "html": (lambda d: first(d).write_bytes(b"<html>404"), "web page"),
     "int8": (lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
              r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16"),
     "unknown tensor": (lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
                        "'extra' is not part of a LLaMA decoder"),
     "template type": (lambda d: edit(d, file="tokenizer_config.json", chat_template=3), "chat_template must be a string"),
-    "template size": (lambda d: (d / "chat_template.jinja").write_bytes(bytes(2**22 + 1)), "at most 4,194,304"),
     "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),
 }  # fmt: skip
 
@@ -390,15 +321,6 @@ def test_each_fault_is_a_one_line_error(many_files: Path, tmp_path: Path, fault:
         check_tensors(open_checkpoint(folder))
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_unknown_keys_are_a_warning_and_have_no_effect(many_files: Path) -> None:
-    document = json.loads((many_files / "config.json").read_text())
-    before, none = huggingface.read_config(document, "config.json")
-    more = {"auto_map": {"AutoModel": "evil.py"}, "_attn_implementation_internal": "evil", "my_key": 1}
-    after, (warning,) = huggingface.read_config({**document, **more}, "config.json")
-    assert (before, none) == (after, [])
-    assert "_attn_implementation_internal, my_key" in warning
 
 
 @pytest.mark.parametrize("key", huggingface.MUST_BE)

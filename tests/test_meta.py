@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import llama
-from llama import loader, weights
+from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
 
-from . import meta_code, tiny
+from . import meta_code
 from .scripts import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,29 +37,9 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def test_every_official_model_has_a_configuration() -> None:
-    assert set(make_tiny.names()) == set(PARAMETERS)
-
-
-@pytest.mark.parametrize("like", PARAMETERS)
-def test_official_models_have_their_published_parameter_counts(like: str) -> None:
-    config = make_tiny.real_config(like)
-    shapes = weights.expected_shapes(config)
-    assert sum(math.prod(shape) for shape in shapes.values()) == PARAMETERS[like] == config.n_params
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"tie_embeddings": True}, {"attention_bias": True}, {"qkv_bias": True, "mlp_bias": True}, {"n_kv_heads": 4}],
-    ids=str,
-)
-def test_the_expected_shapes_are_those_of_the_model(changes: dict[str, Any]) -> None:
-    config = dataclasses.replace(tiny.CONFIG, **changes)
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in llama.Transformer(config).state_dict().items()}
-    if config.tie_embeddings:
-        shapes.pop("output.weight")
-    assert list(weights.expected_shapes(config).items()) == list(shapes.items())
+def test_official_models_have_their_published_parameter_counts() -> None:
+    counts = {like: make_tiny.real_config(like).n_params for like in make_tiny.names()}
+    assert counts == PARAMETERS
 
 
 # ---------------------------------------------------------------------------------------------------------- parity
@@ -90,11 +67,7 @@ def test_logits_equal_those_of_metas_code(families: dict[str, tuple[Path, torch.
     assert float((logits - expected).abs().max()) < 2e-4
 
 
-OFFICIAL = [("llama-1-65b", 8), ("llama-2-13b", 2), ("llama-2-70b", 8), ("codellama-34b", 4), ("llama-3-70b", 8),
-            ("llama-3.1-405b", 16), ("llama-3.2-1b", 1)]  # fmt: skip
-
-
-@pytest.mark.parametrize("like", [like for like, _ in OFFICIAL])
+@pytest.mark.parametrize("like", ["llama-1-65b", "llama-2-70b", "codellama-34b", "llama-3.1-405b", "llama-3.2-1b"])
 def test_logits_do_not_depend_on_the_number_of_shards(tmp_path: Path, like: str) -> None:
     config = make_tiny.tiny_config(like, 16)
     dtype = torch.float16 if like.startswith("llama-1") else torch.bfloat16
@@ -106,17 +79,6 @@ def test_logits_do_not_depend_on_the_number_of_shards(tmp_path: Path, like: str)
         assert model.config == config
         logits.append(model(TOKENS[:, :50]))
     assert all(torch.equal(logits[0], other) for other in logits[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("like", "ranks"), [("llama-3-8b", 2), ("llama-3.1-70b", 4), ("llama-3.1-405b", 8)])
-def test_logits_equal_those_of_metas_code_on_several_processes(tmp_path: Path, like: str, ranks: int) -> None:
-    folder = make_tiny.make(tmp_path / like, like, shards=ranks)
-    config = make_tiny.tiny_config(like, ranks)
-    code = "llama-models" if config.rope_scaling else "llama3"
-    [expected] = meta_code.run([meta_code.job(folder, TOKENS, code, config.vocab_size)], ranks)
-    logits = llama.load_model(folder, dtype="float32", device="cpu")(TOKENS)
-    assert float((logits - expected).abs().max()) < 2e-4
 
 
 def test_repeated_heads_must_be_equal(tmp_path: Path) -> None:
@@ -141,9 +103,7 @@ def test_embeddings_are_tied_only_if_all_rows_are_equal(tmp_path: Path, like: st
     ("quantization", "change", "words"),
     [
         ("qlora", lambda s: s.pop("layers.0.attention.wq.adaptor.A.weight"), "wq or one of its two adaptors are miss"),
-        ("qlora", lambda s: s.pop("layers.0.attention.wq.scales"), "scales of layers.0.attention.wq"),
         ("qlora", lambda s: s.update({"layers.0.attention.wq.adaptor.A.weight": torch.ones(3, 5)}), "do not match"),
-        ("qlora", lambda s: s.update({"layers.0.attention.wq.scales": torch.ones(7)}), "do not match"),
         ("qlora", lambda s: s.update({WQ: s[WQ].bfloat16()}), "which no LLaMA has"),
         ("fp8", lambda s: s.update({"output.weight": s["output.weight"].to(torch.float8_e4m3fn)}), "rows of output"),
         ("fp8", lambda s: s.update({WQ: s[WQ].float().to(torch.float8_e5m2)}), "is torch.float8_e5m2"),
@@ -158,16 +118,6 @@ def test_parts_of_a_quantized_weight_that_do_not_fit_are_an_error(
         save(folder, change, rank)
     with pytest.raises(LlamaError, match=words):
         loader.load_model(folder, device="cpu")
-
-
-def test_zero_points_are_subtracted(tmp_path: Path) -> None:
-    folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="spinquant")
-    name = "layers.0.attention.wq"
-    before = open_checkpoint(folder).tensor(f"{name}.weight")
-    file = torch.load(folder / "consolidated.00.pth")
-    save(folder, put(f"{name}.zeros", torch.full_like(file[f"{name}.scales"], 2)))
-    after = open_checkpoint(folder).tensor(f"{name}.weight")
-    torch.testing.assert_close(before - after, 2 * file[f"{name}.scales"].repeat_interleave(32, 1))
 
 
 def test_float8_weights_are_multiplied_by_their_row_scales(tmp_path: Path) -> None:
@@ -192,17 +142,18 @@ def test_float8_weights_are_multiplied_by_their_row_scales(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["qlora", "spinquant"])
 def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization=kind)
+    base = "layers.1.feed_forward.w2"
+    save(folder, lambda s: s.update({f"{base}.zeros": torch.full_like(s[f"{base}.scales"], 2)}))
     file = torch.load(folder / "consolidated.00.pth", weights_only=True)
     checkpoint = open_checkpoint(folder)
     x = torch.randn(5, checkpoint.config.hidden_dim, generator=torch.Generator().manual_seed(0))
-    base = "layers.1.feed_forward.w2"
     expected = torch.zeros(5, checkpoint.config.dim)  # the output of the layer, computed group by group
     inputs = x @ sylvester(x.shape[1]) if kind == "spinquant" else x
     for row in range(checkpoint.config.dim):
         for group in range(x.shape[1] // 32):
             part = slice(32 * group, 32 * group + 32)
             scale = file[f"{base}.scales"][row, group]
-            expected[:, row] += inputs[:, part] @ (file[f"{base}.weight"][row, part].float() * scale)
+            expected[:, row] += inputs[:, part] @ ((file[f"{base}.weight"][row, part].float() - 2) * scale)
     if kind == "qlora":
         expected += 2.0 * (x @ file[f"{base}.adaptor.A.weight"].T) @ file[f"{base}.adaptor.B.weight"].T
     weight = checkpoint.tensor("layers.1.feed_forward.w_down.weight")
@@ -223,11 +174,6 @@ def sylvester(n: int) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------- decisions and notes
-def test_inferred_values_are_noted(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(make_tiny.make(tmp_path, "llama-3.2-3b"))
-    assert any("factor 32" in note for note in checkpoint.notes)
-    assert any("131072" in note for note in checkpoint.notes)
-    assert list(checkpoint.warnings) == []
 
 
 def edit_params(folder: Path, **changes: object) -> None:
@@ -236,8 +182,10 @@ def edit_params(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({key: value for key, value in document.items() if value != "remove"}))
 
 
-def test_optional_keys_of_params_are_read(tmp_path: Path) -> None:
-    folder = make_tiny.make(tmp_path, "llama-3.1-8b")
+def test_optional_keys_of_params_are_read_or_noted(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.2-3b")
+    assert len(open_checkpoint(folder).notes) == 2
+    assert "factor 32" in " ".join(open_checkpoint(folder).notes)
     edit_params(folder, rope_scaling_factor=16.0, max_seq_len=1000, model_family="new")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.config.rope_scaling is not None
@@ -264,14 +212,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"consolidated\.00\.pth is missing"),
     "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), "1 shards have 128 of 256 rows of wq; download"),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "the same weights"),
-    "other shape": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "01.pth and .* differ"),
     "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "01.pth and .* differ"),
     "other model": (lambda d: save(d, lambda s: s["norm.weight"].mul_(2), 1), "not shards of one model"),
     "int8": (lambda d: both(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8))), "layers.1.attention.wq is int8"),
     "float8": (lambda d: both(d, put(WQ, torch.zeros(128, 256).to(torch.float8_e4m3fn))), r"fp8_scales_0\.pt is missing"),
     "heads": (lambda d: edit_params(d, n_heads=7), "has shape|head"),
-    "kv heads": (lambda d: edit_params(d, n_kv_heads=16), r"wk.weight has shape \(128, 256\)"),
-    "vocab": (lambda d: (edit_params(d, vocab_size=1000), (d / "tokenizer.model").unlink()), "tok_embeddings.weight has sh"),
     "width": (lambda d: edit_params(d, multiple_of=1024), r"w1.weight has shape \(896, 256\).* \(1024, 256\)"),
     "fewer tokens": (lambda d: cut_line(d / "tokenizer.model"), "767 tokens, but the embedding has 768 rows"),
 }  # fmt: skip
@@ -298,5 +243,5 @@ def test_each_fault_is_a_one_line_error(two_shards: Path, tmp_path: Path, fault:
     damage, says = FAULTS[fault]
     damage(folder)
     with pytest.raises(LlamaError, match=says) as caught:
-        (loader.load_model if fault == "vocab" else loader.load)(folder, device="cpu", dtype="float32")
+        loader.load(folder, device="cpu", dtype="float32")
     assert str(tmp_path) in str(caught.value)

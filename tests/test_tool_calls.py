@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import keyword
 import re
+import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +19,11 @@ from llama.chat import check_messages
 from llama.chat.messages import ToolCall
 from llama.chat.tool_calls import ToolCallStream, call_marks, parse_tool_calls
 from llama.errors import UsageError
+from llama.tokenizer import Tokenizer
 from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
+from .wheels import CACHE, wheel_member
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
@@ -65,6 +70,7 @@ FORMATS = [
     ('[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]', "", [F, ("f", {})]),
     ('Yes. [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "Yes.", [F]),
     ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]get_weather{"a": {}}', "", [F, ("get_weather", {"a": {}})]),
+    ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]aB3-_x[ARGS] {"a": 1}', "", [F, F]),
     ('Sure <tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_call> ok </tool_call>', "Sure ok </tool_call>", [F]),
     ('Hm.\n\n<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>\n<tool_call>{"name": "f", "arguments": {}}', "Hm.",
      [("f", {"a": "1\n2"}), ("f", {})]),  # the model stopped without the closing mark
@@ -86,16 +92,14 @@ def test_formats(text: str, content: str, calls: list[tuple[str, dict[str, Any]]
 TEXTS = [
     "", "Hello.\n", "  { a }", '{"a": 1}', '{"name": "Tom", "parameters": {}}', '{"name": "f"}', '{"name": "f", "parameters": [1]}',
     '{"name": "f", "id": 1, "parameters": {}}', '{"name": "f", "parameters": {}, "more": 1}',
-    '{"name": "f", "parameters": {}, "arguments": {}}', '{"name": 1, "parameters": {}}',
-    '{"type": "object", "name": "f", "parameters": {}}', '{"name": "f", "parameters": {', '{"name": "f", "parameters": {}]',
-    '{"name": "f", "parameters": {"a": NaN}}', '{"name": "f", "parameters": {"a": 1e999}}',
-    '{"name": "f", "parameters": {"a": "\\ud800"}}', '{"name": "f", "parameters": {"a": "\\x"}}', 'Call {"name": "f", "parameters": {}}',
-    'See [f(a=1)]', '[f(1)]', "[f(a=1, a=2)]", "[f(**x)]", "[f(a=g())]", "[f(a=true)]", "[f(a={[]: 1})]", "[f(a=1j)]", "[f(a=1)",
-    "[f(a=1e999)]", "[f(a='x\ny')]", "[f(a=1)}", "[f]", "[]", "[g(a=1)]", "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=f'{x}')]", "f(a=1)",
-    "brave_search.call(query='x')", '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
+    '{"name": "f", "parameters": {}, "arguments": {}}', '{"name": "f", "parameters": {', '{"name": "f", "parameters": {}]',
+    '{"name": "f", "parameters": {"a": 1e999}}', '{"name": "f", "parameters": {"a": "\\ud800"}}', 'Call {"name": "f", "parameters": {}}',
+    '[f(1)]', "[f(a=1, a=2)]", "[f(**x)]", "[f(a=g())]", "[f(a={[]: 1})]", "[f(a=1j)]", "[f(a=1)",
+    "[f(a='x\ny')]", "[f(a=1)}", "[]", "[g(a=1)]", "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=f'{x}')]", "f(a=1)",
+    '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
     "<tool_call>f</tool_call>", '<tool_call>{"name": "f"</tool_call>', "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
     "<tool_call>[]</tool_call>", '<function=f>{"a": 1}</function>', "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
-    '[TOOL_CALLS]f[ARGS]{"a": 1}', "<|python_tag|>print(1)", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}',
+    '[TOOL_CALLS]f[CALL_ID]a"b[ARGS]{"a": 1}', "<|python_tag|>print(1)", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}',
     '{"a":' * 100, '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "-" * 20_000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
     "[f(a=" + "[" * 150 + "]" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\0')]",
 ]  # fmt: skip
@@ -141,8 +145,6 @@ def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
     assert stream.feed("[link](x)") == [" [link](x)"]
     assert stream.feed("<tool_") == []
     assert stream.feed("box>") == ["<tool_box>"]
-    assert ToolCallStream(TOOLS).feed("[Note: ") == ["[Note:"]
-    assert ToolCallStream(TOOLS).feed("{x} ") == ["{x}"]
 
 
 # ------------------------------------------------------------------------------------------- valid calls round trip
@@ -164,6 +166,7 @@ WRITERS: dict[str, Any] = {
     "unicode": lambda name, args: json.dumps({"name": name, "arguments": args}, ensure_ascii=False, indent=1),
     "hermes": lambda name, args: f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>",
     "mistral": lambda name, args: f"[TOOL_CALLS]{name}{json.dumps(args)}",
+    "mistral v11": lambda name, args: f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{json.dumps(args)}",
     "python": as_python,
 }  # fmt: skip
 
@@ -181,9 +184,8 @@ def test_calls_are_messages() -> None:
     assert calls == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "x"}]
     (message,) = check_messages([{"role": "assistant", "content": content, "tool_calls": calls}])
     assert message["tool_calls"] == calls
-    for tool in ({}, {"name": 3}, {"function": "f"}):
-        with pytest.raises(UsageError, match="must have a function with a name"):
-            ToolCallStream([tool])
+    with pytest.raises(UsageError, match="must have a function with a name"):
+        ToolCallStream([{"function": "f"}])
 
 
 # ------------------------------------------------------------------------------------------------------ huge texts
@@ -204,14 +206,47 @@ def test_huge_texts_take_linear_time(text: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- control tokens
-def test_marks_are_the_control_tokens_without_text() -> None:
+def with_tokens(*named: str) -> Tokenizer:
+    """A vocabulary with these tokens last. <tool_call> is user-defined, so it has text."""
     vocabulary = tiny.byte_vocabulary()
-    base = len(vocabulary["tokenizer.ggml.tokens"])
-    named = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "<|eom_id|>"]
     vocabulary["tokenizer.ggml.tokens"] += named
-    vocabulary["tokenizer.ggml.token_type"] += [3, 3, 4, 3]  # <tool_call> is user-defined, so it has text
-    tokenizer = from_metadata(vocabulary, "tiny")
-    assert call_marks(tokenizer) == {base: "<|python_tag|>", base + 1: "[TOOL_CALLS]"}
-    assert [tokenizer.decode([base + i]) for i in range(4)] == ["", "", "<tool_call>", ""]
-    assert base + 3 in tokenizer.stop_ids
-    assert base not in tokenizer.stop_ids
+    vocabulary["tokenizer.ggml.token_type"] += [4 if name == "<tool_call>" else 3 for name in named]
+    return from_metadata(vocabulary, "tiny")
+
+
+def test_marks_are_the_control_tokens_without_text() -> None:
+    names = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "<|eom_id|>"]
+    tokenizer = with_tokens(*names)
+    ids = [tokenizer.control.get(name, tokenizer.n_vocab - 2) for name in names]
+    assert call_marks(tokenizer) == {ids[0]: "<|python_tag|>", ids[1]: "[TOOL_CALLS]"}
+    assert [tokenizer.decode([id]) for id in ids] == ["", "", "<tool_call>", ""]
+    assert ids[3] in tokenizer.stop_ids
+
+
+def test_the_calls_that_mistral_common_encodes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instruct tokenizers of versions 7, 11 and 13, with a small vocabulary."""
+    package = "mistral-common==1.13.1"
+    wheel_member(package, "mistral_common/tokens/tokenizers/instruct.py")
+    tokenizer = with_tokens("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    theirs = SimpleNamespace(get_special_token=lambda name: tokenizer.control.get(name, -1),
+                             encode=lambda text, bos, eos: tokenizer.encode(text))  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(CACHE / package / "wheel"))
+        for name in ("pydantic_extra_types", "pydantic_extra_types.language_code"):
+            patch.setitem(sys.modules, name, SimpleNamespace(LanguageAlpha2=str))
+        instruct: Any = pytest.importorskip("mistral_common.tokens.tokenizers.instruct", exc_type=ImportError)
+        messages = importlib.import_module("mistral_common.protocol.instruct.messages")
+        tool_calls = importlib.import_module("mistral_common.protocol.instruct.tool_calls")
+    function = tool_calls.FunctionCall(name="f", arguments='{"a": "é[ARGS]{"}')
+    message = messages.AssistantMessage(tool_calls=[tool_calls.ToolCall(id="VvvODy9mT", function=function)] * 2)
+    for version, id in (("V7", "VvvODy9mT"), ("V11", "VvvODy9mT"), ("V13", None)):
+        kind = getattr(instruct, f"InstructTokenizer{version}")
+        encoder = kind.__new__(kind)
+        vars(encoder).update(vars(instruct.InstructTokenizerV11(theirs)))
+        marks, ids = call_marks(tokenizer), encoder._encode_tool_calls_in_assistant_message(message)
+        text = "".join(marks.get(id, "") + bytes(tokenizer.token_bytes(id)).decode("latin-1") for id in ids)
+        content, calls = parse_tool_calls(text.encode("latin-1").decode(), TOOLS)
+        assert (content, names_of(calls)) == ("", [("f", {"a": "é[ARGS]{"})] * 2)
+        assert [call.get("id") for call in calls] == [id, id]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mistral_common"]:
+        del sys.modules[name]

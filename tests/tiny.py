@@ -120,31 +120,13 @@ def architecture(config: ModelConfig = CONFIG) -> dict[str, Any]:
     }
 
 
-FLOATS = (
-    "llama.attention.layer_norm_rms_epsilon",
-    "llama.rope.freq_base",
-    "llama.rope.scaling.factor",
-    "llama.rope.scaling.attn_factor",
-    "llama.rope.scaling.yarn_beta_fast",
-    "llama.rope.scaling.yarn_beta_slow",
-)
-
-
 def add_metadata(writer: gguf.GGUFWriter, entries: dict[str, Any]) -> None:
     """Add metadata entries that are not None, each with the type of its value."""
+    kinds: dict[type, Any] = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array,
+                              float: writer.add_float32, int: writer.add_uint32}  # fmt: skip
     for key, value in entries.items():
-        if value is None:
-            continue
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        elif key in FLOATS or isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
+        if value is not None:
+            kinds[type(value)](key, value)
 
 
 def write_gguf(
@@ -158,19 +140,14 @@ def write_gguf(
     extra: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a GGUF file with the reference writer. `metadata` overrides entries; None removes one."""
-    from llama.checkpoint.gguf import NAMES
+    from llama.checkpoint.base import to_file_name
+    from llama.checkpoint.gguf import LAYERS, NAMES
 
     state = weights(config) if state is None else state
     entries = {**architecture(config), **byte_vocabulary(), **(metadata or {})}
     writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture", "llama"))
     add_metadata(writer, entries)
-    file_names = {ours: file for file, ours in NAMES.items()}
-    tensors = {}
-    for name, tensor in state.items():
-        stem, kind = name.rsplit(".", 1)
-        parts = stem.split(".")
-        block = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-        tensors[f"{block}{file_names['.'.join(parts[2:] if block else parts)]}.{kind}"] = tensor
+    tensors = {to_file_name(name, NAMES, LAYERS): tensor for name, tensor in state.items()}
     for name, tensor in {**tensors, **(extra or {})}.items():
         if name in without:
             continue

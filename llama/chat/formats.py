@@ -4,9 +4,8 @@ Meta's code encodes the header of a message separately, so `encode_template` div
 `cut`. Other programs do not: their ids differ from Meta's for a Llama 3 message that begins with a line break. The
 published templates on the hub strip every message; these do not, like Meta's newest code.
 
-References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py (Llama 3),
-meta-llama/codellama llama/generation.py (Code Llama 70B). llama.cpp without its Jinja engine recognizes llama2 and
-llama3 by parts of the source, such as "bos_token + '[INST]".
+References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py (Llama 3).
+llama.cpp without its Jinja engine recognizes them by parts of the source, such as "bos_token + '[INST]".
 """
 
 from __future__ import annotations
@@ -23,23 +22,15 @@ NO_TOOLS = """\
 {%- endif -%}
 """
 
-# Sets `system` and `turns`. Rejects orders of roles that the format can't express.
-TURNS = """\
+
+# Llama 2 Chat and Code Llama 7B to 34B Instruct. [INST] and <<SYS>> are no control tokens: the model reads their text.
+LLAMA2 = """\
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
 {%- set turns = messages if system is none else messages[1:] -%}
 {%- for message in turns -%}
 {%- if message['role'] != ['user', 'assistant'][loop.index0 % 2] -%}
 {{- raise_exception('the roles must be system at most once, then user and assistant in turn') -}}
 {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and turns | length % 2 == 0 -%}
-{{- raise_exception('the last message must have the role user') -}}
-{%- endif -%}
-"""
-
-# Llama 2 Chat and Code Llama 7B to 34B Instruct. [INST] and <<SYS>> are no control tokens: the model reads their text.
-LLAMA2 = """\
-{%- for message in turns -%}
 {%- set content = message['content'] -%}
 {%- for text in [content, system or ''] -%}
 {%- if '[INST]' in text or '[/INST]' in text or '<<SYS>>' in text or '<</SYS>>' in text -%}
@@ -55,6 +46,9 @@ LLAMA2 = """\
 {{- ' ' + content.strip() + ' ' + eos_token -}}
 {%- endif -%}
 {%- endfor -%}
+{%- if add_generation_prompt and turns | length % 2 == 0 -%}
+{{- raise_exception('the last message must have the role user') -}}
+{%- endif -%}
 """
 
 # Llama 3, 3.1, 3.2 and 3.3 Instruct. The role tool is written ipython; the format has no tool_call_id and name.
@@ -70,46 +64,23 @@ LLAMA3 = """\
 {%- endif -%}
 """
 
-# Code Llama 70B Instruct. Past answers have a destination too, as Meta's chat_completion returns and expects them.
-CODELLAMA_70B = """\
-{{- bos_token + ' Source: system' -}}
-{%- if system -%}
-{{- ' \\n\\n ' + system.strip() -}}
-{%- endif -%}
-{{- '<step>' -}}
-{%- for message in turns -%}
-{{- ' Source: ' + message['role'] -}}
-{%- if message['role'] == 'assistant' -%}
-{{- '\\nDestination: user' -}}
-{%- endif -%}
-{%- if message['content'] -%}
-{{- ' \\n\\n ' + message['content'].strip() -}}
-{%- endif -%}
-{{- '<step>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- ' Source: assistant\\nDestination: user \\n\\n ' -}}
-{%- endif -%}
-"""
-
 
 TEMPLATES: Mapping[str, str] = {
     "llama3": (NO_TOOLS + LLAMA3).rstrip(),
-    "codellama-70b": (NO_TOOLS + TURNS + CODELLAMA_70B).rstrip(),
-    "llama2": (NO_TOOLS + TURNS + LLAMA2).rstrip(),
+    "llama2": (NO_TOOLS + LLAMA2).rstrip(),
 }
 # The control tokens of every conversation
 TOKENS = {
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "codellama-70b": ["<s>", "<step>"],
     "llama2": ["<s>", "</s>"],
 }
+OTHERS = {"<|im_start|>", "<step>"}  # of ChatML and of Code Llama 70B, which are none of these formats
 
 
 def chat_format_of(tokenizer: Tokenizer) -> str | None:
     """The first format that a vocabulary can express, or None. The model may have been trained on another one."""
     fitting = (name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens})
-    return None if "<|im_start|>" in tokenizer.control else next(fitting, None)  # ChatML, which is none of these
+    return None if tokenizer.control.keys() & OTHERS else next(fitting, None)
 
 
 def check_format(name: str, tokenizer: Tokenizer) -> None:

@@ -4,7 +4,8 @@ A call is text in the format that the model was trained on:
 
     Llama 3.1, 3.2   {"name": "f", "parameters": {...}}   also "arguments", and several, separated by ";" or white space
     Llama 3.2, 4     [f(a=1, b="x"), g()]
-    Mistral          [{"name": "f", "arguments": {...}}]  also after [TOOL_CALLS]; also [TOOL_CALLS]f{...}
+    Mistral          [{"name": "f", "arguments": {...}}]  also after [TOOL_CALLS]; also [TOOL_CALLS]f{...}; since 2025
+                     [TOOL_CALLS]f[ARGS]{...} or [TOOL_CALLS]f[CALL_ID]id[ARGS]{...}
     Hermes, Qwen     <tool_call>{"name": "f", "arguments": {...}}</tool_call>     SmolLM2 and 3 also with a list
 
 Calls without a mark are recognized only at the start of an answer and after another call; after <|python_tag|> or
@@ -32,6 +33,7 @@ from ..tokenizer import Tokenizer
 from .messages import ToolCall, check_messages, check_tools
 
 BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>"
+CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 
@@ -46,7 +48,12 @@ def _value(begun: str) -> Generator[None, str, bool]:
 
     Most other text is rejected early; `_calls` checks the rest.
     """
-    brackets, character = [CLOSING[one] for one in begun if one in CLOSING], begun[-1]
+    if begun.endswith(CALL_ID):
+        while (character := (yield)) != "{":
+            if not (character.isalnum() or character.isspace() or character in "[]_-"):
+                return False
+        begun = character
+    brackets, character = [CLOSING[one] for one in begun.replace(ARGS, "") if one in CLOSING], begun[-1]
     while brackets:
         if character in "\"'":
             quote = character
@@ -76,7 +83,8 @@ def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
         calls = _python_calls(text)
     else:  # f{...}
         name, _, rest = text.partition("{")
-        calls = [_call({"name": name.strip(), "arguments": decoder.decode("{" + rest)})]
+        name, _, id = name.strip().removesuffix(ARGS).partition(CALL_ID)
+        calls = [_call({"name": name.strip(), "arguments": decoder.decode("{" + rest), "id": id or None})]
     if not calls or any(call["function"]["name"] not in names for call in calls):
         raise ValueError
     return calls
@@ -125,7 +133,8 @@ class ToolCallStream:
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         values = ['{"', '[{"', *(f"[{name}(" for name in self.names)]
-        marked = {mark + value for mark in BEFORE for value in (*values, *(f"{name}{{" for name in self.names))}
+        named = [f"{name}{end}" for name in self.names for end in ("{", f"{ARGS}{{", CALL_ID)]
+        marked = {mark + value for mark in BEFORE for value in (*values, *named)}
         self._anywhere = marked | {AFTER}  # how a call may begin, without white space
         self._first = self._anywhere | {*values, ';{"'}  # and if only calls precede it
         self._pending: list[str] = []  # characters of a possible call
@@ -225,7 +234,8 @@ def call_marks(tokenizer: Tokenizer) -> dict[int, str]:
 
     To recognize calls after other text, insert the string for the id into the text for `ToolCallStream`.
     """
-    found = {tokenizer.control[mark]: mark for mark in (*BEFORE, AFTER) if mark in tokenizer.control}
+    marks = (*BEFORE, AFTER, CALL_ID, ARGS)
+    found = {tokenizer.control[mark]: mark for mark in marks if mark in tokenizer.control}
     return {id: mark for id, mark in found.items() if not tokenizer.token_bytes(id)}
 
 

@@ -44,8 +44,6 @@ SCALING = "rope.scaling."
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 TABLES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
-# NVFP4 has one factor for the weight, and one for its input; the second is unused, as inputs are not quantized here
-FACTOR = re.compile(r"(.*)\.(scale|input_scale)")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-((?!00000)\d{5})\.gguf")  # llama.cpp's name for a file of a split model
 
 
@@ -57,10 +55,10 @@ def recognizes(path: Path) -> bool:
 
 
 class GGUFTensor:
-    """A tensor in a mapped file, multiplied by its factor if the file has one, as in llama.cpp. NVFP4 needs it."""
+    """A tensor in a mapped file."""
 
     def __init__(self, data: mmap.mmap, info: TensorInfo):
-        self.data, self.info, self.type, self.shape, self.factor = data, info, info.type, info.shape, 1.0
+        self.data, self.info, self.type, self.shape = data, info, info.type, info.shape
 
     @property
     def raw(self) -> NDArray[np.uint8]:
@@ -76,21 +74,18 @@ class GGUFTensor:
             weight = torch.from_numpy(aligned).view(PLAIN[self.type])
         else:
             weight = base.dequantized_floats(len(raw), self.shape[-1], lambda rows: dequantize(raw[rows], self.type))
-        return self._scaled(weight.view(self.shape))
+        return weight.view(self.shape)
 
     def piece(self, rows: slice, columns: slice) -> Tensor:
         """`read()[rows, columns]` of a matrix. Reads only the blocks that contain them."""
         if self.type in PLAIN:
             return self.read()[rows, columns]
         raw, own = self._covering(rows, columns)
-        return self._scaled(dequantize(raw, self.type)[:, own])
-
-    def _scaled(self, weight: Tensor) -> Tensor:
-        return weight if self.factor == 1 else weight * self.factor
+        return dequantize(raw, self.type)[:, own]
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
         """A part of a matrix as blocks for the kernels; None if they do not support its type."""
-        if self.type not in READERS or len(self.shape) != 2 or self.factor != 1:
+        if self.type not in READERS or len(self.shape) != 2:
             return None
         raw, own = self._covering(rows, columns)
         return READERS[self.type](raw).columns(own)  # a stored block may contain several groups
@@ -138,14 +133,10 @@ class GGUFCheckpoint(Checkpoint):
         tables = {name: stored.pop(name).read().double().flatten().tolist() for name in TABLES if name in stored}
         self._tensors: dict[str, GGUFTensor] = {}
         for file_name, tensor in stored.items():
-            factor = FACTOR.fullmatch(file_name)
-            name = base.to_model_name(f"{factor[1]}.weight" if factor else file_name, NAMES, LAYERS)
+            name = base.to_model_name(file_name, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
-            if factor is None:
-                self._tensors[name] = tensor
-            elif factor[2] == "scale" and (weight := stored.get(f"{factor[1]}.weight")) is not None:
-                weight.factor = _factor(tensor, f"{path}: {file_name}")
+            self._tensors[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.config = _config(self.metadata, self.shapes, tables)
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
@@ -189,14 +180,6 @@ class GGUFCheckpoint(Checkpoint):
         return from_metadata(self.metadata, str(self.path))
 
 
-def _factor(tensor: GGUFTensor, where: str) -> float:
-    """The only element of a tensor. Raises DamagedError unless there is one, and it is finite."""
-    values = tensor.read().flatten()
-    if len(values) != 1 or not bool(values.isfinite()):
-        raise DamagedError(f"{where} must be one finite number, got {values.tolist()[:4]}")
-    return float(values)
-
-
 def _open_files(path: Path) -> list[GGUFFile]:
     """The files of a model: one file, or all files of a split model, whichever of them `path` names."""
     if path.is_dir():
@@ -224,7 +207,7 @@ def _config(
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(own, architecture)
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)
@@ -254,12 +237,6 @@ def _config(
         no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
         sliding_window=fields.get("attention.sliding_window", int, 0) or None,
     )
-
-
-def _same(value: Any) -> Any:
-    """The number in an array of equal numbers: a file may state a size once for each layer. Other values unchanged."""
-    array = isinstance(value, np.ndarray) and len(value) > 0
-    return value[0].item() if array and bool((value == value[0]).all()) else value
 
 
 def _decimal(value: float) -> float:

@@ -46,7 +46,6 @@ NO_EFFECT = {
     "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
-    "compression_config",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {

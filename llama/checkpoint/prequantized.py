@@ -7,6 +7,7 @@ GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,8 @@ class AWQ(Method):
     tensors = ("qweight", "qzeros", "scales")
 
     def __init__(self, fields: Fields):
-        old = "w_bit" in fields.values
-        _choice(fields, "w_bit" if old else "bits", (4,))
-        self.group = _group_size(fields, "q_group_size" if old else "group_size")
+        _choice(fields, "bits", (4,))
+        self.group = _group_size(fields, "group_size")
         for key in ("version", "format", "checkpoint_format"):
             _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
 
@@ -239,7 +239,6 @@ class CompressedTensors(Method):
 
     def matrix(self, layer: Layer) -> Matrix:
         scale = layer["weight_scale"]
-        zeros = layer.get("weight_zero_point") if self.symmetric else layer["weight_zero_point"]
         if "weight_packed" in layer:
             packed, bits = layer.matrix("weight_packed", ("I32",)), self.bits
             rows, columns = layer["weight_shape"].expect(("I64", "I32"), (2,)).read().tolist()
@@ -259,31 +258,23 @@ class CompressedTensors(Method):
         def unpacked(part: slice) -> Any:
             return unpack_words(packed.read()[part].numpy(), bits, slice(columns))
 
+        def zero(part: slice) -> Any:
+            zeros = layer["weight_zero_point"].read().numpy().T
+            return unpack_words(zeros, bits, slice(*part.indices(rows))).T  # (n, G)
+
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
-        zero = None if zeros is None else _zero_points(zeros, scale.shape, bits, rows, groups)
-        scales = _by_row(scale.read(), rows, groups)
-        integers = Integers((rows, columns), bits, group, quants, scales, zero, order)
+        if not self.symmetric:
+            layer["weight_zero_point"].expect(("I32",), (-(-rows * bits // 32), groups))
+        # one value, one value for each row, or (N, G) values
+        scales = scale.read().view(-1, groups if math.prod(scale.shape) > 1 else 1).expand(rows, groups)
+        integers = Integers((rows, columns), bits, group, quants, scales, None if self.symmetric else zero, order)
         return integers.matrix(f"compressed-tensors int{bits}")
 
 
-def _zero_points(
-    zeros: StoredTensor, shape: tuple[int, ...], bits: int, rows: int, groups: int
-) -> Callable[[slice], Any]:
-    """Zero points (n, G) of some rows, which are packed like weights, or stored minus 2^(bits - 1) in int8."""
-    if zeros.dtype == "I32":
-        words = zeros.expect(("I32",), (-(-rows * bits // 32), groups)).read().numpy().T
-        return lambda part: unpack_words(words, bits, slice(*part.indices(rows))).T
-    signed = _by_row(zeros.expect(("I8",), shape).read(), rows, groups)
-    return lambda part: signed[part].numpy().astype(np.int16) + 2 ** (bits - 1)
-
-
-def _by_row(values: Tensor, rows: int, groups: int) -> Tensor:
-    """Expand one value, one value for each row, or (N, G) values to (N, G)."""
-    return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
-
-
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
-STATES = {"weight.quant_state.bitsandbytes__nf4": "NF4", "weight.quant_state.bitsandbytes__fp4": "FP4"}
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 class BitsAndBytes(Method):
@@ -294,13 +285,13 @@ class BitsAndBytes(Method):
 
     name = "bitsandbytes"
     tensors = (
-        *STATES, "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "weight",
+        STATE, "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "weight",
         "SCB", "weight_format",
     )  # fmt: skip
 
     def matrix(self, layer: Layer) -> Matrix:
-        if state := next((key for key in STATES if key in layer), None):
-            return self._codebook(layer, STATES[state], layer[state])
+        if STATE in layer:
+            return self._codebook(layer, layer[STATE])
         weight = layer.matrix("weight", ("I8",))
         if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
             raise layer["weight_format"].error("expected 0, the layout by rows; other layouts are for GPU kernels")
@@ -308,8 +299,8 @@ class BitsAndBytes(Method):
         scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
         return Integers((rows, columns), 8, columns, _signed_bytes(weight), scale).matrix("bitsandbytes int8")
 
-    def _codebook(self, layer: Layer, label: str, state: StoredTensor) -> Matrix:
-        """A weight in 4 bits. Its quant_state is JSON with the shape and the sizes of the blocks."""
+    def _codebook(self, layer: Layer, state: StoredTensor) -> Matrix:
+        """A weight in NF4. Its quant_state is JSON with the shape and the sizes of the blocks."""
         where, text = f"{state.path}: {state.name}", state.expect(("U8",), state.shape).read().numpy().tobytes()
         fields = Fields(parse_json(text, where), where)
         nested = "weight.nested_absmax" in layer
@@ -341,7 +332,7 @@ class BitsAndBytes(Method):
             found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
             return found.view(-1, columns)
 
-        return Matrix(label, (rows, columns), floats)
+        return Matrix("NF4", (rows, columns), floats)
 
 
 # quant_method -> method
@@ -352,19 +343,13 @@ METHODS: dict[str, type[Method]] = {
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
-OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
 def read_scheme(folder: Path) -> Fields | None:
     """The description of the quantization; None if there is none. Raises CheckpointError, ConfigError."""
     settings = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    for key in ("quantization_config", "compression_config"):  # the second is compressed-tensors' before 0.5
-        if (scheme := settings.get(key, dict, None)) is not None:
-            return Fields(scheme, f"{settings.where}: {key}")
-    for name, method in OLD.items():
-        if (folder / name).is_file():
-            return Fields({"quant_method": method, **read_json(folder / name)}, str(folder / name))
-    return None
+    scheme = settings.get("quantization_config", dict, None)
+    return None if scheme is None else Fields(scheme, f"{settings.where}: quantization_config")
 
 
 class PrequantizedCheckpoint(HuggingFaceCheckpoint):

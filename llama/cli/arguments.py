@@ -39,7 +39,7 @@ KV_CACHE = (
 CHAT = (
     (
         "--chat-format",
-        ["auto", "jinja", "llama2", "llama3", "codellama-70b"],
+        ["auto", "jinja", "llama2", "llama3"],
         "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
         " without a template (default: auto, the template if there is one)",
     ),

@@ -110,14 +110,10 @@ def named_token(settings: Mapping[str, Any], key: str) -> str | None:
     return value
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character -> byte. A printable byte is written as itself, the others as U+0100 and up."""
-    prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in prints]
-    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
-
-
-BYTE_OF = _byte_alphabet()
+# GPT-2's character -> byte. A printable byte is written as itself, the others as U+0100 and up.
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def byte_level_bytes(token: str) -> bytes:

@@ -7,7 +7,7 @@ Fields and types: google/sentencepiece src/sentencepiece_model.proto. Wire forma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
@@ -138,7 +138,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         more = added_by_settings(settings)
         ids = number_tokens({piece: id for id, piece in enumerate(pieces)}, more)
         added = {piece: {"special": True} for id, piece in enumerate(pieces) if library.is_control(id)}
-        added |= {piece: {} for piece in user_defined(pieces, messages[PIECE], named.template)}
+        for piece, message in zip(pieces, messages[PIECE], strict=True):
+            shown = looks_control(piece) or piece in named.template  # then a user-defined piece may be a control token
+            if shown and last_number(message, TYPE, 0) == USER_DEFINED:
+                added[piece] = {}
         ends = [pieces[id] if id >= 0 else None for id in (library.bos_id(), library.eos_id())]
         self._name_tokens(ids, {**added, **more}, settings, named, (ends[0], ends[1]), CODE_LLAMA_CONTROL & ids.keys())
 
@@ -178,12 +181,3 @@ class SentencePieceModelTokenizer(Tokenizer):
 
     def token_bytes(self, id: int) -> bytes:
         return self._bytes[self._check_id(id)]
-
-
-def user_defined(pieces: Sequence[str], messages: Sequence[bytes], template: str) -> list[str]:
-    """The user-defined pieces that may be control tokens: those that look like one or are in the chat template."""
-    return [
-        piece
-        for piece, message in zip(pieces, messages, strict=True)
-        if (looks_control(piece) or piece in template) and last_number(message, TYPE, 0) == USER_DEFINED
-    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..forked import Forked
-from .harness import Outcome, Trial, snapshot
+from .harness import Outcome, snapshot
 
 Try = Callable[..., Outcome]
 
@@ -24,7 +24,7 @@ def attempt(
 
     The child has 10 seconds and 1 GiB of addresses beyond those of the imports. CANARY names a file that only code in
     an input could create. The folder of the test must be unchanged after the command, to the byte; writes=(patterns,)
-    names the files that the command may write. file_size, before, drop_root: as in Forked.run.
+    names the files that the command may write. file_size, before: as in Forked.run.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
@@ -37,18 +37,15 @@ def attempt(
         writes: tuple[str, ...] = (),
         file_size: int = 0,
         before: str = "",
-        drop_root: bool = False,
     ) -> Outcome:
         earlier = snapshot(tmp_path)
-        done = forked.run(
-            tuple(str(a) for a in args), stdin, seconds, memory, file_size=file_size, before=before, drop_root=drop_root
-        )
+        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory, file_size=file_size, before=before)
         later = snapshot(tmp_path)
         for state in (earlier, later):
             for name in [name for name in state if any(fnmatch.fnmatchcase(name, pattern) for pattern in writes)]:
                 del state[name]
         assert later == earlier, f"{args}: files were changed, created or deleted"
         assert not canary.exists(), f"{args}: code in the input was executed"
-        return Outcome(Trial(args), done.returncode, done.stdout, done.stderr)
+        return Outcome(args, done.returncode, done.stdout, done.stderr)
 
     return run

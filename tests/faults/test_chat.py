@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from llama import loader
 from llama.chat import render
 from llama.chat import template as template_module
 from llama.chat.template import SECONDS
@@ -49,9 +47,9 @@ def test_a_template_can_not_run_code(tmp_path: Path, attempt: Try, form: str) ->
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ ('{0.__class__.__init__.__globals__}'|attr('format'))(cycler) }}",
         "{{ '{x.__globals__}'.format_map({'x': raise_exception}) }}",
-        "{{ strftime_now.__self__.year }}",
         "{{ (messages|map('lower')).gi_frame.f_globals }}",
         "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
     ],
 )
 def test_the_sandbox_blocks_every_escape(template: str) -> None:
@@ -66,14 +64,12 @@ POWERS = "{% set n = namespace(x=3) %}{% for i in range(23) %}{% set n.x = n.x *
 HOSTILE = {
     "an endless loop": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "600 MB": "{% for i in range(600) %}{{ 'a' * 1000000 }}{% endfor %}",
-    "10 MB": "{{ 'a' * 10000000 }}",
     "tuples nested deeply": "{% set n = namespace(x=(), y=()) %}{% for i in range(4000) %}" + TUPLES
     + "{% endfor %}{{ n.x == n.y }}",
     "macro that calls itself": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
     "lists in lists": "{% set x = [1] %}" + "{% set x = [x, x] %}" * 60 + "{{ x }}",
-    "replace": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
     "divisible": POWERS + "{{ (n.x * n.x) is divisibleby(n.x + 1) }}",
-    "punycode": "{{ ('\u4e00\u4e01\u4e02\u4e03' * 50000).encode('punycode')|length }}",
+    "an exception": "{{ raise_exception('it wrote\n two lines \x1b[31m') }}",
 }  # fmt: skip
 ENDS = r"more than|recursion|nested|digits|it wrote|crashed|Too many open files|unknown encoding"
 
@@ -92,54 +88,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_hostile_template_ends_within_the_limits(name: str) -> None:
     """This process spends no time on it."""
     used = time.thread_time()
-    with pytest.raises(TemplateError, match=ENDS):
+    with pytest.raises(TemplateError, match=rf"^[^\n]*({ENDS})[^\n]*--raw"):
         render(HOSTILE[name], MESSAGES, TINY)
     assert time.thread_time() - used < 0.2
 
 
-def test_a_hostile_template_ends_the_command_with_an_error(tmp_path: Path, attempt: Try) -> None:
-    """With 512 MiB of address space in addition to the imports, and ten seconds."""
-    path = with_template(tmp_path / "t.gguf", HOSTILE["600 MB"])
-    attempt("generate", "x", *RUN, "-m", path, memory=1 << 29).refused("chat template failed", "--raw")
-
-
-def test_a_long_conversation_stays_far_below_the_limits() -> None:
-    """A thousand turns of a thousand characters."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 200} for i in range(1000)]
-    before = sum(os.times()[:4])
-    text = render(tiny.CHATML, messages, TINY)
-    assert sum(os.times()[:4]) - before < SECONDS / 4
-    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    assert text == turns + "<|im_start|>assistant\n"
-
-
 # ------------------------------------------------------------------------------------------- H03, H04, H06, H07: broken
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{% if %}", "Expected an expression"),
-        ("{{ nothing() }}", "'nothing' is undefined"),
-        ("{{ raise_exception('two\nlines \x1b[31m') }}", "two lines"),
-        ("{% include '/etc/passwd' %}", "no loader"),
-        ("{{ 1 / 0 }}", "division by zero"),
-    ],
-)
-def test_a_broken_template_is_an_error_with_jinjas_message(template: str, expected: str) -> None:
-    with pytest.raises(TemplateError, match=rf"chat template failed: .*{expected}.*--raw"):
-        render(template, MESSAGES, TINY)
-
-
-def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
-    path = with_template(tmp_path / "t.gguf", None)
-    attempt("chat", *RUN, "-m", path, stdin=b"hello\n").refused("no chat template", "--chat-format")
-    with pytest.raises(TemplateError, match="--chat-format"):
-        loader.load(path, device="cpu").chat(MESSAGES)
-    assert attempt("generate", "x", *RUN, "-m", path).survived()  # continues the text, with a note
-
-
-def test_a_message_of_a_megabyte_is_rejected(tiny_gguf: Path, attempt: Try) -> None:
-    text = b"hello " * 175_000
-    attempt("generate", *RUN, "-m", tiny_gguf, stdin=text).refused("characters", "the context holds at most")
 
 
 def test_a_question_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:

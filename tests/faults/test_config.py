@@ -1,9 +1,9 @@
-"""params.json and config.json: texts that are not JSON, and keys whose meaning transformers confirms."""
+"""params.json, config.json and the index of weights: invalid texts, hostile values, files that were mixed up."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import llama
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
+from llama.tools.convert import convert
 
 from ..scripts import make_tiny
 from .conftest import Try
@@ -59,28 +61,16 @@ TEXTS: dict[str, Callable[[bytes], bytes]] = {
     "twice inside": lambda t: t.replace(b"{", b'{"mine": {"a": 1, "a": 1}, ', 1),
     "deep": lambda t: t.replace(b"{", b'{"mine": ' + b"[" * 100_000 + b"]" * 100_000 + b", ", 1),
     "digits": lambda t: t.replace(b"1e-05", b"1" + b"0" * 5000),
-    "git-lfs": lambda t: b"version https://git-lfs.github.com/spec/v1\n",
     "larger than any": lambda t: t + b" " * 2**22,
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_or_value_that_is_not_valid_is_refused(document: Path, name: str) -> None:
-    before = document.read_bytes()
-    document.write_bytes(TEXTS[name](before))
-    assert document.read_bytes() != before
+    document.write_bytes(TEXTS[name](document.read_bytes()))
     with pytest.raises(LlamaError, match=rf"{document.name}") as caught:
         open_checkpoint(document.parent)
     assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("form", ["meta"])
-@pytest.mark.parametrize("key", ["n_heads", "ffn_dim_multiplier", "multiple_of"])
-def test_a_number_of_params_json_must_be_positive(document: Path, key: str) -> None:
-    edit(document, multiple_of=32)
-    edit(document, **{key: 0})
-    with pytest.raises(LlamaError, match=f"{key} must be"):
-        open_checkpoint(document.parent)
 
 
 def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(originals: dict[str, Path], form: str) -> None:
@@ -113,11 +103,73 @@ def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try
 def test_stop_ids_are_the_union_of_those_in_both_files(document: Path) -> None:
     own = llama.load_tokenizer(document.parent).stop_ids
     generation = document.with_name("generation_config.json")
-    for theirs, ours in itertools.product((5, [5, 6], None, []), (7, [7, 8], None)):
+    for theirs, ours, wanted in ((5, [7, 8], {5, 7, 8}), ([5, 6], None, {5, 6}), ([], 7, {7})):
         edit(document, eos_token_id=ours)
         generation.write_text(json.dumps({"eos_token_id": theirs}))
-        wanted = {id for ids in (theirs, ours) if ids for id in (ids if isinstance(ids, list) else [ids])}
         assert wanted <= llama.load_tokenizer(document.parent).stop_ids <= wanted | own
     generation.write_text('{"eos_token_id": [true, -1, 2.0, null]}')
     with pytest.raises(LlamaError, match=r"generation_config\.json: eos_token_id must be an id"):
         llama.load_tokenizer(document.parent)
+
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM = "model.norm.weight"
+Change = Callable[[Path], object]
+
+
+@pytest.fixture
+def many(originals: dict[str, Path], tmp_path: Path) -> Path:
+    """The weights in three files."""
+    return convert(originals["hf"], tmp_path / "many", "hf", shards=3).path
+
+
+def shard(folder: Path, number: int = 1) -> Path:
+    return folder / f"model-{number:05d}-of-00003.safetensors"
+
+
+def assign(value: Any) -> Change:
+    """Set the file of a tensor in the index."""
+
+    def change(folder: Path) -> None:
+        document = json.loads((folder / INDEX).read_text())
+        document["weight_map"][NORM] = value
+        (folder / INDEX).write_text(json.dumps(document))
+
+    return change
+
+
+OUTSIDE = ("../x.safetensors", "/etc/passwd", "", "..", "\0", "C:\\x", 5)
+INDEXES: dict[str, tuple[Change, str]] = {
+    **{repr(value): (assign(value), INDEX) for value in OUTSIDE},
+    "another file of the folder": (assign("config.json"), "config.json"),
+    "a file that is not there": (assign("x.safetensors"), "x.safetensors"),
+    "a tensor in another shard": (assign("model-00001-of-00003.safetensors"), NORM),
+    "a missing shard": (lambda d: shard(d, 2).unlink(), "model-00002"),
+    "a list": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "weight_map"),
+    "a folder": (lambda d: (shard(d).unlink(), shard(d).mkdir()), "model-00001"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_each_fault_of_the_index_is_refused(many: Path, attempt: Try, name: str) -> None:
+    change, words = INDEXES[name]
+    change(many)
+    attempt("generate", *RUN, "-m", many).refused(words)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "folder", "pipe", "torch"])
+def test_a_pickle_never_replaces_a_damaged_file(
+    originals: dict[str, Path], tmp_path: Path, attempt: Try, damage: str
+) -> None:
+    one = Path(shutil.copytree(originals["hf"], tmp_path / "one"))
+    file, state = one / FILE, load_file(one / FILE)
+    torch.save(state, one / "pytorch_model.bin")
+    data = file.read_bytes()
+    file.unlink()
+    if damage in ("folder", "pipe"):
+        (os.mkdir if damage == "folder" else os.mkfifo)(file)
+    elif damage == "torch":
+        torch.save(state, file)
+    else:
+        file.write_bytes({"cut": data[:-5], "empty": b""}[damage])
+    attempt("generate", *RUN, "-m", one).refused(FILE)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from llama.checkpoint import open_checkpoint
 from llama.checkpoint.gguf_header import LARGEST_HEADER, read_header
 from llama.errors import CheckpointError
 
 from .conftest import Try
-from .harness import loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,76 +45,48 @@ def file(entries: list[bytes], tensors: list[bytes] = (), data: int = 0, **heade
     return body + bytes(-len(body) % 32) + bytes(data)
 
 
-def aligned(type: int, value: bytes) -> bytes:
-    return file([entry(b"general.alignment", type, value)])
-
-
 HUGE = (2**31, 2**32, 2**63, 2**64 - 1)
 # Required text of the message -> files
 CRAFTED: dict[str, list[bytes]] = {
     "the header needs": [
         *(file([entry(b"k", 9, array(type, n))]) for n in HUGE for type in (0, 12, 8)),
         *(file([], n_kv=n) for n in HUGE),
-        file([entry(b"k", 0, b"")])[:37],
     ],
     "a string ends at byte": [
-        file([entry(b"k", 9, array(8, 2, string(b"a") + string(b"b", 2**62)))]),
         *(file([entry(b"k", 8, string(b"", n))]) for n in HUGE),
-        *(file([string(b"", n) + bytes(20)]) for n in (2**40, 2**64 - 1)),
         *(file([], [string(b"", n) + bytes(24)]) for n in (2**40, 2**64 - 1)),
     ],
-    "is cut or not UTF-8": [
-        *(file([], n_tensors=n)[:24] for n in HUGE),
-        file([entry(b"\xff\xfe", 0, b"x")]),
-        file([entry(b"k", 8, string(b"\xff"))]),
-    ],
-    "expected a number or a string": [
-        *(file([entry(b"k", 9, array(9, n) * times)]) for n, times in ((1, 1), (1, 5000), (2**63, 1))),
-        file([entry(b"k", 13, bytes(8))]),
-    ],
-    "begins with b'GGUG": [file([], magic=b"GGUG")],
-    "has GGUF version": [*(file([], version=n) for n in (0, 1, 4, 99)), b"GGUF" + struct.pack(">IQQ", 3, 0, 0)],
+    "is cut or not UTF-8": [*(file([], n_tensors=n)[:24] for n in HUGE), file([entry(b"k", 8, string(b"\xff"))])],
+    "expected a number or a string": [file([entry(b"k", 9, array(9, 1) * 5000)]), file([entry(b"k", 13, bytes(8))])],
+    "has GGUF version": [*(file([], version=n) for n in (0, 1, 4)), b"GGUF" + struct.pack(">IQQ", 3, 0, 0)],
     "dimensions, expected 1 to 4": [file([], [tensor(dims=dims)], 128) for dims in ((), (1, 1, 1, 1, 32))],
     "has the unknown type 999": [file([], [tensor(type=999)], 128)],
-    "in blocks of": [file([], [tensor(dims=(n,), type=type)], 128) for n, type in ((33, 2), (32, 16))],
+    "in blocks of": [file([], [tensor(dims=(33,), type=2)], 128)],
     "the file has": [
         file([], [tensor(dims=(2**32 + 1, 2**32 - 1, 2**32, 2**32 + 4))], 128),  # the product wraps to 4
-        file([], [tensor(dims=(2**32, 2**32, 4))], 128),
-        file([], [tensor(dims=(256, 2**50), type=16)], 128),
-        file([], [tensor(offset=2**40)], 128),
         file([], [tensor()], 127),
         *(file([], [tensor(b"a"), tensor(b"b", offset=n)], 256) for n in (0, 1, 127)),
-        *(file([], [tensor(b"a", offset=n), tensor(b"b", offset=32)], 256) for n in (31, 33, 159)),
     ],
     "key k occurs twice": [file([entry(b"k", 0, b"x")] * 2)],
     "tensor t occurs twice": [file([], [tensor(), tensor(offset=128)], 256)],
     "expected a power of two": [
-        *(aligned(4, struct.pack("<I", n)) for n in (0, 3, 33)),
-        aligned(8, string(b"32")),
-        aligned(9, array(4, 2, bytes(8))),
-        aligned(5, struct.pack("<i", -32)),
-        aligned(6, struct.pack("<f", 32)),
+        file([entry(b"general.alignment", type, value)])
+        for type, value in ((4, bytes(4)), (4, b"\3\0\0\0"), (8, string(b"32")), (6, struct.pack("<f", 32)))
     ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("says", CRAFTED)
 def test_each_crafted_fault_is_refused(says: str) -> None:
+    _, good = read_header(file([entry(b"k", 9, array(8, 1, string(b"a")))], [tensor()], 128), "good.gguf")
+    assert good["t"].nbytes == 128
     for content in CRAFTED[says]:
         with pytest.raises(CheckpointError, match=says) as error:
             read_header(content, "bad.gguf")
         assert len(str(error.value)) < 400
 
 
-def test_the_builder_can_build_a_valid_file() -> None:
-    good = file([entry(b"k", 9, array(8, 1, string(b"a")))], [tensor(), tensor(b"u", offset=128)], 256)
-    metadata, tensors = read_header(good, "good")
-    assert metadata == {"k": ["a"]}
-    assert [(info.offset, info.nbytes) for info in tensors.values()] == [(128, 128), (256, 128)]
-
-
 HOSTILE = {
-    "array": file([entry(b"k", 9, array(4, 2**63))]),
     "strings": file([entry(b"k", 9, array(8, 2**63))]),
     "nested": file([entry(b"k", 9, array(9, 1) * 5000)]),
     "string": file([entry(b"\x1b[2J", 8, string(b"", 2**63))]),
@@ -135,5 +107,6 @@ def test_a_header_is_limited_before_it_is_read(tmp_path: Path) -> None:
         (tmp_path / "x.gguf").write_bytes(file([entry(b"k", 9, array(type, count))]))
         os.truncate(tmp_path / "x.gguf", 2**33)
         used = time.process_time()
-        assert not loads(tmp_path / "x.gguf", "sparse")
+        with pytest.raises(CheckpointError, match=r"x\.gguf"):
+            open_checkpoint(tmp_path / "x.gguf")
         assert time.process_time() - used < 0.5

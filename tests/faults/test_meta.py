@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-import sys
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import llama
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.torchfile import MOST_TUPLES, read_torch
 from llama.errors import LlamaError
 from llama.tools import convert
-from llama.weights import check_tensors
 
 from ..scripts import make_tiny
 from .conftest import Try
@@ -29,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = ("--raw", "a", "-n", "6", "--device", "cpu", "--dtype", "float32", "--temperature", "0")
 FILE, PARAMS = "consolidated.00.pth", "params.json"
-State = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +34,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def meta(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "meta"))
-
-
-def save(folder: Path, change: Callable[[State], object], **options: Any) -> None:
-    """Change the weights and save them again."""
-    state = torch.load(folder / FILE, weights_only=True)
-    change(state)
-    torch.save(state, folder / FILE, **options)
 
 
 # ---------------------------------------------------------------------------------------------------- crafted files
@@ -99,25 +86,18 @@ CODE = "more than tensors"
 PICKLES: dict[str, tuple[bytes, str]] = {
     "a tuple nested a million deep": (b")" + b"\x85" * 1_000_000 + b"K\x01s.", "tuples, expected at most"),
     "lists nested a million deep": (text("a") + b"]" * 1_000_000 + b"a" * 999_999 + b"s.", "list named a"),
-    "nested by the memo": (b"0" + b"".join(b"]r" + struct.pack("<I", i) for i in range(9)) + b"h\x00a.", FILE),
     "nested by a dict": (b"ccollections\nOrderedDict\n)Rq\x00" + text("a") + b"h\x00s.", "OrderedDict named a"),
     "4 GB of bytes": (call("__builtin__ bytearray", number(4 * 10**9) + b"\x85"), CODE),
     "4 GB of storage": (call("torch.storage UntypedStorage", number(4 * 10**9) + b"\x85"), "can't allocate memory"),
-    "4 GB of a new storage": (call("torch.storage UntypedStorage", number(4 * 10**9) + b"\x85")[:-3] + b"\x81s.",
-                              "can't allocate memory"),
     "code": (call("posix system", text('touch "$CANARY"') + b"\x85"), CODE),
     "a sparse tensor": (call("torch._utils _rebuild_sparse_tensor", b")"), CODE),
     "a pickle of 5 megabytes": (text("a" * 5_000_000) + b"K\x01s.", "at most 4,194,304"),
     "digits": (b"L" + b"9" * 4_000_000 + b"L\n.", "torch.load can't read"),
-    "an empty stack": (b"0" * 9, "torch.load can't read"),
-    "no end": (text("a"), "torch.load can't read"),
     "a later protocol": (b"\x80\x04.", "protocol 4"),
     "strides of 0": (tensor((10**6, 10**6), (0, 0)), "stored entries"),
     "a product that overflows": (tensor((2**32, 2**32), (0, 0)), FILE),
     "a shape beyond the storage": (tensor((3, 3)), FILE),
-    "a negative offset": (tensor(offset=-1), FILE),
     "a storage of a petabyte": (tensor((2**50,), (1,), 2**50), FILE),
-    "another record": (tensor(key="1"), FILE),
 }  # fmt: skip
 
 
@@ -168,35 +148,6 @@ def test_a_flipped_bit_of_the_pickle_is_found(original: Path, tmp_path: Path) ->
     (tmp_path / FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     with pytest.raises(LlamaError, match="CRC-32"):
         read_torch(tmp_path / FILE)
-    torch.serialization.set_crc32_options(False)  # then torch.save writes 0, and nothing can be compared
-    try:
-        torch.save({"a": torch.ones(2)}, tmp_path / FILE)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert read_torch(tmp_path / FILE)["a"].tolist() == [1, 1]
-
-
-STATES: dict[str, Callable[[], State]] = {
-    "a module": lambda: torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(400))).state_dict(),
-    "parameters": lambda: {"a": torch.nn.Parameter(torch.randn(2, 3)), "b": torch.ones(3)},
-    "shared": lambda: (lambda t: {"a": t, "b": t, "c": t[1:], "d": t.T})(torch.randn(4, 5)),
-    "no values": lambda: {"a": torch.empty(0, 3), "b": torch.ones(()), "c": torch.ones(2)},
-    "every dtype": lambda: {str(d): torch.arange(8).to(d) for d in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32,
-        torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, name: str) -> None:
-    state = STATES[name]()
-    torch.save(state, tmp_path / "a.pth")
-    found = read_torch(tmp_path / "a.pth")
-    assert list(found) == list(state)
-    for key, value in state.items():
-        assert torch.equal(found[key].double(), value.double())
-        assert (found[key].dtype, found[key].stride()) == (value.dtype, value.stride())
-        assert not found[key].requires_grad
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -215,25 +166,6 @@ def test_anything_but_dense_tensors_by_name_is_refused(tmp_path: Path, name: str
 
 
 # ---------------------------------------------------------------------------------------------------- the checkpoint
-def test_each_tensor_that_is_missing_or_of_another_shape_is_named(original: Path, tmp_path: Path) -> None:
-    state = torch.load(original / FILE, weights_only=True)
-    shutil.copy(original / PARAMS, tmp_path)
-    for name, value in state.items():
-        shapes = {value[:-1].shape, value.flatten().shape, value[None].shape, value[:0].shape} - {value.shape}
-        for shape in [None, *sorted(shapes)]:
-            rest = {n: t for n, t in state.items() if n != name}
-            torch.save(rest if shape is None else {**rest, name: torch.ones(shape).bfloat16()}, tmp_path / FILE)
-            with pytest.raises(LlamaError, match=str(tmp_path)) as caught:
-                check_tensors(open_checkpoint(tmp_path))
-            assert shape is not None or name in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["norm.weight", "output.weight"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64, torch.float8_e5m2], ids=str)
-def test_weights_of_another_dtype_are_refused(meta: Path, name: str, dtype: torch.dtype) -> None:
-    save(meta, lambda state: state.update({name: state[name].float().to(dtype)}))
-    with pytest.raises(LlamaError, match=name.removesuffix(".weight")):
-        llama.load_model(meta, dtype="float32", device="cpu")
 
 
 # -------------------------------------------------------------------------------------------- the file and its path
@@ -248,16 +180,15 @@ def test_replacing_a_checkpoint_does_not_change_its_mapped_weights(original: Pat
     assert not torch.equal(open_checkpoint(target).tensor("norm.weight"), expected["norm.weight"])
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "loop"])
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "loop"])
 @pytest.mark.parametrize("name", [FILE, PARAMS])
 def test_a_file_that_is_not_regular_is_refused(meta: Path, attempt: Try, name: str, kind: str) -> None:
     (meta / name).unlink()
-    if kind in ("pipe", "folder"):
-        (os.mkfifo if kind == "pipe" else os.mkdir)(meta / name)
+    if kind == "pipe":
+        os.mkfifo(meta / name)
     else:
         (meta / name).symlink_to(name if kind == "loop" else kind)
     attempt("generate", *RUN, "-m", meta).refused(name)
-    assert attempt("verify", meta).code == 1
 
 
 @pytest.mark.parametrize("name", [os.fsdecode(b"\xff\xfe model"), "two words\n' \"\x1b[2J"])
@@ -269,16 +200,3 @@ def test_paths_of_any_bytes_work_and_are_printable(meta: Path, tmp_path: Path, a
         (tmp_path / folder).rename(tmp_path / name)
         assert attempt("generate", *RUN, "-m", tmp_path / name).stdout == expected.stdout != b""
         shutil.rmtree(tmp_path / name)
-
-
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="root is subject to file modes only if it can drop its privileges"
-)
-@pytest.mark.parametrize("name", [FILE, "."])
-def test_a_file_without_read_permission_is_named(meta: Path, attempt: Try, name: str) -> None:
-    mode = (meta / name).stat().st_mode
-    (meta / name).chmod(0)
-    try:
-        attempt("generate", *RUN, "-m", meta, drop_root=True).refused(str(meta), "Permission")
-    finally:
-        (meta / name).chmod(mode)
