@@ -174,6 +174,9 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     warned = open_checkpoint(tiny.write_gguf(tmp_path / "z.gguf", metadata=window))
     assert warned.config.sliding_window == 128
     assert ["no key tokenizer.ggml.pre" in warned.warnings[0], "window" in warned.warnings[1]] == [True, True]
+    sizes = {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2], "feed_forward_length": [96, 96]}
+    arrays = tiny.write_gguf(tmp_path / "v.gguf", metadata={f"llama.{key}": size for key, size in sizes.items()})
+    assert open_checkpoint(arrays).config == tiny.CONFIG
     older = tiny.write_gguf(tmp_path / "w.gguf", metadata={"llama.rope.scale_linear": 4.0})
     assert open_checkpoint(older).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 

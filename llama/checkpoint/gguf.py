@@ -207,7 +207,7 @@ def _config(
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(own, architecture)
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)
@@ -237,6 +237,12 @@ def _config(
         no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
         sliding_window=fields.get("attention.sliding_window", int, 0) or None,
     )
+
+
+def _same(value: Any) -> Any:
+    """The number in an array of equal numbers: a file may state a size once for each layer. Other values unchanged."""
+    array = isinstance(value, np.ndarray) and len(value) > 0
+    return value[0].item() if array and bool((value == value[0]).all()) else value
 
 
 def _decimal(value: float) -> float:
