@@ -29,9 +29,11 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--tasks",
         required=True,
         metavar="NAME|FILE[,...]",
-        help="lm-eval tasks or groups, patterns such as mmlu_*, .yaml files, and folders of .yaml files",
+        help="lm-eval tasks or groups, patterns such as mmlu_*, and .yaml files of tasks",
     )
-    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks that --tasks can name")
+    parser.add_argument(
+        "--include-path", type=Path, metavar="FOLDER", help="more tasks and groups that --tasks can name"
+    )
     parser.add_argument("--limit", type=float, metavar="N", help="first N examples of each task; below 1, a fraction")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     parser.add_argument(
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         for task, rows in samples.items() if args.log_samples else ():
             file = args.output.with_name(f"samples_{task}_{args.output.stem}.jsonl")
-            streams.write_file(file, harness.sample_lines(rows))
+            streams.write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         streams.write_file(args.output, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     if args.json:
         streams.write_json(results)
