@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ from llama import __version__
 from llama.cache import LayerCache
 from llama.cli import main
 from llama.engine import kernels
-from llama.system.folders import cache_folder
 from llama.tools import doctor, selftest
-from llama.tools.findings import Finding
+from llama.tools.doctor import Finding
 
 from .conftest import Run
 
@@ -40,14 +37,10 @@ def test_the_facts_are_those_of_the_system(clearllama: Run) -> None:
     assert (report["clearllama"], report["ok"]) == (__version__, True)
     assert list(report["findings"][0]) == ["status", "group", "item", "told", "remedy"]
     found = {(one["group"], one["item"]): one for one in report["findings"]}
-    assert {group for group, _ in found} == {"versions", "machine", "cache", "memory", "devices", "kernels", "compiler"}
+    assert {group for group, _ in found} == {"versions", "kernels", "compiler"}
     for need in map(Requirement, importlib.metadata.requires("clearllama") or []):
         if not need.marker:
             assert found["versions", need.name]["told"].startswith(f"{importlib.metadata.version(need.name)}, ")
-    assert str(cache_folder()) in found["cache", "folder"]["told"]
-    if sys.platform == "linux":
-        name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        assert name is None or name[1].strip() in found["machine", "system"]["told"]
 
 
 @pytest.mark.parametrize(
@@ -119,17 +112,14 @@ def test_a_defect_fails_its_check(what: str, monkeypatch: pytest.MonkeyPatch) ->
     [
         ("os.kill(os.getpid(), signal.SIGILL)", "SIGILL"),
         ("exec('raise ImportError(1)')", "exit code 1: ImportError: 1"),
-        ("(subprocess.Popen(['sleep', '600']), time.sleep(600))", "no end within 3 s"),
+        ("time.sleep(600)", "did not end within 3 s"),
     ],
 )
 def test_a_child_that_ends_early_is_one_finding(how: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = json.dumps({"status": "ok", "group": "a", "item": "b", "message": "c"}).replace("{", "{{").replace("}", "}}")
-    code = f"import os, signal, subprocess, sys, time; print({line!r}, flush=True); {how} # "
-    monkeypatch.setattr(doctor, "CHILD", code + "{}")
-    monkeypatch.setattr(doctor, "START", 0)
-    started = time.monotonic()
-    first, last = doctor.examine(seconds=3)
-    assert time.monotonic() - started < 20
+    line = json.dumps(["ok", "a", "b", "c"])
+    monkeypatch.setattr(doctor, "CHILD", f"import os, signal, time; print({line!r}, flush=True); {how} # {{}}")
+    monkeypatch.setattr(doctor, "SECONDS", 3)
+    *_, first, last = doctor.examine()
     assert (first, last.status) == (Finding("ok", "a", "b", "c"), "fail")
     assert ending in last.message
 
@@ -146,7 +136,7 @@ def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_pat
     done = subprocess.run(command, capture_output=True, env=env, check=False, timeout=250, cwd=tmp_path)
     assert (done.stderr, done.returncode) == (b"", 0), done.stdout
     found = {(one["group"], one["item"]): one["status"] for one in json.loads(done.stdout)["findings"]}
-    for key in (("cache", "folder"), ("kernels", "C++"), ("compiler", "C++"), ("self-test", "int8 on cpu")):
+    for key in (("kernels", "C++"), ("compiler", "C++"), ("self-test", "int8 on cpu")):
         assert found[key] == "note", found[key]
     assert found["self-test", "float32 on cpu"] == "ok"
     assert os.listdir(tmp_path) == ["file"]
@@ -162,4 +152,3 @@ def test_the_exit_code_shows_whether_anything_failed(monkeypatch: pytest.MonkeyP
         assert (len(lines), lines[-1].startswith("1 FAILED: ")) == (len(statuses) + 1, code == 1)
         assert main(["doctor", "--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] == (code == 0)
-    assert main(["doctor", "--seconds", "0"]) == 2

@@ -20,9 +20,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")
     parser.add_argument("--checksums", metavar="FILE", type=Path, help="a list of checksums, as sha256sum writes it")
-    parser.add_argument(
-        "--tensors", action="store_true", help="also read every weight and report NaN, infinity and all-zero matrices"
-    )
     arguments.add_output_options(parser, json="one JSON object: path, format, ok, findings")
     parser.set_defaults(run=run)
 
@@ -31,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.verify import format_of, verify
 
     path = locate(args.path)
-    findings = verify(path, args.tensors, args.checksums, args.quiet)
+    findings = verify(path, args.checksums)
     return tables.report(findings, args.json, KEYS, lambda: {"path": str(path), "format": format_of(path)})
 
 

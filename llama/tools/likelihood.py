@@ -44,8 +44,8 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """log p(continuation | context) of pairs (context, continuation) of ids, each with at least one id.
 
-    A pair that is longer than the model's context is truncated at its start. batch_size is the number of continuations
-    to feed at once. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), the pairs are fed one by one.
+    A pair that is longer than the model's context is truncated at its start. At most batch_size continuations are fed
+    at once. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), the pairs are fed one by one.
 
     Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is not finite.
     """
@@ -146,10 +146,11 @@ def score(
         first += h.shape[1]
         rows, columns = (wanted >= 0).nonzero(as_tuple=True)  # (N,) each
         for some in torch.arange(len(rows)).split(256):  # in parts, since logits are large: V for each prediction
-            ids = wanted[rows[some], columns[some]].to(h.device)
-            logits = model.output(h[rows[some].to(h.device), columns[some].to(h.device)][None])[0].float()  # (N, V)
-            values = logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
-            equal = (logits.argmax(-1) == ids).tolist()
+            places = rows[some].to(h.device), columns[some].to(h.device)
+            logits = model.output(h[places][None])[0].float()  # (N, V)
+            asked = wanted[rows[some], columns[some]].to(h.device)  # (N,)
+            values = logits.gather(-1, asked[:, None])[:, 0] - logits.logsumexp(-1)
+            equal = (logits.argmax(-1) == asked).tolist()
             for row, value, is_best in zip(rows[some].tolist(), values.tolist(), equal, strict=True):
                 logprobs[row] += value
                 is_greedy[row] &= is_best
