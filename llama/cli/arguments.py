@@ -247,8 +247,7 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
     """Add --chat-template."""
     about = (
         "the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the source's"
-        " template; for Meta's format, which has none, the one that fits the vocabulary if the name of the source"
-        " folder contains instruct or chat)"
+        " template; Meta's format has none)"
     )
     add(parser, ("--chat-template", "NAME|FILE", about, {"default": "auto"}))
 
