@@ -33,7 +33,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests need a bandwidth, but not a measured one."""
-    monkeypatch.setattr(benchmark, "buffer_bytes", lambda device: 2**20)
+    monkeypatch.setattr(benchmark, "BUFFER", 2**20)
     monkeypatch.setattr(benchmark, "bandwidth", lambda buffer: 1e9)
 
 

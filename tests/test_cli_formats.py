@@ -63,7 +63,6 @@ def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None
     assert facts["format"] == "Meta"
     assert list(facts["file_bytes"]) == ["consolidated.00.pth", "consolidated.01.pth"]
     assert facts["rope_scaling"]["factor"] == 8.0
-    assert facts["rope_bands"] == {"unchanged": 4, "in_between": 1, "slowed_most": 3}
     assert facts["chat_template"] is False
     assert facts["chat_format"] == "llama3"
     assert facts["stop_ids"] == {"513": "<|end_of_text|>", "520": "<|eom_id|>", "521": "<|eot_id|>"}

@@ -13,7 +13,6 @@ import itertools
 import random
 import re
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,9 +25,9 @@ from ..cache import KVCache
 from ..generate import generate
 from ..model import Transformer
 from ..sampling import SamplingParams
-from ..system.memory import rooms
 
 CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
+BUFFER = 2**29  # bytes to measure the bandwidth on, far above the size of a processor cache
 WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
 
 
@@ -48,7 +47,7 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
         prefill_tps.append(batch * context / prefill_s)
         decode_tps.append(batch * new_tokens / decode_s)
         if buffer is None:  # made after the first repetition, so that the peak does not include it
-            peak, buffer = peak_rss_mb(), torch.ones(buffer_bytes(device) // 4, device=device)
+            peak, buffer = peak_rss_mb(), torch.ones(BUFFER // 4, device=device)
         bandwidths.append(bandwidth(buffer))
     step_bytes = linear_bytes(model) + cache_bytes(model.new_cache(context, batch=batch), context)
     bytes_per_token = step_bytes / batch  # the rows of a batch share the weights
@@ -128,11 +127,6 @@ def cache_bytes(cache: KVCache, length: int) -> int:
     return sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers) * length // cache.slots
 
 
-def buffer_bytes(device: torch.device) -> int:
-    """Size of the buffer to measure a bandwidth on, far above that of any processor cache: 512 MiB or 1 GiB."""
-    return 2**30 if min((room.bytes for room in rooms(device)), default=0) >= 2**32 else 2**29
-
-
 def bandwidth(buffer: Tensor, times: int = 4) -> float:
     """Bytes per second: the fastest of several sums over a buffer; on a GPU, of copies, which read and write it."""
     copy = None if buffer.device.type == "cpu" else torch.empty_like(buffer)
@@ -150,12 +144,9 @@ def bandwidth(buffer: Tensor, times: int = 4) -> float:
 
 def peak_rss_mb() -> int | None:
     """Peak resident memory of this process so far, in MiB; None if the system does not report it."""
-    with contextlib.suppress(OSError):  # getrusage also counts the memory of the parent at the time of the fork
+    with contextlib.suppress(
+        OSError
+    ):  # not by getrusage, which also counts the parent's memory at the time of the fork
         if peak := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
             return int(peak[1]) // 2**10
-    try:
-        import resource
-    except ImportError:
-        return None
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used // (2**20 if sys.platform == "darwin" else 2**10)
+    return None

@@ -6,10 +6,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..config import ModelConfig
 from ..errors import CheckpointError, LlamaError
 from ..hub.families import names_of
-from ..rope_scaling import inverse_frequencies
 from ..system.memory import cache_bytes
 from ..weights import mismatches
 
@@ -36,7 +34,6 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         **about,
         "parameters": config.n_params,
         **architecture,
-        "rope_bands": rope_bands(config),
         **vocabulary,
         "chat_template": checkpoint.chat_template is not None,
         "sampling": dict(checkpoint.sampling),
@@ -52,19 +49,6 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         "warnings": list(checkpoint.warnings),
         "mismatches": [*mismatches(checkpoint), *problems],
     }
-
-
-def rope_bands(config: ModelConfig) -> dict[str, int]:
-    """Number of pairs of a head whose frequency the scaling leaves unchanged, reduces in part, and reduces most."""
-    plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
-    scaled, _ = inverse_frequencies(
-        config.head_dim, config.rope_theta, config.rope_scaling, max_seq_len=config.max_seq_len
-    )
-    slower = plain.double() / scaled.double()  # (D/2,)
-    most = float(slower.max())
-    unchanged = int((slower < 1 + 1e-4).sum())
-    full = int((slower > most * (1 - 1e-4)).sum()) if most > 1 + 1e-4 else 0
-    return {"unchanged": unchanged, "in_between": len(slower) - unchanged - full, "slowed_most": full}
 
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import random
 import re
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +149,7 @@ def test_a_conversion_killed_between_two_renames_loses_no_model(
 
 
 def age(folder: Path) -> None:
-    """Let the temporary folders be a minute old, from which on another process removes them."""
+    """Let the temporary folders be so old that another process removes them."""
     for path in folder.glob(".*.tmp"):
         os.utime(path, (0, 0))
 
@@ -170,41 +168,23 @@ def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Pat
 
 
 # ------------------------------------------------------------------------------------------------------ two at once
-def test_only_unlocked_folders_of_this_prefix_are_removed(tmp_path: Path) -> None:
-    def left(name: str) -> Path:
+def test_only_old_folders_of_this_prefix_are_removed(tmp_path: Path) -> None:
+    def left(name: str, old: bool = True) -> Path:
         (tmp_path / name / "part").mkdir(parents=True)
-        os.utime(tmp_path / name, (0, 0))
+        if old:
+            os.utime(tmp_path / name, (0, 0))
         return tmp_path / name
 
     kept = [left(name) for name in (".t-abc", ".u-abc.tmp", "away")]
     (link := tmp_path / ".t-link.tmp").symlink_to("away")
+    gone, fresh = left(".t-abc.tmp"), left(".t-new.tmp", old=False)
     with temporary.own_temporary(tmp_path, ".t") as one:
-        os.utime(one, (0, 0))
-        gone = left(".t-abc.tmp")
+        assert not gone.exists()
         with temporary.own_temporary(tmp_path, ".t") as two:
             assert one.is_dir()
-            assert not gone.exists()
             two.rename(tmp_path / "moved")  # a folder that was moved is not an error
         assert one.is_dir()
-    assert sorted(tmp_path.iterdir()) == sorted([*kept, link, tmp_path / "moved"])
-
-
-@pytest.mark.parametrize("lacking", ["the module", "the file system"])
-def test_without_locks_files_are_written_and_nothing_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    def fail(handle: int, how: int) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    if lacking == "the module":
-        monkeypatch.setitem(sys.modules, "fcntl", None)
-    else:
-        monkeypatch.setattr("fcntl.flock", fail)
-    (old := tmp_path / ".writing-abc.tmp").mkdir()
-    os.utime(old, (0, 0))
-    temporary.write_atomically(tmp_path / "x", b"new")
-    assert (tmp_path / "x").read_bytes() == b"new"
-    assert sorted(tmp_path.iterdir()) == [old, tmp_path / "x"]
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, link, fresh, tmp_path / "moved"])
 
 
 # ------------------------------------------------------------------------------------------ targets of every kind
