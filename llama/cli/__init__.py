@@ -49,6 +49,7 @@ REMOVED = {
     ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
     ("study", "--checks"): "the tests of the repository check the numbers of a topic",
     ("study", "--seed"): "the quiz asks in one order",
+    ("pull", "--meta"): "Meta's own files are in the folder original: clearllama pull ORG/NAME/original",
     ("doctor", "--seconds"): "the self-test ends after 5 minutes",
     ("verify", "--tensors"): "a run names the first weight that is not finite; verify compares checksums",
     ("bench", "--profile"): "run llama.generate under torch.profiler",

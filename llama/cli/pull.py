@@ -24,7 +24,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub; or a named"
         " model (default: %(default)s)",
     )
-    parser.add_argument("--meta", action="store_true", help="download Meta's own files: the folder original/")
     parser.add_argument("--force", action="store_true", help="download the model again even if it is in the cache")
     arguments.add_output_options(parser)
     parser.set_defaults(run=run)
@@ -33,5 +32,5 @@ def add_parser(commands: arguments.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..hub import models as hub
 
-    streams.write_raw(f"{hub.pull(args.name, force=args.force, meta=args.meta, quiet=args.quiet)}\n")
+    streams.write_raw(f"{hub.pull(args.name, force=args.force, quiet=args.quiet)}\n")
     return 0
