@@ -257,12 +257,10 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
             assert one["prompt_hash"] == other["prompt_hash"]
 
 
-def test_tasks_are_named_by_files_and_groups(tasks: Path) -> None:
-    (tasks / "both.yaml").write_text(yaml.safe_dump({"group": "both", "task": ["choice", "until"]}))
-    with pytest.raises(UsageError, match="--tasks bth: found no task"):
-        harness.load_tasks(["both", "bth"], include_path=tasks)
-    [group] = harness.load_tasks(["both"], include_path=tasks)
-    assert [one.task_name for one in group.get_all_tasks()] == ["choice", "until"]
+def test_tasks_are_named_by_files_and_folders(tasks: Path) -> None:
+    with pytest.raises(UsageError, match="--tasks arc_esy: found no task"):
+        harness.load_tasks([str(tasks), "arc_esy"])
+    assert {one.task_name for one in harness.load_tasks([str(tasks)])} == {"choice", "rolling", "until"}
     for content in ("- a", "a: [", "b: 1"):
         (tasks / "bad.yaml").write_text(content)
         with pytest.raises(LlamaError, match="lm-eval: "):

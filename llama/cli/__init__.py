@@ -49,6 +49,8 @@ REMOVED = {
     ("perplexity", "--tensor-parallel"): "perplexity runs in one process",
     ("study", "--checks"): "the tests of the repository check the numbers of a topic",
     ("study", "--seed"): "the quiz asks in one order",
+    ("evaluate", "--include-path"): "name the task's .yaml file or its folder in --tasks",
+    **dict.fromkeys([("inspect", "--context"), ("inspect", "--batch")], "plan computes the memory of a run"),
     ("pull", "--meta"): "Meta's own files are in the folder original: clearllama pull ORG/NAME/original",
     ("doctor", "--seconds"): "the self-test ends after 5 minutes",
     ("verify", "--tensors"): "a run names the first weight that is not finite; verify compares checksums",

@@ -29,10 +29,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--tasks",
         required=True,
         metavar="NAME|FILE[,...]",
-        help="lm-eval tasks or groups, patterns such as mmlu_*, and .yaml files of tasks",
-    )
-    parser.add_argument(
-        "--include-path", type=Path, metavar="FOLDER", help="more tasks and groups that --tasks can name"
+        help="lm-eval tasks or groups, patterns such as mmlu_*, .yaml files, and folders of .yaml files",
     )
     parser.add_argument("--limit", type=float, metavar="N", help="first N examples of each task; below 1, a fraction")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="requests at once (default: 16)")
@@ -77,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         raise LlamaError(f"evaluation needs {error.name}: pip install 'clearllama[eval]'") from None
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     with captured(args.quiet):
-        tasks = harness.load_tasks(names, args.include_path)
+        tasks = harness.load_tasks(names)
     llm = loading.load(args)
     about = {"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize}
     about["adapters"] = list(llm.adapters)

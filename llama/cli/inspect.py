@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..checks import integer
-from ..config import LARGEST_SIZE
 from ..hub import default_model
 from . import arguments, streams, tables
 
@@ -25,25 +23,18 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "model", nargs="?", default=default_model(), metavar="PATH_OR_NAME", help="a checkpoint (default: %(default)s)"
     )
-    context = "tokens per sequence in the KV cache (default: the model's context)"
-    parser.add_argument("--context", type=int, metavar="N", help=context)
-    batch = "number of sequences in the KV cache (default: 1)"
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help=batch)
     arguments.add_tokenizer_option(parser)
     arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    integer("--batch", args.batch, 1, 4096)
-    if args.context is not None:
-        integer("--context", args.context, 1, LARGEST_SIZE)
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
     from ..tools.model_facts import model_facts
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
-    facts = model_facts(checkpoint, args.context, args.batch)
+    facts = model_facts(checkpoint)
     if args.json:
         streams.write_json(facts)
     else:

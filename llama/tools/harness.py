@@ -193,20 +193,25 @@ def errors_of_the_harness() -> Iterator[None]:
         raise LlamaError(f"lm-eval: {type(error).__name__}: {error}") from error
 
 
-def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[Any]:
-    """Tasks and groups of the harness with their data sets, by names, and by .yaml files of tasks.
+def load_tasks(names: Sequence[str]) -> list[Any]:
+    """Tasks and groups of the harness with their data sets.
 
-    names         a name may be a pattern, such as mmlu_*
-    include_path  a folder of additional tasks and groups, which names may refer to
+    names  of tasks, groups, patterns such as mmlu_*, .yaml files of tasks, and folders of such files
 
     Raises UsageError for an unknown name, LlamaError if a task can't be loaded.
     """
+    specs: dict[str, list[str]] = {}
     with errors_of_the_harness():
-        defaults = not all(name.endswith(".yaml") for name in names)
-        manager = TaskManager(include_path=include_path, include_defaults=defaults)
-        specs = {name: [name] if name.endswith(".yaml") else manager.match_tasks([name]) for name in names}
+        folders = {
+            name: TaskManager(include_path=name, include_defaults=False) for name in names if Path(name).is_dir()
+        }
+        own = all(name in folders or name.endswith(".yaml") for name in names)
+        manager = TaskManager(include_path=[*folders], include_defaults=not own)
+        for name in names:
+            known = folders[name].all_subtasks if name in folders else manager.match_tasks([name])
+            specs[name] = [name] if name.endswith(".yaml") else known
         if missing := [name for name in names if not specs[name]]:
-            raise UsageError(f"--tasks {missing[0]}: found no task with this name; add --include-path for a folder")
+            raise UsageError(f"--tasks {missing[0]}: found no task, no file and no folder of tasks with this name")
         loaded = manager.load([spec for found in specs.values() for spec in found])
     inside = {name for names in loaded["group_map"].values() for name in names}
     return [task for kind in ("groups", "tasks") for name, task in loaded[kind].items() if name not in inside]

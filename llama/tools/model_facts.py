@@ -14,11 +14,8 @@ from ..weights import mismatches
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int = 1) -> dict[str, Any]:
-    """The facts in the order in which `inspect` prints them. Weights are not read.
-
-    context  tokens per sequence for the size of the KV cache; None: the model's context
-    """
+def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts in the order in which `inspect` prints them. Weights are not read."""
     config, about = checkpoint.config, dict(checkpoint.about)
     stored = about.pop("weights", {})
     architecture = dataclasses.asdict(config)
@@ -26,7 +23,6 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         shortened = {key: f"{len(x)} numbers" if isinstance(x, list) else x for key, x in config.rope_scaling.items()}
         architecture["rope_scaling"] = shortened
     vocabulary, problems = _vocabulary(checkpoint)
-    lengths = dict.fromkeys((1, context or config.max_seq_len))
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
@@ -41,9 +37,9 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         "stored_bytes": stored,
         "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
-            f"{dtype}, {tokens} tokens x {batch}": cache_bytes(config, tokens, size, dtype, batch)
+            f"{dtype}, {tokens} tokens": cache_bytes(config, tokens, size, dtype)
             for dtype, size in [*BYTES.items(), ("int8", 1)]
-            for tokens in lengths
+            for tokens in dict.fromkeys((1, config.max_seq_len))
         },
         "decided_here": list(checkpoint.notes),
         "warnings": list(checkpoint.warnings),
