@@ -137,23 +137,6 @@ def test_log_likelihoods(model: Model) -> None:
         assert ours.truncated >= 4
 
 
-def test_pairs_of_ids(model: Model) -> None:
-    """Greedy continuations, one that fills the window, and requests of one text that begin at different ids."""
-    ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
-    pairs = [([1, 5, 6, 7], [8, 9]), ([1, 5], [6, 7, 8, 9])]
-    for context in ([1, 5, 9], [1, 30, 7, 7], [1, *range(3, 90)]):
-        ids = list(context)
-        for _ in range(4):
-            ids.append(int(oracle.model(torch.tensor([ids[-WINDOW:]])).logits[0, -1].argmax()))
-            pairs.append((context, ids[len(context) :]))
-    pairs.append((list(range(3, 90)), list(range(4, 4 + WINDOW))))
-    requests = [(("", ""), *pair) for pair in pairs]
-    found, expected = ours._loglikelihood_tokens(requests), oracle._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert [one[1] for one in found] == [one[1] for one in expected]
-    assert sum(one[1] for one in found) >= 8
-    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
-
-
 def test_rolling_log_likelihoods(model: Model) -> None:
     requests = instances("loglikelihood_rolling", *((text,) for text in (*texts(model.llm), TEXT[:60], TEXT * 2)))
     expected = model.oracle.loglikelihood_rolling(requests, disable_tqdm=True)

@@ -25,22 +25,18 @@ from . import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TRAINED = 64
-SCALINGS: dict[str, dict[str, Any] | None] = {
-    "default": None,
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-}
 
 
-def model_with(kind: str, max_seq_len: int = 8192, **changes: Any) -> Transformer:
-    config = dataclasses.replace(tiny.CONFIG, max_seq_len=TRAINED, rope_scaling=SCALINGS[kind], **changes)
-    return tiny.model(config, max_seq_len=max_seq_len)
+def long_model(**changes: Any) -> Transformer:
+    return tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=TRAINED, **changes), max_seq_len=8192)
 
 
 # ------------------------------------------------------------------------------------------------ prefill in chunks
-@pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED + 1, 300])
-def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(kind: str, length: int) -> None:
-    model, tokens = model_with(kind), tiny.random_tokens(length)
+def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(length: int) -> None:
+    """Also under frequencies that depend on the length."""
+    model = long_model(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    tokens = tiny.random_tokens(length)
     whole = model.new_cache(length)
     expected = model(tokens, cache=whole)[0, -1]
     for chunk in (7, 64, length):
@@ -77,16 +73,6 @@ def test_a_cache_has_few_empty_slots_and_never_more_than_its_limit(kind: str) ->
         cache.reserve(30_001)
 
 
-def test_a_prompt_reserves_all_its_slots_at_once() -> None:
-    model, resized = model_with("default"), []
-    cache = model.new_cache()
-    for layer in cache.layers:
-        layer.resize = lambda slots, old=layer.resize: (resized.append(slots), old(slots))[1]  # type: ignore[method-assign]
-    prefill(model, tiny.random_tokens(3000)[0].tolist(), cache)
-    assert resized == [3000] * len(cache.layers)
-    assert cache.slots == 3000
-
-
 # ------------------------------------------------------------------------------------- predicted and actual memory
 def test_the_bytes_of_a_cache_are_predicted() -> None:
     model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=5000))
@@ -101,7 +87,7 @@ def test_the_bytes_of_a_cache_are_predicted() -> None:
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_activations_are_bounded_by_their_formula(kind: str, chunk: int) -> None:
     """The peak of all live tensors that a chunk makes is below the bound; weights and cache are not counted."""
-    model = model_with("default")
+    model = long_model()
     model.runner.cache_kind = kind
     cache = model.new_cache(3000)
     prefill(model, tiny.random_tokens(3000 - chunk)[0].tolist(), cache)
@@ -255,7 +241,7 @@ def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: p
         KVCache(4, 2, 64, 900, check_memory=check)
     KVCache(4, 2, 64, 900)  # without a check
     KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16, check_memory=check)  # half of it, and the scales
-    model = model_with("default")
+    model = long_model()
     model.runner.check_memory = check
     long = model.new_cache()
     prefill(model, [5] * 1000, long)

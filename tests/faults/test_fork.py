@@ -86,21 +86,12 @@ def compare():
     assert all(torch.equal(product(), expected) for _ in range(10))
     assert count() == 3
 
-if way == "multiprocessing":
-    import multiprocessing
-    children = [multiprocessing.get_context("fork").Process(target=compare) for _ in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(20)
-    assert [child.exitcode for child in children] == [0, 0]
-else:
-    for _ in range(5):
-        child = os.fork()
-        if child == 0:
-            compare()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        compare()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 stop.set()
 for other in others:
     other.join()
@@ -132,7 +123,7 @@ other.join()
 
 
 @pytest.mark.skipif(not kernels.ready() or not os.path.exists("/proc/self/task"), reason="needs the kernels, and Linux")
-@pytest.mark.parametrize("way", ["before the first loop", "after a loop", "in the middle of loops", "multiprocessing"])
+@pytest.mark.parametrize("way", ["before the first loop", "after a loop", "in the middle of loops"])
 def test_the_kernels_of_a_forked_child_have_threads_of_their_own(forked: Forked, way: str) -> None:
     check(forked, f"{CHILD}\nway = {way!r}\n{KERNELS}")
 
