@@ -23,8 +23,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
         description="Prefill random prompts and decode greedily. Report the speed of every run, the best and the"
-        " median, the bytes read per token, and how much of this machine's memory bandwidth the run used. Speed depends"
-        " on the load of the machine: to compare two engines or settings, run one right after the other.",
+        " median. Speed depends on the load of the machine: to compare two engines or settings, run one right after the"
+        " other.",
         usage="%(prog)s [options]",
     )
     arguments.add_model_options(parser)

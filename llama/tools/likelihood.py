@@ -21,7 +21,7 @@ from ..engine.nonfinite import locate
 from ..errors import ContextLengthError, NumericalError
 from ..generation.prefix import shared_prefix
 from ..model import Transformer
-from .evaluate import Progress
+from .evaluate import Progress, predictions
 
 CHUNK = 2048  # tokens of all rows in one pass, which bounds the memory
 MOST_TOKENS = 2**15  # tokens in the rows of a batch; batches of longer texts have fewer rows
@@ -145,13 +145,10 @@ def score(
         wanted = targets[:, first : first + h.shape[1]]  # (B, t)
         first += h.shape[1]
         rows, columns = (wanted >= 0).nonzero(as_tuple=True)  # (N,) each
-        for some in torch.arange(len(rows)).split(256):  # in parts, since logits are large: V for each prediction
-            places = rows[some].to(h.device), columns[some].to(h.device)
-            logits = model.output(h[places][None])[0].float()  # (N, V)
-            asked = wanted[rows[some], columns[some]].to(h.device)  # (N,)
-            values = logits.gather(-1, asked[:, None])[:, 0] - logits.logsumexp(-1)
-            equal = (logits.argmax(-1) == asked).tolist()
-            for row, value, is_best in zip(rows[some].tolist(), values.tolist(), equal, strict=True):
+        if len(rows):
+            places = rows.to(h.device), columns.to(h.device)
+            values, best = predictions(model, h[places], wanted[rows, columns].to(h.device))
+            for row, value, is_best in zip(rows.tolist(), values.tolist(), best.tolist(), strict=True):
                 logprobs[row] += value
                 is_greedy[row] &= is_best
     return [Likelihood(*one) for one in zip(logprobs, is_greedy, strict=True)]
