@@ -37,7 +37,7 @@ def test_the_facts_are_those_of_the_system(clearllama: Run) -> None:
     assert (report["clearllama"], report["ok"]) == (__version__, True)
     assert list(report["findings"][0]) == ["status", "group", "item", "told", "remedy"]
     found = {(one["group"], one["item"]): one for one in report["findings"]}
-    assert {group for group, _ in found} == {"versions", "kernels", "compiler"}
+    assert {group for group, _ in found} == {"versions", "kernels"}
     for need in map(Requirement, importlib.metadata.requires("clearllama") or []):
         if not need.marker:
             assert found["versions", need.name]["told"].startswith(f"{importlib.metadata.version(need.name)}, ")
@@ -136,7 +136,7 @@ def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_pat
     done = subprocess.run(command, capture_output=True, env=env, check=False, timeout=250, cwd=tmp_path)
     assert (done.stderr, done.returncode) == (b"", 0), done.stdout
     found = {(one["group"], one["item"]): one["status"] for one in json.loads(done.stdout)["findings"]}
-    for key in (("kernels", "C++"), ("compiler", "C++"), ("self-test", "int8 on cpu")):
+    for key in (("kernels", "C++"), ("self-test", "int8 on cpu")):
         assert found[key] == "note", found[key]
     assert found["self-test", "float32 on cpu"] == "ok"
     assert os.listdir(tmp_path) == ["file"]

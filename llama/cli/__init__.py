@@ -53,6 +53,7 @@ REMOVED = {
     **dict.fromkeys([("inspect", "--context"), ("inspect", "--batch")], "plan computes the memory of a run"),
     ("pull", "--meta"): "Meta's own files are in the folder original: clearllama pull ORG/NAME/original",
     ("doctor", "--seconds"): "the self-test ends after 5 minutes",
+    ("verify", "--checksums"): "sha256sum -c FILE compares a list of your own",
     ("verify", "--tensors"): "a run names the first weight that is not finite; verify compares checksums",
     ("bench", "--profile"): "run llama.generate under torch.profiler",
     ("convert", "--modelfile"): "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",

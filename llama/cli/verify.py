@@ -15,11 +15,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
         description="List the files and find missing ones, compare checksums, and open the checkpoint: its tensors must"
-        " match the configuration. The checksums are those of the Hugging Face hub, of checklist.chk, of --checksums,"
+        " match the configuration. The checksums are those of the Hugging Face hub, of checklist.chk,"
         " and the CRC-32 of every record in .pth and .bin files. Exit code 1 if a check failed.",
     )
     parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")
-    parser.add_argument("--checksums", metavar="FILE", type=Path, help="a list of checksums, as sha256sum writes it")
     arguments.add_output_options(parser, json="one JSON object: path, format, ok, findings")
     parser.set_defaults(run=run)
 
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.verify import format_of, verify
 
     path = locate(args.path)
-    findings = verify(path, args.checksums)
+    findings = verify(path)
     return tables.report(findings, args.json, KEYS, lambda: {"path": str(path), "format": format_of(path)})
 
 

@@ -111,22 +111,19 @@ def versions() -> Iterator[Finding]:
 
 
 def cpu_kernels() -> Iterator[Finding]:
-    """The C++ kernels, which are built if they are not built yet, and the compiler."""
+    """The C++ kernels, which are built if they are not built yet."""
     from ..engine import kernels
 
-    form, compiler = kernels.pick_form(), kernels.compiler()
+    form, remedy = kernels.pick_form(), ""
     if form is None:
         why = "CLEARLLAMA_KERNELS is off" if os.environ.get("CLEARLLAMA_KERNELS") == "off" else kernels.why_none()
-        yield Finding("note", "kernels", "C++", f"not used: {why}; torch's own operators are slower")
     else:
         try:
             kernels.load(form)
             yield Finding("ok", "kernels", "C++", f"{form}, built: {kernels.built(form)}")
+            return
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            message = f"{form} can't be built, and torch's own operators are slower: {one_line(str(error))}"
-            yield Finding("note", "kernels", "C++", message)
-    if compiler is None:
-        remedy = "install a C++ compiler (g++ or clang++), or name it in CXX"
-        yield Finding("note", "compiler", "C++", "none was found, so --compile can't work", remedy)
-    else:
-        yield Finding("ok", "compiler", "C++", compiler)
+            why = f"{form} can't be built: {one_line(str(error))}"
+    if kernels.compiler() is None:
+        remedy = "install a C++ compiler (g++ or clang++), or name it in CXX; --compile needs one, too"
+    yield Finding("note", "kernels", "C++", f"not used: {why}; torch's own operators are slower", remedy)

@@ -27,6 +27,8 @@ CHUNK = 2048  # tokens of all rows in one pass, which bounds the memory
 MOST_TOKENS = 2**15  # tokens in the rows of a batch; batches of longer texts have fewer rows
 SIMILAR = 16  # contexts that begin with this many equal ids are fed one after the other
 
+Ids = tuple[int, ...]
+
 
 class Likelihood(NamedTuple):
     """log p of a continuation in nats, and whether greedy decoding would produce it."""
@@ -49,7 +51,7 @@ def log_likelihoods(
 
     Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is not finite.
     """
-    numbers: dict[tuple[int, ...], list[int]] = {}  # context -> numbers of its pairs
+    numbers: dict[Ids, list[int]] = {}  # context -> numbers of its pairs
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > model.max_seq_len:
             raise ContextLengthError(
@@ -61,7 +63,7 @@ def log_likelihoods(
     longest = max((len(context) + len(pairs[i][1]) - 1 for context in numbers for i in numbers[context]), default=1)
     size = 1 if model.rope.by_length else max(1, min(batch_size, MOST_TOKENS // longest))
     cache = model.new_cache(longest, batch=2 * size, fixed=False)
-    held: list[tuple[int, ...]] = [()] * size  # the context in each of the first rows
+    held: list[Ids] = [()] * size  # the context in each of the first rows
     found, done = [Likelihood(0.0, True)] * len(pairs), 0
     for batch in batches(numbers, size):
         contexts = [context for context, _ in batch]
@@ -89,15 +91,15 @@ def log_likelihoods(
     return found
 
 
-def batches(numbers: dict[tuple[int, ...], list[int]], size: int) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
+def batches(numbers: dict[Ids, list[int]], size: int) -> Iterator[list[tuple[Ids, list[int]]]]:
     """Divide pairs into batches of at most `size`: contexts, each with some of its numbers.
 
     Contexts with the same beginning follow each other, and those of similar length; the longest come first.
     """
-    length: dict[tuple[int, ...], int] = {}
+    length: dict[Ids, int] = {}
     for context in numbers:
         length[context[:SIMILAR]] = max(len(context), length.get(context[:SIMILAR], 0))
-    batch: list[tuple[tuple[int, ...], list[int]]] = []
+    batch: list[tuple[Ids, list[int]]] = []
     for context in sorted(numbers, key=lambda ids: (-length[ids[:SIMILAR]], ids[:SIMILAR], -len(ids), ids)):
         for start in range(0, len(numbers[context]), size):
             part = numbers[context][start : start + size]

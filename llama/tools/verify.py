@@ -31,24 +31,18 @@ ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # by the length of the checks
 Sum = tuple[Path, str, str]  # file, checksum, source of the checksum
 
 
-def verify(path: Path, checksums: Path | None = None) -> Iterator[Finding]:
-    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one.
-
-    checksums  a file with checksums, in addition to the published ones
-    """
+def verify(path: Path) -> Iterator[Finding]:
+    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one."""
     files = find_files(path)
     sums: list[Sum] = []
-    for checklist in [file for file in files if file.suffix == ".chk"] + ([checksums] if checksums else []):
+    for checklist in (file for file in files if file.suffix == ".chk"):
         try:
-            sums += read_checksums(checklist, path)
+            sums += read_checksums(checklist)
         except Exception as error:
             yield failure("sums", checklist.name, error)
     yield from find_missing(path, files, sums)
-    for file in files:
-        yield check("files", file, describe)
-    for file in files:
-        if file.suffix in TORCH:
-            yield check("crc32", file, check_archive)
+    yield from (check("files", file, describe) for file in files)
+    yield from (check("crc32", file, check_archive) for file in files if file.suffix in TORCH)
     sums += [(file, value, "the hub") for file in files if (value := hub_checksum(file))]
     for file, value, source in sums:
         if os.path.isfile(file):
@@ -123,13 +117,12 @@ def check_archive(file: Path) -> str:
         return f"all {len(archive.infolist()):,} records"
 
 
-def read_checksums(checklist: Path, path: Path) -> list[Sum]:
+def read_checksums(checklist: Path) -> list[Sum]:
     """The checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
     sums = []
-    folder = checklist.parent if checklist.suffix == ".chk" else path if path.is_dir() else path.parent
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
         if match := re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *]([^/\\]+)", line):
-            sums.append((folder / match[2], match[1].lower(), checklist.name))
+            sums.append((checklist.with_name(match[2]), match[1].lower(), checklist.name))
         elif line.strip() and not line.startswith("#"):
             raise CheckpointError(f"line {number} is {line!r:.60}; expected a checksum, two spaces and a file name")
     return sums
