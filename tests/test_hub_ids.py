@@ -171,9 +171,7 @@ def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeyp
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "generation_config.json", "tokenizer.json", "config.json", "model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", "model.safetensors"])
 def test_a_dangling_link_means_incomplete(server: Hub, name: str) -> None:
     folder = hub.pull("meta-llama/Tiny")
     (folder / name).resolve().unlink()
@@ -185,7 +183,7 @@ def test_a_dangling_link_means_incomplete(server: Hub, name: str) -> None:
     assert (folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name]
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x", b"0" * 41])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x"])
 def test_a_damaged_name_of_a_revision_is_fetched_again(server: Hub, content: bytes) -> None:
     folder = hub.pull("meta-llama/Tiny")
     ref = folder.parents[1] / "refs" / "main"
@@ -194,9 +192,6 @@ def test_a_damaged_name_of_a_revision_is_fetched_again(server: Hub, content: byt
         assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
     assert hub.resolve("meta-llama/Tiny") == folder
     assert ref.read_text() == SHA
-    ref.unlink()
-    ref.mkdir()
-    assert f"can't write {ref}" in error_of(hub.pull, "meta-llama/Tiny").replace(".writing", "")
 
 
 @pytest.fixture
