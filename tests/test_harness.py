@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import yaml
 
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # read when `datasets` is imported
@@ -315,24 +314,6 @@ def test_sampled_answers_repeat_and_differ(model: Model) -> None:
     assert len(set(first)) == 4
     options = harness.generation_options({**settings, "top_p": 0.9, "num_beams": 1}, {"temperature": 0.6})
     assert {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "max_new_tokens": 12}.items() <= options.items()
-
-
-@pytest.mark.slow
-def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, tmp_path: Path) -> None:
-    """A trained model, with its chat template. HFLM's float32 softmax of 49,152 logits is off by 1e-5 for each id."""
-    convert(default_gguf, tmp_path / "hf", "hf", dtype=torch.float32)
-    oracle = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4, softmax_dtype="float64")
-    ours = harness.LanguageModel(default_llm, 16)
-    texts = ["Water freezes at", "The capital of France is Paris. The capital of Italy is", TEXT[:300]]
-    choices = [" Rome", " 0 degrees Celsius.", " a", "\nThe dog bites the man."]
-    requests = instances("loglikelihood", *((text, choice) for text in (*texts, "") for choice in choices))
-    found, expected = ours.loglikelihood(requests), oracle.loglikelihood(requests, disable_tqdm=True)
-    assert [one[1] for one in found] == [one[1] for one in expected]
-    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=1e-3)
-    chats = [ours.apply_chat_template([{"role": "user", "content": f"{text}?"}]) for text in texts]
-    assert chats[0] == oracle.apply_chat_template([{"role": "user", "content": f"{texts[0]}?"}])
-    requests = instances("generate_until", *((text, {"until": ["."], "max_gen_toks": 20}) for text in (*texts, *chats)))
-    assert ours.generate_until(requests) == oracle.generate_until(requests)
 
 
 @pytest.mark.slow

