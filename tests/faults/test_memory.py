@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from llama import loader
-from llama.checkpoint import open_checkpoint
 from llama.engine import runtime
 from llama.generate import prefill
 from llama.tools.convert import convert
 
 from .. import tiny
-from ..scripts import make_tiny
 from .conftest import Try
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,23 +86,6 @@ def test_mapped_weights_are_writable_and_share_no_memory_with_buffers(form: str,
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
-
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda weight: weight.t().contiguous().t() if weight.dim() == 2 else weight,
-    "offset": lambda weight: torch.cat([weight.flatten()] * 2)[weight.numel() :].view(weight.shape),
-    "strided": lambda weight: torch.stack([weight] * 2, -1)[..., 0],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_weights_that_are_views_are_read(view: str, tmp_path: Path) -> None:
-    plain = Path(make_tiny.make(tmp_path / "meta", "llama-3-8b"))
-    model = loader.build(open_checkpoint(plain), "cpu", "float32")
-    expected = model(tokens := tiny.random_tokens(20, model.config))
-    state = torch.load(file := plain / "consolidated.00.pth", weights_only=True)
-    torch.save({name: VIEWS[view](tensor) for name, tensor in state.items()}, file)
-    assert torch.equal(loader.build(open_checkpoint(plain), "cpu", "float32")(tokens), expected)
 
 
 # ------------------------------------------------------------------------------------------------------- compiling
