@@ -1,16 +1,22 @@
 """Log-likelihoods of many continuations in batches. A context is fed once for all of its continuations.
 
-The cache has a row for each context and a row for each continuation of a batch. The contexts are fed first; their keys
-and values are copied to the rows of the continuations, which are fed next. A context stays in its row, so the next
-batch only feeds what follows the prefix that both share, such as worked examples.
+The rows of the cache hold contexts. They are fed first, one row each; then their keys and values are copied to further
+rows, and every row is fed one continuation:
 
-Letters: B rows, T tokens of a step, t tokens of a pass, N predictions, C model dim, V vocabulary.
+    row 0   context A, continuation 0
+    row 1   context B, continuation 0
+    row 2   (copied) context A, continuation 1
+
+A row keeps its context, so the next batch only feeds what follows the prefix that both share, such as worked examples.
+Of the contexts of a batch that begin alike, the first is fed before the others, which copy its prefix.
+
+Letters: B rows, T tokens of a step, t tokens of a pass, C model dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +31,10 @@ from .evaluate import Progress, predictions
 
 CHUNK = 2048  # tokens of all rows in one pass, which bounds the memory
 MOST_TOKENS = 2**15  # tokens in the rows of a batch; batches of longer texts have fewer rows
-SIMILAR = 16  # contexts that begin with this many equal ids are fed one after the other
+SIMILAR = 16  # contexts that begin with this many equal ids begin alike
 
 Ids = tuple[int, ...]
+Texts = dict[Ids, list[int]]  # continuations of a context, without their last id -> numbers of the pairs
 
 
 class Likelihood(NamedTuple):
@@ -46,12 +53,13 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """log p(continuation | context) of pairs (context, continuation) of ids, each with at least one id.
 
-    A pair that is longer than the model's context is truncated at its start. At most batch_size continuations are fed
-    at once. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), the pairs are fed one by one.
+    A pair that is longer than the model's context is truncated at its start. At most batch_size texts are fed at once;
+    pairs that differ only in their last id share a text. If the RoPE frequencies depend on the length
+    (rope_scaling.BY_LENGTH), the texts are fed one by one.
 
     Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is not finite.
     """
-    numbers: dict[Ids, list[int]] = {}  # context -> numbers of its pairs
+    by_context: dict[Ids, Texts] = {}
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > model.max_seq_len:
             raise ContextLengthError(
@@ -59,50 +67,68 @@ def log_likelihoods(
                 " use a shorter one, or extend the context (--rope-scaling)"
             )
         start = max(0, len(context) + len(continuation) - model.max_seq_len - 1)
-        numbers.setdefault(tuple(context[start:]), []).append(number)
-    longest = max((len(context) + len(pairs[i][1]) - 1 for context in numbers for i in numbers[context]), default=1)
+        texts = by_context.setdefault(tuple(context[start:]), {})
+        texts.setdefault(tuple(continuation[:-1]), []).append(number)
+    longest = max((len(context) + len(ids) for context, texts in by_context.items() for ids in texts), default=1)
     size = 1 if model.rope.by_length else max(1, min(batch_size, MOST_TOKENS // longest))
-    cache = model.new_cache(longest, batch=2 * size, fixed=False)
-    held: list[Ids] = [()] * size  # the context in each of the first rows
+    cache = model.new_cache(longest, batch=size, fixed=False)
+    held: list[Ids] = [()] * size  # the context in each row, without its last id
     found, done = [Likelihood(0.0, True)] * len(pairs), 0
-    for batch in batches(numbers, size):
+    for batch in batches(by_context, size):
+        leaders: dict[Ids, Ids] = {}  # beginning -> the first context with it
+        for context, _ in batch:
+            leaders.setdefault(context[:SIMILAR], context)
+        batch.sort(key=lambda one: one[0] not in leaders.values())
         contexts = [context for context, _ in batch]
-        rows = [(row, number) for row, (_, part) in enumerate(batch) for number in part]
-        texts = [(*contexts[row], *pairs[number][1][:-1]) for row, number in rows]
-        cache.reserve(max(map(len, texts)))
+        rows = [(context, texts[0]) for context, texts in batch]
+        rows += [(context, text) for context, texts in batch for text in texts[1:]]
+        fed = [(*context, *ids) for context, (ids, _) in rows]
+        cache.reserve(max(map(len, fed)))
         if model.rope.by_length:  # a context would be rotated otherwise than with its continuation
-            T = len(texts[0])
+            T = len(fed[0])
         else:
-            T = max(len(pairs[number][1]) for _, number in rows)
-            new = max(len(ids) - 1 - shared_prefix(old, ids) for old, ids in zip(held, contexts, strict=False))
-            for _ in feed(model, cache, 0, [ids[:-1] for ids in contexts], new):
-                pass
-            held[: len(contexts)] = contexts
-            for target, (row, _) in enumerate(rows, size):
-                cache.copy_row(row, target, len(contexts[row]) - 1)
-        continuations = [pairs[number][1] for _, number in rows]
-        results = score(model, continuations, texts, T, feed(model, cache, size, texts, T))
-        for (_, number), text, result in zip(rows, texts, results, strict=True):
-            if not math.isfinite(result.logprob):
+            T = 1 + max(len(ids) for _, (ids, _) in rows)
+            feed_contexts(model, cache, held, 0, contexts[: len(leaders)])
+            for row, context in enumerate(contexts[len(leaders) :], len(leaders)):
+                leader = contexts.index(leaders[context[:SIMILAR]])
+                if shared_prefix(held[leader], context) > shared_prefix(held[row], context):
+                    copy(cache, held, leader, row)
+            feed_contexts(model, cache, held, len(leaders), contexts[len(leaders) :])
+            for row, (context, _) in enumerate(rows[len(contexts) :], len(contexts)):
+                copy(cache, held, contexts.index(context), row)
+        asked = []  # (row, column of the step, id that is predicted there, number of the pair)
+        for row, (context, (ids, numbers)) in enumerate(rows):
+            first = len(context) - 1 - max(0, len(fed[row]) - T)
+            asked += [(row, first + i, id, n) for n in numbers for i, id in enumerate((*ids, pairs[n][1][-1]))]
+        start = 0
+        for h in feed(model, cache, 0, fed, T):
+            here = [one for one in asked if start <= one[1] < start + h.shape[1]]
+            if here:
+                places = torch.tensor([one[:3] for one in here], device=h.device)
+                values, best = predictions(model, h[places[:, 0], places[:, 1] - start], places[:, 2])
+                for (*_, n), value, is_best in zip(here, values.tolist(), best.tolist(), strict=True):
+                    found[n] = Likelihood(found[n].logprob + value, found[n].greedy and is_best)
+            start += h.shape[1]
+        for text, (_, (_, numbers)) in zip(fed, rows, strict=True):
+            if not all(math.isfinite(found[n].logprob) for n in numbers):
                 raise NumericalError(f"the log-likelihood of a text is not finite; {locate(model, text)}")
-            found[number] = result
-        done += len(rows)
+            done += len(numbers)
         progress(done, len(pairs))
     return found
 
 
-def batches(numbers: dict[Ids, list[int]], size: int) -> Iterator[list[tuple[Ids, list[int]]]]:
-    """Divide pairs into batches of at most `size`: contexts, each with some of its numbers.
+def batches(by_context: Mapping[Ids, Texts], size: int) -> Iterator[list[tuple[Ids, list[tuple[Ids, list[int]]]]]]:
+    """Divide texts into batches of at most `size`: contexts, each with some of its texts.
 
     Contexts with the same beginning follow each other, and those of similar length; the longest come first.
     """
     length: dict[Ids, int] = {}
-    for context in numbers:
+    for context in by_context:
         length[context[:SIMILAR]] = max(len(context), length.get(context[:SIMILAR], 0))
-    batch: list[tuple[Ids, list[int]]] = []
-    for context in sorted(numbers, key=lambda ids: (-length[ids[:SIMILAR]], ids[:SIMILAR], -len(ids), ids)):
-        for start in range(0, len(numbers[context]), size):
-            part = numbers[context][start : start + size]
+    batch: list[tuple[Ids, list[tuple[Ids, list[int]]]]] = []
+    for context in sorted(by_context, key=lambda ids: (-length[ids[:SIMILAR]], ids[:SIMILAR], -len(ids), ids)):
+        texts = list(by_context[context].items())
+        for part in (texts[start : start + size] for start in range(0, len(texts), size)):
             if sum(len(others) for _, others in batch) + len(part) > size:
                 yield batch
                 batch = []
@@ -111,7 +137,21 @@ def batches(numbers: dict[Ids, list[int]], size: int) -> Iterator[list[tuple[Ids
         yield batch
 
 
-def feed(model: Transformer, cache: KVCache, row: int, texts: Sequence[Sequence[int]], T: int) -> Iterator[Tensor]:
+def feed_contexts(model: Transformer, cache: KVCache, held: list[Ids], row: int, contexts: Sequence[Ids]) -> None:
+    """Feed contexts without their last ids into the rows from `row` on."""
+    T = max((len(ids) - 1 - shared_prefix(held[row + i], ids) for i, ids in enumerate(contexts)), default=0)
+    for _ in feed(model, cache, row, [ids[:-1] for ids in contexts], T) if T else ():
+        pass
+    held[row : row + len(contexts)] = contexts
+
+
+def copy(cache: KVCache, held: list[Ids], source: int, target: int) -> None:
+    """Copy a context from one row to another."""
+    cache.copy_row(source, target, len(held[source]) - 1)
+    held[target] = held[source]
+
+
+def feed(model: Transformer, cache: KVCache, row: int, texts: Sequence[Ids], T: int) -> Iterator[Tensor]:
     """Feed the last T ids of texts into the rows from `row` on, which hold the ids before them: (B, t, C) of each pass.
 
     A text with fewer than T ids is padded at its end, where none of its own queries sees the padding.
@@ -128,29 +168,3 @@ def feed(model: Transformer, cache: KVCache, row: int, texts: Sequence[Sequence[
     for first in range(0, T, size):
         part = slice(first, first + size)
         yield model.hidden(tokens[:, part], positions[..., part], rows, length)
-
-
-def score(
-    model: Transformer,
-    continuations: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    T: int,
-    passes: Iterator[Tensor],
-) -> list[Likelihood]:
-    """The log-likelihood of each continuation, from the passes of `feed` over the last T ids of the texts."""
-    targets = torch.full((len(texts), T), -1)  # (B, T): the id that each fed token predicts; -1 if it is not needed
-    for row, (text, ids) in enumerate(zip(texts, continuations, strict=True)):
-        end = min(len(text), T)
-        targets[row, end - len(ids) : end] = torch.tensor(ids)
-    logprobs, is_greedy, first = [0.0] * len(texts), [True] * len(texts), 0
-    for h in passes:
-        wanted = targets[:, first : first + h.shape[1]]  # (B, t)
-        first += h.shape[1]
-        rows, columns = (wanted >= 0).nonzero(as_tuple=True)  # (N,) each
-        if len(rows):
-            places = rows.to(h.device), columns.to(h.device)
-            values, best = predictions(model, h[places], wanted[rows, columns].to(h.device))
-            for row, value, is_best in zip(rows.tolist(), values.tolist(), best.tolist(), strict=True):
-                logprobs[row] += value
-                is_greedy[row] &= is_best
-    return [Likelihood(*one) for one in zip(logprobs, is_greedy, strict=True)]
