@@ -146,7 +146,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
 
     The libraries that read the files make their own checks; this is the only one after them. It does not look for
-    values that are not finite: `QuantizedWeight` refuses them, float weights keep them, `verify --tensors` finds them.
+    values that are not finite: `QuantizedWeight` refuses them, float weights keep them, and a run names them.
     """
     if found := mismatches(checkpoint):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -1,88 +1,32 @@
-"""bench: which tokens are fed, which bytes are counted, what is printed. No test depends on the speed."""
+"""bench: which tokens are fed, and what is printed. No test depends on the speed."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from llama.checkpoint import open_checkpoint
 from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.errors import ContextLengthError
-from llama.loader import build
-from llama.quant.schemes import SCHEMES
 from llama.tools import benchmark
 
 from . import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 WIDE = ModelConfig(128, 2, 4, 2, 32, 256, 320, norm_eps=2**-17, max_seq_len=256)
 SIZES = ("--prompt-tokens", "20", "--new-tokens", "3", "--reps", "2")
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests need a bandwidth, but not a measured one."""
-    monkeypatch.setattr(benchmark, "buffer_bytes", lambda device: 2**20)
-    monkeypatch.setattr(benchmark, "bandwidth", lambda buffer: 1e9)
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_gguf(tmp_path_factory.mktemp("bench") / "wide.gguf", WIDE)
-
-
-# -------------------------------------------------------------------------------------------------------- counts
-def weights_of(config: ModelConfig) -> tuple[int, int]:
-    """(number of weights in the linear layers of all blocks, in the output layer)."""
-    heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    block = config.dim * (2 * heads + 2 * kv) + 3 * config.dim * config.hidden_dim
-    return config.n_layers * block, config.dim * config.vocab_size
-
-
-def keys_of(config: ModelConfig, size: int, tokens: int) -> int:
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * size * tokens
-
-
-# Stored type -> bits per weight in the layers and in the output layer. A scale and an offset have 16 bits per 32 weights.
-STORED = {"F32": (16, 16), "Q8_0": (8.5, 8.5), "Q4_0": (4.5, 4.5), "Q5_1": (6, 6)}
-QUANTIZED = {"int8": (9, 9), "int4": (5, 8.5)}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("kind", "bits"), (STORED | QUANTIZED).items())
-def test_a_step_reads_the_bytes_of_the_weights(
-    tmp_path: Path, kind: str, bits: tuple[float, float], tied: bool
-) -> None:
-    if kind != "F32" and not kernels.ready():
-        pytest.skip("needs the C++ kernels")
-    config = dataclasses.replace(WIDE, tie_embeddings=tied)
-    path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=kind if kind in STORED else "F32")
-    scheme = kind if kind in SCHEMES else None
-    model = build(open_checkpoint(path), "cpu", "bfloat16", fast=True, quantize=scheme)
-    layers, output = weights_of(config)
-    assert benchmark.linear_bytes(model) == layers * bits[0] / 8 + output * bits[1] / 8
-    assert benchmark.cache_bytes(model.new_cache(200, batch=3), 77) == 3 * keys_of(config, 2, 77)
-
-
-def test_biases_are_counted() -> None:
-    config = dataclasses.replace(tiny.CONFIG, attention_bias=True)
-    biases = 4 * config.n_layers * (2 * 64 + 2 * 32)
-    assert benchmark.linear_bytes(tiny.model(config)) == 4 * sum(weights_of(config)) + biases
-
-
-def test_the_bandwidth_is_that_of_the_fastest_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.accumulate([0, 2, 9, 0.5, 9, 0.25, 9, 1])  # every other step is the time of a sum
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
-    assert benchmark.bandwidth(torch.ones(1000)) == 4000 / 0.25
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
@@ -113,7 +57,6 @@ def test_prompts_are_decoded_alike_alone_and_in_a_batch(
         list(benchmark.decode(model, rows, 260 - length, 260))
 
 
-@pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_timed_tokens_follow_a_warm_up(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     model = tiny.model()
@@ -131,23 +74,18 @@ def test_the_timed_tokens_follow_a_warm_up(monkeypatch: pytest.MonkeyPatch, batc
     assert fed == warm_up + 2 * rep
 
 
-@pytest.mark.usefixtures("small_buffer")
-def test_the_speeds_are_those_of_all_rows_and_the_share_is_that_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speeds_are_those_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([(0.0, 0.0), (2.0, 0.5), (1.0, 0.25), (1.0, 1.0)])  # of the warm-up, then prefill and 5 steps
     monkeypatch.setattr(benchmark, "run", lambda *_: next(seconds))
-    model = tiny.model()
-    step = 4 * sum(weights_of(tiny.CONFIG)) + 4 * keys_of(tiny.CONFIG, 4, 10)
-    found = benchmark.measure(model, 10, 5, batch=4, reps=3)
+    found = benchmark.measure(tiny.model(), 10, 5, batch=4, reps=3)
     assert found.pop("peak_rss_mb") > 0
     assert found == {
         "prefill_tps": 40, "decode_tps": 80, "decode_tps_all": [40, 80, 20], "prefill_tps_median": 40,
-        "decode_tps_median": 40, "bytes_per_token": round(step / 4), "bandwidth_gbs": 1,
-        "share": round(20 * step / 1e9, 3),
+        "decode_tps_median": 40,
     }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- the command
-@pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("options", [["--dtype", "float32"], ["--batch", "2", "--quantize", "int8"]], ids=str)
 def test_json_has_the_measurements_and_lines_have_the_keys_of_the_json(
     file: Path, capsys: Capture, options: list[str]
@@ -159,10 +97,6 @@ def test_json_has_the_measurements_and_lines_have_the_keys_of_the_json(
     batch, quantized = (2, "int8") if "--batch" in options else (1, None)
     setting = {"engine": "clearllama", "model": "wide.gguf", "quantize": quantized, "compile": False, "context": 20}
     assert {**setting, "batch": batch}.items() <= result.items()
-    layers, output = weights_of(WIDE)
-    size = getattr(torch, result["dtype"]).itemsize
-    weights = (layers + output) * (9 / 8 if quantized else size)
-    assert result["bytes_per_token"] == round(weights / batch + keys_of(WIDE, size, 20))
     assert main(["bench", "-m", str(file), *SIZES, *options]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == list(result)

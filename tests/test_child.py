@@ -53,13 +53,6 @@ def test_a_limit_ends_one_request(start: Callable[..., Child], request_: str, re
     assert process.ask(r"'\ud800'") == "\ud800"
 
 
-@LINUX
-def test_the_memory_grows_with_the_request(start: Callable[..., Child]) -> None:
-    process = start()
-    for size in (2**20, 4 * 2**20):
-        assert process.ask(f"len('x' * {size * child.COPIES // 2})" + " " * size) == size * child.COPIES // 2
-
-
 def test_a_process_that_waits_is_killed(start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     process = start()
     process.start()
@@ -88,16 +81,6 @@ def test_it_sees_neither_the_environment_nor_the_module_path(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("SECRET", "1")
     assert start("import jinja2").ask("'SECRET' in os.environ or 'torch' in __import__('sys').modules") is False
-
-
-def test_a_crash_between_requests_and_one_process_for_many(start: Callable[..., Child]) -> None:
-    process = start()
-    first = process.ask("os.getpid()")
-    assert process.ask("os.getpid()") == first
-    running = process.start()
-    os.kill(first, signal.SIGKILL)
-    running.wait()
-    assert process.ask("os.getpid()") != first
 
 
 def test_an_interrupted_request_leaves_no_reply_for_the_next(start: Callable[..., Child]) -> None:

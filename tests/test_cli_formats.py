@@ -45,13 +45,12 @@ def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None
     assert facts["format"] == "Meta"
     assert list(facts["file_bytes"]) == ["consolidated.00.pth", "consolidated.01.pth"]
     assert facts["rope_scaling"]["factor"] == 8.0
-    assert facts["rope_bands"] == {"unchanged": 4, "in_between": 1, "slowed_most": 3}
     assert facts["chat_template"] is False
     assert facts["chat_format"] == "llama3"
     assert facts["stop_ids"] == {"513": "<|end_of_text|>", "520": "<|eom_id|>", "521": "<|eot_id|>"}
     assert clearllama("inspect", "-m", str(meta), "--json").stdout == result.stdout
     tokens = facts["max_seq_len"]
-    assert facts["kv_cache_bytes"][f"bfloat16, {tokens} tokens x 1"] == tokens * 2 * 2 * 2 * 8 * 16
+    assert facts["kv_cache_bytes"][f"bfloat16, {tokens} tokens"] == tokens * 2 * 2 * 2 * 8 * 16
     assert facts["mismatches"] == []
     assert any("factor" in line for line in facts["decided_here"])
 

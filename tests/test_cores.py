@@ -48,8 +48,8 @@ def machine(root: Path, siblings: list[str], group: str = "", quota: str = "") -
 @pytest.mark.parametrize(
     ("quota", "count"),
     [
-        *[("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("25000 10000", 3), ("400000 100000", 4)],
-        *((quota, 6) for quota in ("max 100000", "-1 100000", "900000 100000", "", "x y", "5 0", "1")),
+        *[("200000 100000", 2), ("5000 100000", 1), ("25000 10000", 3)],
+        *((quota, 6) for quota in ("max 100000", "-1 100000", "900000 100000", "", "5 0", "1")),
     ],
 )
 def test_a_quota_limits_the_threads(tmp_path: Path, group: str, quota: str, count: int) -> None:

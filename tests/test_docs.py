@@ -15,7 +15,7 @@ import torch
 
 from llama.cli import main
 from llama.system.folders import cache_folder
-from llama.system.memory import rooms
+from llama.system.memory import free_memory
 
 from .conftest import Run
 from .hub_server import environment, running
@@ -169,7 +169,7 @@ def test_commands_print_what_is_shown(
             server.gated, server.cards[name] = {name}, {"license": "llama3"}
             check(block, folder, clearllama, environment(server.url, tmp_path))
     elif ("--device cuda" in command and torch.version.cuda is not None) or (
-        "are free on this machine" in block and rooms() and rooms()[0].bytes > 100 * 2**30
+        "are free on this machine" in block and (room := free_memory()) and room.bytes > 100 * 2**30
     ):
         pytest.skip("this machine has what the page's machine lacks")
     else:

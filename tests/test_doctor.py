@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ import torch
 from packaging.requirements import Requirement
 
 from llama import __version__
-from llama.cache import LayerCache
 from llama.cli import main
 from llama.engine import kernels
-from llama.system.folders import cache_folder
 from llama.tools import doctor, selftest
-from llama.tools.findings import Finding
+from llama.tools.doctor import Finding
 
 from .conftest import Run
 
@@ -38,16 +34,12 @@ def test_the_facts_are_those_of_the_system(clearllama: Run) -> None:
     report = json.loads(done.stdout)
     assert list(report) == ["clearllama", "ok", "findings"]
     assert (report["clearllama"], report["ok"]) == (__version__, True)
-    assert list(report["findings"][0]) == ["status", "group", "item", "message", "remedy"]
+    assert list(report["findings"][0]) == ["status", "group", "item", "told", "remedy"]
     found = {(one["group"], one["item"]): one for one in report["findings"]}
-    assert {group for group, _ in found} == {"versions", "machine", "cache", "memory", "devices", "kernels", "compiler"}
+    assert {group for group, _ in found} == {"versions", "kernels"}
     for need in map(Requirement, importlib.metadata.requires("clearllama") or []):
         if not need.marker:
-            assert found["versions", need.name]["message"].startswith(f"{importlib.metadata.version(need.name)}, ")
-    assert str(cache_folder()) in found["cache", "folder"]["message"]
-    if sys.platform == "linux":
-        name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        assert name is None or name[1].strip() in found["machine", "system"]["message"]
+            assert found["versions", need.name]["told"].startswith(f"{importlib.metadata.version(need.name)}, ")
 
 
 @pytest.mark.parametrize(
@@ -80,36 +72,12 @@ def test_the_library_passes() -> None:
     assert len(results()) == len(selftest.WAYS) * (2 if torch.cuda.is_available() else 1)
 
 
-def delay_values(patch: pytest.MonkeyPatch) -> None:
-    """The cache stores each value one slot too late."""
-    update = LayerCache.update
-
-    def delayed(self: LayerCache, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> Any:
-        return update(self, k, v.roll(1, 2) if v.shape[2] > 1 else v, positions)
-
-    patch.setattr(LayerCache, "update", delayed)
-
-
-def scale(name: str, factor: float, patch: pytest.MonkeyPatch) -> None:
-    original = getattr(kernels, name)
-    patch.setattr(kernels, name, lambda *args: original(*args) * factor)
-
-
-DEFECTS: dict[str, tuple[set[str], Any]] = {
-    "values are cached one slot too late": ({"float32 on cpu"}, delay_values),
-    "the kernels' product is 5 % too large": (
-        {"int8 on cpu", "int4 on cpu"}, lambda patch: scale("linear_blocks", 1.05, patch)),
-    "the kernels give NaN": ({"int8 on cpu"}, lambda patch: scale("linear_blocks", float("nan"), patch)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", DEFECTS)
-def test_a_defect_fails_its_check(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names, plant = DEFECTS[what]
-    if "kernel" in what and not kernels.ready():
-        pytest.skip("needs the C++ kernels")
-    plant(monkeypatch)
-    assert {name for name, status in results().items() if status == "fail"} >= names
+@pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_wrong_products_of_the_kernels_fail(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = kernels.linear_blocks
+    monkeypatch.setattr(kernels, "linear_blocks", lambda *args: product(*args) * factor)
+    assert {name for name, status in results().items() if status == "fail"} >= {"int8 on cpu"}
 
 
 # ---------------------------------------------------------------------------------------- probes that crash or hang
@@ -119,17 +87,14 @@ def test_a_defect_fails_its_check(what: str, monkeypatch: pytest.MonkeyPatch) ->
     [
         ("os.kill(os.getpid(), signal.SIGILL)", "SIGILL"),
         ("exec('raise ImportError(1)')", "exit code 1: ImportError: 1"),
-        ("(subprocess.Popen(['sleep', '600']), time.sleep(600))", "no end within 3 s"),
+        ("time.sleep(600)", "did not end within 3 s"),
     ],
 )
 def test_a_child_that_ends_early_is_one_finding(how: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = json.dumps({"status": "ok", "group": "a", "item": "b", "message": "c"}).replace("{", "{{").replace("}", "}}")
-    code = f"import os, signal, subprocess, sys, time; print({line!r}, flush=True); {how} # "
-    monkeypatch.setattr(doctor, "CHILD", code + "{}")
-    monkeypatch.setattr(doctor, "START", 0)
-    started = time.monotonic()
-    first, last = doctor.examine(seconds=3)
-    assert time.monotonic() - started < 20
+    line = json.dumps(["ok", "a", "b", "c"])
+    monkeypatch.setattr(doctor, "CHILD", f"import os, signal, time; print({line!r}, flush=True); {how} # {{}}")
+    monkeypatch.setattr(doctor, "SECONDS", 3)
+    *_, first, last = doctor.examine()
     assert (first, last.status) == (Finding("ok", "a", "b", "c"), "fail")
     assert ending in last.message
 
@@ -146,19 +111,20 @@ def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_pat
     done = subprocess.run(command, capture_output=True, env=env, check=False, timeout=250, cwd=tmp_path)
     assert (done.stderr, done.returncode) == (b"", 0), done.stdout
     found = {(one["group"], one["item"]): one["status"] for one in json.loads(done.stdout)["findings"]}
-    for key in (("cache", "folder"), ("kernels", "C++"), ("compiler", "C++"), ("self-test", "int8 on cpu")):
+    for key in (("kernels", "C++"), ("self-test", "int8 on cpu")):
         assert found[key] == "note", found[key]
     assert found["self-test", "float32 on cpu"] == "ok"
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_the_exit_code_shows_whether_anything_failed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for statuses, code in ((("ok", "note"), 0), (("ok", "fail", "note"), 1)):
-        findings = [Finding(status, "group", "item", "a message\nof two\x1b lines", "do this") for status in statuses]  # type: ignore[arg-type]
-        monkeypatch.setattr(doctor, "examine", lambda *_, findings=findings: iter(findings))
-        assert main(["doctor"]) == code
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "ok    group     item: a message of two\\x1b lines; do this"
-        assert (len(lines), lines[-1].startswith("1 FAILED: ")) == (len(statuses) + 1, code == 1)
-        assert main(["doctor", "--json"]) == code
-        assert json.loads(capsys.readouterr().out)["ok"] == (code == 0)
+@pytest.mark.parametrize(("status", "code"), [("note", 0), ("fail", 1)])
+def test_the_exit_code_shows_whether_anything_failed(
+    status: Any, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = Finding(status, "group", "item", "a message\nof two\x1b lines", "do this")
+    monkeypatch.setattr(doctor, "examine", lambda _: iter([finding]))
+    assert main(["doctor"]) == code
+    line, last = capsys.readouterr().out.splitlines()
+    assert line.endswith("group     item: a message of two\\x1b lines; do this")
+    assert main(["doctor", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["ok"] == (code == 0) == last.startswith("nothing failed")

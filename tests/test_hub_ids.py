@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from llama.cli import main
 from llama.errors import CheckpointError
 from llama.hub import models as hub
-from llama.hub import quants, repository
-from llama.hub.repository import HubId, choose, hub_id
+from llama.hub import repository
+from llama.hub.repository import HubId, choose, choose_gguf, hub_id
 
 from . import hub_server, test_huggingface, tiny
 from .hub_server import SHA, Files, Hub
@@ -108,11 +108,9 @@ def test_a_pull_fetches_the_needed_files_and_the_id_then_works_offline(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "meta"), [("meta-llama/Tiny", True), ("org/meta", False), ("org/meta/original", False)]
-)
-def test_metas_files_are_in_the_folder_original(server: Hub, name: str, meta: bool) -> None:
-    folder = hub.pull(name, meta=meta)
+@pytest.mark.parametrize("name", ["meta-llama/Tiny/original", "org/meta", "org/meta/original"])
+def test_metas_files_are_in_the_folder_original(server: Hub, name: str) -> None:
+    folder = hub.pull(name)
     assert folder.name == "original"
     names = ("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model")
     assert sorted(server.served) == [f"original/{name}" for name in names]
@@ -173,23 +171,19 @@ def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeyp
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "generation_config.json", "tokenizer.json", "config.json", "model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", "model.safetensors"])
 def test_a_dangling_link_means_incomplete(server: Hub, name: str) -> None:
     folder = hub.pull("meta-llama/Tiny")
     (folder / name).resolve().unlink()
     with down():
         assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
-    if name.endswith(".json"):
-        assert f"{folder / name} is a link to a file that is gone; " in error_of(hub.resolve, str(folder))
     server.served.clear()
     assert hub.resolve("meta-llama/Tiny") == folder
     assert server.served == [name]
     assert (folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name]
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x", b"0" * 41])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../../x"])
 def test_a_damaged_name_of_a_revision_is_fetched_again(server: Hub, content: bytes) -> None:
     folder = hub.pull("meta-llama/Tiny")
     ref = folder.parents[1] / "refs" / "main"
@@ -198,14 +192,11 @@ def test_a_damaged_name_of_a_revision_is_fetched_again(server: Hub, content: byt
         assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
     assert hub.resolve("meta-llama/Tiny") == folder
     assert ref.read_text() == SHA
-    ref.unlink()
-    ref.mkdir()
-    assert f"can't write {ref}" in error_of(hub.pull, "meta-llama/Tiny").replace(".writing", "")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty snapshot of org/name in the cache; the library has no list of its files."""
+    """An empty snapshot of org/name in the cache."""
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / SHA
     snapshot.mkdir(parents=True)
     (snapshot.parent.parent / "refs").mkdir()
@@ -228,7 +219,7 @@ def test_only_complete_models_of_the_cache_are_found(cache: Path) -> None:
     trees = cache.parent.parent / "trees"  # the list that snapshot_download stores
     trees.mkdir()
     entry = {"size": 2, "blob_id": "0" * 40}
-    listed = dict.fromkeys(("config.json", "README.md", "model.safetensors", "tokenizer_config.json"), entry)
+    listed = dict.fromkeys(("config.json", "model.safetensors", "tokenizer_config.json"), entry)
     (trees / f"{SHA}.json").write_text(json.dumps({"format_version": 1, "files": listed}))
     (cache / "model.safetensors").touch()
     assert hub.find("org/name") is None
@@ -311,7 +302,7 @@ def test_the_chosen_quantization(names: str, quant: str, chosen: str | None) -> 
         with pytest.raises(
             CheckpointError, match=r"no single GGUF model of type .*; choose one, as in org/name:TYPE or"
         ):
-            quants.choose(files, quant, "org/name")
+            choose_gguf(files, quant, "org/name")
     else:
-        found = quants.choose(files, quant, "org/name")
+        found = choose_gguf(files, quant, "org/name")
         assert sorted(found) == [f"{name}.gguf" for name in chosen.split()]

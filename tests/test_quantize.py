@@ -18,11 +18,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from llama.checkpoint import base, huggingface_write, open_checkpoint
+from llama.checkpoint import huggingface_write, open_checkpoint
 from llama.checkpoint.write import Model
-from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.linears import TileEmbedding, TileLinear
@@ -190,36 +188,7 @@ def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_pa
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
 
 
-def test_rows_can_be_read_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, name = open_checkpoint(saved), "layers.0.feed_forward.w_up.weight"
-    tiles = checkpoint.tiles(name)
-    assert tiles is not None
-    weight = unpack(tiles, 100, 64, BlockFormat(4, 32, True)).weight
-    for piece in (1, 17 * 64, 40 * 64, 2**20):
-        monkeypatch.setattr(base, "PIECE", piece)
-        assert torch.equal(checkpoint.tensor(name), weight)
-    for part in (slice(0, 1), slice(3, 50), slice(16, 32), slice(90, 200), slice(5, 5)):
-        blocks = checkpoint.blocks(name, part)
-        assert blocks is not None
-        assert torch.equal(blocks.weight, weight[part])
-
-
-# --------------------------------------------------------------------------------------------- other commands
-def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
-    target, source = tmp_path / "q", sources["gguf, tied"]
-    assert main(["quantize", str(source), str(target), "--scheme", "int8", "--shards", "2"]) == 0
-    assert f"{target}\n20 weights" in capsys.readouterr().out
-    assert main(["inspect", str(target), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["quantization"] == "int8"
-    assert facts["mismatches"] == facts["warnings"] == []
-    talk = ["the hello", "-n", "8", "--temp", "2", "--seed", "1", "-q"]
-    assert main(["generate", "-m", str(target), *talk]) == 0
-    ours = capsys.readouterr().out
-    assert main(["generate", "-m", str(source), "--quantize", "int8", *talk]) == 0
-    assert capsys.readouterr().out == ours != ""
-
-
+# --------------------------------------------------------------------------------------------- other formats
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
     source = quantize(sources["meta"], tmp_path / "q", "int4").path
@@ -233,23 +202,13 @@ def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: st
 
 # ------------------------------------------------------------------------------------------------ errors and damage
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kernel", [True, False])
-def test_a_weight_that_cannot_be_quantized_is_named(
-    tmp_path: Path, wrong: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernel:
-        monkeypatch.setattr(kernels, "ready", lambda: False)
+def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path, wrong: float) -> None:
     state = tiny.weights()
     state["layers.1.feed_forward.w_up.weight"][95, 63] = wrong
     source = tiny.write_gguf(tmp_path / "x.gguf", state=state)
-    with pytest.raises(
-        CheckpointError, match=r"x\.gguf: blk\.1\.ffn_up\.weight: a weight is not finite.*can't be quantized"
-    ):
+    with pytest.raises(CheckpointError, match=r"x\.gguf: blk\.1\.ffn_up\.weight: a weight is not finite"):
         quantize(source, tmp_path / "q", "int4")
     assert os.listdir(tmp_path) == ["x.gguf"]
-    if kernel and kernels.ready():
-        with pytest.raises(CheckpointError, match=r"x\.gguf: blk\.1\.ffn_up\.weight: a weight is not finite"):
-            load_model(source, device="cpu", quantize="int4")
 
 
 # ---------------------------------------------------------------------------------------------------------- damage
@@ -257,45 +216,28 @@ UP = "model.layers.1.mlp.up_proj"
 Change = Callable[[Path], object]
 
 
-def quantization(**changes: Any) -> Change:
-    """Change entries of quantization_config."""
-
-    def change(folder: Path) -> None:
-        own = json.loads((folder / "config.json").read_text())["quantization_config"]
-        edit(folder, quantization_config={**own, **changes})
-
-    return change
+META = rf"model\.safetensors: the metadata of {UP}\.tiles"
 
 
-def tiles(of: Callable[[dict[str, Tensor]], object] = lambda state: None, **changes: Any) -> Change:
-    """Change the metadata of one weight, and tensors."""
+def tiles(**changes: Any) -> Change:
+    """Change the metadata of one weight."""
 
     def change(folder: Path) -> None:
         with safe_open(folder / "model.safetensors", "pt") as file:
             metadata = file.metadata()
-        state, own = load_file(folder / "model.safetensors"), json.loads(metadata[f"{UP}.tiles"])
-        of(state)
-        save_file(state, folder / "model.safetensors", {**metadata, f"{UP}.tiles": json.dumps({**own, **changes})})
+        entry = json.dumps({**json.loads(metadata[f"{UP}.tiles"]), **changes})
+        state = load_file(folder / "model.safetensors")
+        save_file(state, folder / "model.safetensors", {**metadata, f"{UP}.tiles": entry})
 
     return change
 
 
-META = rf"model\.safetensors: the metadata of {UP}\.tiles"
 FAULTS: dict[str, tuple[Change, str]] = {
-    "no version": (quantization(format_version=None), "the key format_version is missing"),
-    "another layout": (quantization(layout="half"), "is not of version 1"),
     "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"'.*\.tiles' is not part of"),
-    "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"lm_head\.weight differs from the embedding"),
     "4 bits with one scale per row": (tiles(group=0), f"{META} is not of a supported format"),
-    "a shape of fractions": (tiles(shape=[100.0, 64]), f"{META} is not of a supported format"),
     "a huge shape": (tiles(shape=[100, 2**70]), f"{META} is not of a supported format"),
     "fewer rows": (tiles(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\), but .* requires \(100, 64\)"),
-    "signed bytes": (tiles(lambda s: s.update({f"{UP}.tiles": s[f"{UP}.tiles"].view(torch.int8)})), "is I8 .*expected U8"),
-    "tiles of a bias": (tiles(lambda s: s.update({f"{UP}.bias.tiles": s.pop(f"{UP}.tiles")})), "is not part of a LLaMA"),
-    "floats": (
-        tiles(lambda s: s.update({f"{UP}.weight": s.pop(f"{UP}.tiles")[:, :64].float()})),
-        r"\.weight is F32 .*, expected tiles; quantize the source again"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

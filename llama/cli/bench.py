@@ -1,8 +1,7 @@
 """Prefill random prompts, decode greedily and report the speed.
 
-The report has every run, the best and the median, the bytes read per token, and how much of this machine's memory
-bandwidth the run used. Speed depends on the load of the machine: to compare two engines or settings, run one right
-after the other.
+The report has every run, the best and the median. Speed depends on the load of the machine: to compare two engines or
+settings, run one right after the other.
 """
 
 from __future__ import annotations

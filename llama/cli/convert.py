@@ -49,8 +49,7 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that writes a checkpoint."""
     template = (
         "the chat template to write: llama2, llama3, none, or a Jinja file (default: auto, the source's"
-        " template; for Meta's format, which has none, the one that fits the vocabulary if the name of the source"
-        " folder contains instruct or chat)"
+        " template; Meta's format has none)"
     )
     arguments.add(
         parser,

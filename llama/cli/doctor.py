@@ -1,4 +1,4 @@
-"""Show versions, processor, memory, devices, C++ kernels and cache folders, then run a self-test.
+"""Show the versions of the dependencies and the C++ kernels, then run a self-test.
 
 The self-test is a small random model in each way that this machine runs models. Each line is ok, note (it works, but
 slower or without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.
@@ -13,7 +13,7 @@ from . import arguments, tables
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(parser, ("--no-self-test", None, "show the machine only"))
+    arguments.add(parser, ("--no-self-test", None, "show versions and kernels only"))
     arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
 
 

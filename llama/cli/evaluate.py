@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         for task, rows in samples.items() if args.log_samples else ():
             file = args.output.with_name(f"samples_{task}_{args.output.stem}.jsonl")
-            streams.write_file(file, harness.sample_lines(rows))
+            streams.write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         streams.write_file(args.output, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     groups = "\n" + make_table(results, "groups") if results.get("groups") else ""
     streams.show(args, results, make_table(results) + groups)

@@ -21,7 +21,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(
         parser,
         ("name", "NAME", name, {"nargs": "?", "default": default_model()}),
-        ("--meta", None, "download Meta's own files: the folder original/"),
         ("--force", None, "download the model again even if it is in the cache"),
     )
     arguments.add_output_options(parser)
@@ -30,5 +29,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..hub import models as hub
 
-    streams.write_raw(f"{hub.pull(args.name, force=args.force, meta=args.meta, quiet=args.quiet)}\n")
+    streams.write_raw(f"{hub.pull(args.name, force=args.force, quiet=args.quiet)}\n")
     return 0

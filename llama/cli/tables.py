@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import streams
 
 if TYPE_CHECKING:
-    from ..tools.findings import Finding
+    from ..tools.doctor import Finding
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

@@ -1,8 +1,8 @@
 """Check that a checkpoint is complete and undamaged.
 
 List the files and find missing ones, compare checksums, and open the checkpoint: its tensors must match the
-configuration. The checksums are those of the Hugging Face hub, of checklist.chk, of --checksums, and the CRC-32 of
-every record in .pth and .bin files. Exit code 1 if a check failed.
+configuration. The checksums are those of the Hugging Face hub, of checklist.chk, and the CRC-32 of every record in
+.pth and .bin files. Exit code 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(
         parser,
         ("path", "PATH", "a folder in Meta's or Hugging Face's format, or a .gguf file"),
-        ("--checksums", "FILE", "a list of checksums, as sha256sum writes it", {"type": Path}),
-        ("--tensors", None, "also read every weight and report NaN, infinity and all-zero matrices"),
     )
     arguments.add_output_options(parser, json="one JSON object: path, format, ok, findings")
 
@@ -28,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.verify import format_of, verify
 
     path = locate(args.path)
-    findings = verify(path, args.tensors, args.checksums, args.quiet)
+    findings = verify(path)
     return tables.report(findings, args.json, lambda: {"path": str(path), "format": format_of(path)})
 
 

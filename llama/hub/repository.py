@@ -13,12 +13,12 @@ import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, one_line
 from ..system.temporary import write_atomically
-from . import quants
 
 # Files of a model other than its weights
 TOKENIZERS = ("tokenizer*.json", "tokenizer.model")
@@ -34,6 +34,9 @@ LAYOUTS = (
     ("pytorch_model*.bin", "pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 OTHER_WEIGHTS = ("adapter_*", "consolidated*")
+DEFAULT_QUANT = "Q4_K_M"
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
+OTHER_GGUF = re.compile(r"(?i)(^|[-_.])(mmproj|imatrix)")  # files that accompany a model but are not one
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def choose(id: HubId, names: Collection[str]) -> list[str]:
     file that is not among `names` is missing. Raises CheckpointError if a GGUF file can't be chosen.
     """
     if id.path.endswith(".gguf"):
-        return quants.with_all_parts([id.path])
+        return with_all_parts([id.path])
     prefix = f"{id.path}/" if id.path else ""
     here = sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
@@ -86,15 +89,46 @@ def choose(id: HubId, names: Collection[str]) -> list[str]:
     for pattern, single, index in LAYOUTS if "config.json" in here and not id.quant else ():
         weights = sorted({*matching(pattern)} - {*matching(*OTHER_WEIGHTS)})
         if weights and not chosen:
-            parts = [name for name in weights if quants.PART.fullmatch(name)]
+            parts = [name for name in weights if PART.fullmatch(name)]
             used = [single] if single in weights and index not in here else parts or weights
-            chosen = [*matching(index, *DOCUMENTS), *quants.with_all_parts(used)]
+            chosen = [*matching(index, *DOCUMENTS), *with_all_parts(used)]
     if not chosen and "params.json" in here and not id.quant and (weights := matching(*META_WEIGHTS)):
         chosen = [*weights, *matching(*META_DOCUMENTS)]
-    chosen = chosen or quants.choose(matching("*.gguf", "*/*.gguf"), id.quant, str(id))
+    chosen = chosen or choose_gguf(matching("*.gguf", "*/*.gguf"), id.quant, str(id))
     if not chosen and not id.path and "original/params.json" in names:
         return choose(dataclasses.replace(id, path="original"), names)
     return sorted(prefix + name for name in chosen)
+
+
+def choose_gguf(names: Collection[str], quant: str, where: str) -> list[str]:
+    """All files of the GGUF model whose path names a quantization; empty if there is no model and `quant` is empty.
+
+    quant  "": the only model, or DEFAULT_QUANT
+
+    Raises CheckpointError if no model or more than one has this quantization.
+    """
+    first = {PART.sub(r"\1", path): path for path in sorted(names, reverse=True) if path.endswith(".gguf")}
+    models = sorted(path for path in first.values() if not OTHER_GGUF.search(path.rpartition("/")[2]))
+    wanted = quant or DEFAULT_QUANT
+    found = [path for path in models if re.search(rf"(?i)(?<![A-Z0-9]){wanted}(?![A-Z0-9_])", path)]
+    if not quant and len(models) < 2:
+        found = models
+    elif len(found) != 1:
+        listed = ", ".join(models[:12]) + ", ..." * (len(models) > 12)
+        raise CheckpointError(
+            f"{where} has no single GGUF model of type {wanted}; choose one, as in {where}:TYPE or {where}/FILE.gguf:"
+            f" {listed or 'it has none'}"
+        )
+    return with_all_parts(found)
+
+
+def with_all_parts(names: Collection[str]) -> list[str]:
+    """The names, and all parts of a name such as NAME-00002-of-00003.gguf."""
+    found = dict.fromkeys(names)
+    for match in filter(None, map(PART.fullmatch, names)):
+        count = min(int(match[3]), 9999)
+        found |= dict.fromkeys(f"{match[1]}-{i + 1:05d}-of-{match[3]}{match[4]}" for i in range(count))
+    return list(found)
 
 
 # ---------------------------------------------------------------------------------------------------------- the cache
@@ -146,24 +180,17 @@ def pull_repository(id: HubId, *, force: bool = False, quiet: bool = False) -> P
 
     Raises CheckpointError with the remedy.
     """
-    from huggingface_hub import utils
-
-    bars = not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
-    if quiet:
-        utils.disable_progress_bars()  # type: ignore[attr-defined]
     try:
         return _download(id, force, quiet)
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(_explained(error, id)) from error
-    finally:
-        if bars:
-            utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
 def _download(id: HubId, force: bool, quiet: bool) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
+    from tqdm import tqdm
 
     info: Any = HfApi().model_info(id.repo, revision=id.revision, files_metadata=True, timeout=30)
     sizes = {str(entry.rfilename): entry.size or 0 for entry in info.siblings or []}
@@ -181,7 +208,8 @@ def _download(id: HubId, force: bool, quiet: bool) -> Path:
         line = f"downloading {id} ({what}, {needed / 10**6:,.0f} MB, licence {licence!s:.60})"
         print(one_line(line), file=sys.stderr)
     for name in sorted(chosen, key=sizes.__getitem__):  # not by snapshot_download, whose threads Ctrl-C does not end
-        hf_hub_download(id.repo, name, revision=info.sha, force_download=force)
+        bar: Any = partial(tqdm, disable=True) if quiet else None
+        hf_hub_download(id.repo, name, revision=info.sha, force_download=force, tqdm_class=bar)
     if info.sha != id.revision:
         ref = _store(id) / "refs" / id.revision
         ref.parent.mkdir(parents=True, exist_ok=True)

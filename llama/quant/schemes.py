@@ -114,5 +114,5 @@ def check_scales(*scales: Tensor) -> None:
     if not all(bool(torch.isfinite(scale).all()) for scale in scales):
         raise CheckpointError(
             "a weight is not finite, or too large for 16-bit scales, and can't be quantized; load it without quantize"
-            " (--quantize), or see 'clearllama verify --tensors'"
+            " (--quantize), or compare checksums (clearllama verify)"
         )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from .groups import limits, read
+from .memory import limits, read
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by the user; PyTorch reads them
 

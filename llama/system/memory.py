@@ -1,7 +1,7 @@
 """The memory that a run needs, the memory that is free, and an error if it does not fit, before any weight is read.
 
 Without this check the system would kill the process or swap. Free is the smallest amount that the machine and every
-limit on the process leave. A limit that the system does not report is ignored.
+limit on the process leave: containers set limits by Linux's control groups. One that is not reported is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import MemoryLimitError
-from .groups import limits, read
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed: the doctor formats sizes before it knows whether torch can be imported
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 RUNTIME = 48 * 2**20  # what torch allocates at its first matrix products; measured: docs/guides/long-contexts.md
 SMALL = 64 * 2**20  # bytes; a smaller cache is allocated without checking what is free
-UNLIMITED = 2**60  # bytes; version 1 of control groups reports a limit above this where none is set
 REMEDIES = (
     "quantize the weights (--quantize int4), use a shorter context (--max-seq-len) or a cache of 8 bits"
     " (--kv-cache int8), or skip this check (--no-memory-check)"
@@ -64,29 +62,50 @@ def logits_bytes(config: ModelConfig) -> int:
     return config.vocab_size * 4 * 4
 
 
-def rooms(device: torch.device | str = "cpu", root: Path = Path("/")) -> list[Room]:
-    """The free memory under each limit on a device, least first; empty if none is known. root contains proc and sys."""
+def free_memory(device: torch.device | str = "cpu", root: Path = Path("/")) -> Room | None:
+    """The free memory of a device under the tightest limit; None if none is known. root contains proc and sys."""
     import torch
 
     kind = torch.device(device)
     if kind.type == "cuda":
         free, _ = torch.cuda.mem_get_info(kind)
         unused = torch.cuda.memory_reserved(kind) - torch.cuda.memory_allocated(kind)
-        return [Room(free + unused, f"are free on {kind}")]
+        return Room(free + unused, f"are free on {kind}")
     available = re.search(r"^MemAvailable:\s*(\d+) kB", read(root / "proc/meminfo"), re.MULTILINE)
-    machine = [Room(int(available[1]) * 1024, "are free on this machine")] if available else []
-    return sorted([*machine, *_containers(root)])
-
-
-def _containers(root: Path) -> Iterator[Room]:
-    """The limits of the process's control groups. The page cache counts as used there, but is reclaimed first."""
+    found = [Room(int(available[1]) * 1024, "are free on this machine")] if available else []
     files = ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes")  # both versions
     for group, most, used in limits("memory", root, *files):
-        if most < UNLIMITED:
-            stat = dict(line.split() for line in read(group / "memory.stat").splitlines())
-            pages = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
-            left = most - used + min(sum(map(int, pages)), used)
-            yield Room(max(0, left), "are left under the memory limit of this container")
+        stat = dict(line.split() for line in read(group / "memory.stat").splitlines())
+        # The page cache counts as used, but is reclaimed first
+        pages = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+        left = most - used + min(sum(map(int, pages)), used)
+        found.append(Room(max(0, left), "are left under the memory limit of this container"))
+    return min(found, default=None)
+
+
+def limits(controller: str, root: Path, *files: str) -> Iterator[tuple[Path, int, int]]:
+    """The control groups of this process, from its own to the root, each with the two numbers in its `files`.
+
+    `files` names the files of both cgroup versions. A group with other words there, such as "max", is left out. Inside
+    a container, the path of the group may be the one outside of it; the root of the mount is the container's.
+    """
+    for line in read(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controller in controllers.split(",") or not controllers:  # version 2 has no list of controllers
+            mount = root / "sys/fs/cgroup" / (controllers and controller)
+            own = mount / path.strip("/")
+            for group in (own, *own.parents):
+                words = [word for file in files for word in read(group / file).split()]
+                if len(words) == 2 and all(map(str.isdecimal, words)):
+                    yield group, int(words[0]), int(words[1])
+
+
+def read(path: Path) -> str:
+    """The text of a file; empty if it can't be read."""
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def check(what: str, weights: int, cache: int, activations: int, device: torch.device, ranks: int = 1) -> None:
@@ -105,10 +124,10 @@ def check_growth(size: int, tokens: int, device: torch.device) -> None:
 
 def _refuse(size: int, need: str, device: torch.device) -> None:
     """Raise MemoryLimitError if `size` bytes are not free."""
-    for room in rooms(device):
-        if size > room.bytes:
-            free = f"{format_bytes(room.bytes)} {room.message}"
-            raise MemoryLimitError(f"{need}, but only {free}; {REMEDIES}")
+    room = free_memory(device)
+    if room is not None and size > room.bytes:
+        free = f"{format_bytes(room.bytes)} {room.message}"
+        raise MemoryLimitError(f"{need}, but only {free}; {REMEDIES}")
 
 
 def format_bytes(size: int) -> str:

@@ -13,35 +13,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+DAY = 86_400  # seconds
+
 
 @contextlib.contextmanager
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary folder in `folder` and remove it on exit.
-
-    It is locked, since a killed process holds no lock: folders with the same prefix without a lock are removed first.
-    """
+    """Make a temporary folder in `folder` and remove it on exit, and those that killed processes left days ago."""
     for left in folder.glob(f"{prefix}-*.tmp"):
-        with contextlib.suppress(OSError, ImportError), _locked(left):
-            if time.time() - left.stat().st_mtime > 60:  # seconds; another process may not have locked a new one yet
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > DAY:
                 shutil.rmtree(left)
-    with contextlib.ExitStack() as stack:
-        work = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder))
-        with contextlib.suppress(OSError, ImportError):  # not every system has locks
-            stack.enter_context(_locked(Path(work)))
+    with tempfile.TemporaryDirectory(
+        prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True
+    ) as work:
         yield Path(work)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError if another process holds it, ImportError on Windows."""
-    import fcntl
-
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
 
 
 def write_atomically(target: Path, content: bytes) -> None:

@@ -1,32 +1,25 @@
-"""Measure a model's speed: prefill, decoding, the bytes that a decoding step reads, and the memory's bandwidth.
+"""Measure a model's speed: prefill, decoding, and the memory that they take.
 
-Decoding one token spends its time reading the weights, so the bytes to read divided by the memory's bandwidth are a
-lower bound on its time. The share is that bound divided by the measured time.
-
-Letters: B batch, T tokens of a prompt, S cached tokens, V vocabulary.
+Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import re
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..cache import KVCache
 from ..generate import generate
 from ..model import Transformer
 from ..sampling import SamplingParams
-from ..system.memory import rooms
 
 CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
 WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
@@ -35,33 +28,21 @@ WARM_UP = 32  # tokens to feed before the timing starts: the first call of an op
 def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, reps: int = 3) -> dict[str, Any]:
     """Prefill random prompts of `context` tokens and decode `new_tokens` steps greedily after them, `reps` times.
 
-    Returns tokens per second over all rows of the batch, bytes per new token, the bandwidth in GB/s, and the peak of
-    the resident memory in MiB before the bandwidth was measured. A short warm-up is not timed. The bandwidth is
-    measured after each repetition, since that of a shared machine changes from second to second. Raises
-    ContextLengthError if the tokens don't fit into the context.
+    Returns tokens per second over all rows of the batch, and the peak of the resident memory in MiB. A short warm-up is
+    not timed. Raises ContextLengthError if the tokens don't fit into the context.
     """
-    slots, device = context + new_tokens, model.norm.weight.device
+    slots = context + new_tokens
     run(model, random_prompts(model, batch, min(context, WARM_UP), seed=-1), min(2, new_tokens), slots)
-    prefill_tps, decode_tps, bandwidths, peak, buffer = [], [], [], None, None
-    for rep in range(reps):
-        prefill_s, decode_s = run(model, random_prompts(model, batch, context, rep), new_tokens, slots)
-        prefill_tps.append(batch * context / prefill_s)
-        decode_tps.append(batch * new_tokens / decode_s)
-        if buffer is None:  # made after the first repetition, so that the peak does not include it
-            peak, buffer = peak_rss_mb(), torch.ones(buffer_bytes(device) // 4, device=device)
-        bandwidths.append(bandwidth(buffer))
-    step_bytes = linear_bytes(model) + cache_bytes(model.new_cache(context, batch=batch), context)
-    bytes_per_token = step_bytes / batch  # the rows of a batch share the weights
+    times = [run(model, random_prompts(model, batch, context, rep), new_tokens, slots) for rep in range(reps)]
+    prefill_tps = [batch * context / seconds for seconds, _ in times]
+    decode_tps = [batch * new_tokens / seconds for _, seconds in times]
     return {
         "prefill_tps": round(max(prefill_tps), 1),
         "decode_tps": round(max(decode_tps), 2),
         "decode_tps_all": [round(tps, 2) for tps in decode_tps],
-        "peak_rss_mb": peak,
+        "peak_rss_mb": peak_rss_mb(),
         "prefill_tps_median": round(statistics.median(prefill_tps), 1),
         "decode_tps_median": round(statistics.median(decode_tps), 2),
-        "bytes_per_token": round(bytes_per_token),
-        "bandwidth_gbs": round(max(bandwidths) / 1e9, 2),
-        "share": round(bytes_per_token * max(decode_tps) / max(bandwidths), 3),
     }
 
 
@@ -112,50 +93,11 @@ def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> l
     return ids
 
 
-# ------------------------------------------------------------------------------------------------------ memory reads
-def linear_bytes(model: nn.Module) -> int:
-    """Bytes of all linear layers in memory: weights, scales, biases. A step reads one row of an embedding only.
-
-    An embedding counts if it is tied to the output layer, since a step reads all of that.
-    """
-    layers = [module for module in model.modules() if isinstance(getattr(module, "in_features", None), int)]
-    tensors = [(*layer.parameters(recurse=False), *layer.buffers(recurse=False)) for layer in layers]
-    return sum(tensor.nbytes for tensor in itertools.chain(*tensors))
-
-
-def cache_bytes(cache: KVCache, length: int) -> int:
-    """Bytes of keys and values that a step reads when each row of a cache has `length` tokens."""
-    return sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers) * length // cache.slots
-
-
-def buffer_bytes(device: torch.device) -> int:
-    """Size of the buffer to measure a bandwidth on, far above that of any processor cache: 512 MiB or 1 GiB."""
-    return 2**30 if min((room.bytes for room in rooms(device)), default=0) >= 2**32 else 2**29
-
-
-def bandwidth(buffer: Tensor, times: int = 4) -> float:
-    """Bytes per second: the fastest of several sums over a buffer; on a GPU, of copies, which read and write it."""
-    copy = None if buffer.device.type == "cpu" else torch.empty_like(buffer)
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        if copy is None:
-            buffer.sum()
-        else:
-            copy.copy_(buffer)
-            torch.accelerator.synchronize(buffer.device)
-        seconds.append(time.perf_counter() - started)
-    return buffer.nbytes * (1 if copy is None else 2) / min(seconds)
-
-
 def peak_rss_mb() -> int | None:
     """Peak resident memory of this process so far, in MiB; None if the system does not report it."""
-    with contextlib.suppress(OSError):  # getrusage also counts the memory of the parent at the time of the fork
+    with contextlib.suppress(
+        OSError
+    ):  # not by getrusage, which also counts the parent's memory at the time of the fork
         if peak := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
             return int(peak[1]) // 2**10
-    try:
-        import resource
-    except ImportError:
-        return None
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used // (2**20 if sys.platform == "darwin" else 2**10)
+    return None

@@ -29,7 +29,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
 from ..quant.gguf_types import MIXES, types_of
-from ..rope_scaling import inverse_frequencies, reach, trained_length
+from ..rope_scaling import reach
 from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..tokenizer.write import check_equal
@@ -37,7 +37,6 @@ from ..weights import cast as to_dtype
 from ..weights import check_tensors
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
-CHAT_NAME = re.compile("instruct|chat", re.IGNORECASE)  # in the name of a folder with a model trained to chat
 # Names of the files that conversions write into a folder
 OWN = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
@@ -81,8 +80,7 @@ def convert(  # many parameters, since each is a choice of the user
 
     dtype          of the matrices; None keeps the stored one
     quantize       for GGUF: the entry of gguf_types.MIXES by which the matrices are quantized
-    chat_template  "auto": the source's, or for Meta's format, which has none, that of the vocabulary's family if the
-                   folder's name contains "instruct" or "chat"; "none"; a name of chat.TEMPLATES; or Jinja source
+    chat_template  "auto": the source's; "none"; a name of chat.TEMPLATES; or Jinja source
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model or its
     tokenizer, CheckpointError if the target can't be written. After an error, the target is unchanged.
@@ -145,7 +143,10 @@ def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
         tokenizer = checkpoint.tokenizer()
     except TokenizerError as error:  # missing or damaged; the tokenizer of another model is a CheckpointError
         warnings.append(f"no tokenizer was written: {error}")
-    template, notes = pick_template(checkpoint, tokenizer, chat_template)
+    template = pick_template(checkpoint, tokenizer, chat_template)
+    fits = checkpoint.chat_format(tokenizer) if tokenizer and template is None and chat_template == "auto" else None
+    if fits is not None:
+        warnings.append(f"wrote no chat template, since the source has none; for a chat model: --chat-template {fits}")
     model = Model(
         config=checkpoint.config,
         shapes=checkpoint.shapes,
@@ -156,35 +157,20 @@ def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
         sampling=checkpoint.sampling,
         name=checkpoint.about.get("name", checkpoint.path.stem),
     )
-    return model, warnings + notes
+    return model, warnings
 
 
-def pick_template(
-    checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: str
-) -> tuple[str | Mapping[str, str] | None, list[str]]:
-    """The chat template to write, as `convert` describes it, and a note if it was chosen by the source's name.
-
-    Raises TemplateError if it does not fit the vocabulary.
-    """
+def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: str) -> str | Mapping[str, str] | None:
+    """The chat template to write, as `convert` describes it. Raises TemplateError if it does not fit the vocabulary."""
     if choice == "none" or tokenizer is None:
-        return None, []
+        return None
+    if choice == "auto":
+        return checkpoint.chat_template
     if choice in TEMPLATES:
         check_format(choice, tokenizer)
-        return TEMPLATES[choice], []
-    if choice != "auto":
-        check_template(choice, tokenizer, "the chat template")
-        return choice, []
-    family = None if checkpoint.chat_template else checkpoint.chat_format(tokenizer)
-    if family is None:
-        return checkpoint.chat_template, []
-    path = checkpoint.path.resolve()
-    name = path.parent.name if path.name == "original" else path.name
-    if CHAT_NAME.search(name):
-        return TEMPLATES[family], [
-            f"wrote the chat template of {family}, because the name {name} contains instruct or chat;"
-            " --chat-template none leaves it out"
-        ]
-    return None, [f"wrote no chat template; if {name} is a chat model, use --chat-template {family}"]
+        return TEMPLATES[choice]
+    check_template(choice, tokenizer, "the chat template")
+    return choice
 
 
 # -------------------------------------------------------------------------------------------------------- the proof
@@ -254,21 +240,14 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def check_config(source: ModelConfig, written: ModelConfig) -> None:
-    """Raise ConfigError unless models with the two configurations compute the same.
+    """Raise ConfigError unless two configurations are equal, except for the form of the RoPE scaling.
 
-    Numbers may differ by the rounding to float32. A scaling may be stored in another form, so its frequencies are
-    compared, at lengths at which they may change.
+    Numbers may differ by the rounding to float32. The writers refuse a scaling that their format can't express.
     """
-    trained = min(int(trained_length(source)), source.max_seq_len)
-    for length in sorted({1, trained, trained + 1, reach(source)}):
-        (ours, factor), (theirs, other) = (
-            inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, seq_len=length, max_seq_len=c.max_seq_len)
-            for c in (source, written)
-        )
-        if not (torch.allclose(ours, theirs, rtol=4e-6, atol=0) and math.isclose(factor, other, rel_tol=1e-6)):
-            raise ConfigError(f"its RoPE for texts of {length} tokens would change; choose another format")
-    fields = {**dataclasses.asdict(source), "max_seq_len": reach(source), "rope_scaling": None}
-    others = {**dataclasses.asdict(written), "max_seq_len": reach(written), "rope_scaling": None}
+    fields, others = (
+        {**dataclasses.asdict(config), "max_seq_len": reach(config), "rope_scaling": None}
+        for config in (source, written)
+    )
     for name, value in fields.items():
         close = isinstance(value, float) and math.isclose(value, others[name], rel_tol=1e-6)
         if value != others[name] and not close:

@@ -39,10 +39,8 @@ def token_logprobs(
     for start in range(0, T - 1, chunk):
         end = min(start + chunk, T - 1)
         h = model.hidden(tokens[:, start:end], cache=cache)  # (B, t, C)
-        for row in range(0, end - start, 256):  # in parts, since the logits of a chunk are large: V for each token
-            logits = model.output(h[:, row : row + 256]).float()  # (B, t', V)
-            wanted = tokens[:, start + row + 1 : start + row + 1 + logits.shape[1], None]  # (B, t', 1)
-            found.append(logits.gather(-1, wanted).squeeze(-1) - logits.logsumexp(-1))  # (B, t')
+        values, _ = predictions(model, h.flatten(0, 1), tokens[:, start + 1 : end + 1].flatten())
+        found.append(values.view(B, -1))  # (B, t)
         progress(end + 1, T)  # with the first token, which nothing predicts
     logprobs = torch.cat(found, dim=1)  # (B, T - 1)
     if bool(logprobs.isnan().any()):
@@ -51,6 +49,17 @@ def token_logprobs(
             f"the logits of token {place + 1} are not finite; {locate(model, tokens[row, : place + 1].tolist())}"
         )
     return logprobs
+
+
+def predictions(model: Transformer, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of ids (N,) after hidden states (N, C), and whether each is the most probable id: (N,) float32, bool."""
+    found = []
+    for some, wanted in zip(h.split(256), ids.split(256), strict=True):  # in parts: the logits have V numbers for each
+        logits = model.output(some[None])[0].float()  # (n, V)
+        values = logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
+        found.append((values, logits.argmax(-1) == wanted))
+    values, best = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return values, best
 
 
 def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[list[int]]]:

@@ -9,30 +9,19 @@ Interface: lm_eval/api/model.py; rules: lm_eval/models/huggingface.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
-from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import (
-    get_rolling_token_windows,
-    handle_non_serializable,
-    hash_string,
-    make_disjoint_window,
-    sanitize_list,
-    warning_once,
-)
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 
 from ..chat import TEMPLATES, choose_template, render
 from ..checks import integer
@@ -42,7 +31,7 @@ from .likelihood import log_likelihoods
 
 SEED = 1234  # the harness's default for PyTorch; request n is sampled with seed SEED + n
 MAX_NEW_TOKENS = 256  # HFLM's, for tasks that set no limit
-TOP_K = 50  # transformers' default when it samples
+SAMPLED = {"temperature": 1.0, "top_k": 50}  # transformers' defaults when it samples
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message, as in transformers
 
 LOG = logging.getLogger(__name__)
@@ -59,8 +48,6 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     batch_size  number of requests to run at once
     """
-
-    max_gen_toks = MAX_NEW_TOKENS
 
     def __init__(self, llm: Llama, batch_size: int, progress: Progress = lambda what, done, total: None):
         super().__init__()
@@ -104,29 +91,31 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return [tokenizer.bos_id, *ids] if add_special_tokens else ids
 
     # ---------------------------------------------------------------------------------------------------------- chat
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The Jinja source of the chat template."""
-        return template_of(self.llm) if chat_template else None
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The Jinja source of the model's chat template, or of its built-in format."""
+        template = choose_template(self.llm.chat_template) or TEMPLATES.get(self.llm.chat_format or "")
+        if template is None:
+            raise TemplateError("this model has no chat template: leave out --apply-chat-template")
+        return template
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation. Without a generation prompt it ends inside the last message."""
-        messages = [dict(message) for message in chat_history]
+        *before, last = chat_history
         if not add_generation_prompt:
-            messages[-1]["content"] += TAG
+            last = {**last, "content": last["content"] + TAG}
         write = functools.partial(
-            render, template_of(self.llm), tokenizer=self.llm.tokenizer, add_generation_prompt=add_generation_prompt
+            render, self.chat_template(), tokenizer=self.llm.tokenizer, add_generation_prompt=add_generation_prompt
         )
         try:
-            text = write(messages)
-        except TemplateError:
-            warning_once(LOG, "the chat template may reject system messages: they are left out, as lm-eval does")
-            text = write([message for message in messages if message["role"] != "system"])
+            text = write([*before, last])
+        except TemplateError:  # some templates reject system messages; lm-eval leaves them out
+            text = write([message for message in (*before, last) if message["role"] != "system"])
         if add_generation_prompt:
             return text
-        before, tag, after = text.rpartition(TAG.strip())
+        text, tag, after = text.rpartition(TAG.strip())
         if not tag:
             raise TemplateError("the chat template does not write the last message, so it can't be continued")
-        return before if after.startswith(" ") else before.rstrip()
+        return text if after.startswith(" ") else text.rstrip()
 
     # ------------------------------------------------------------------------------------------------ log-likelihoods
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -161,7 +150,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         prompts = []
         for number, request in enumerate(requests):
             context, settings = request.args
-            options = generation_options(self.llm, settings, SEED + number)
+            options = {**generation_options(settings, self.llm.sampling), "seed": SEED + number}
             room = self.max_length - options["max_new_tokens"]
             if room < 1:
                 raise UsageError(f"max_gen_toks of a task leaves no room in the context of {self.max_length} tokens")
@@ -171,40 +160,25 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         order = sorted(range(len(prompts)), key=lambda i: prompts[i][0])  # equal prefixes share their keys and values
         texts: dict[int, str] = {}
         for position, piece in self.llm.stream_batch([prompts[i] for i in order], batch_size=self.batch_size):
-            number = order[position]
             if isinstance(piece, LlamaError):
-                raise type(piece)(f"request {number + 1} of {len(requests)}: {piece}") from piece
+                raise piece
             if piece.completion is not None:
-                texts[number] = piece.completion.text
+                texts[order[position]] = piece.completion.text
                 self.progress("generate_until", len(texts), len(requests))
         return [texts[number] for number in range(len(requests))]
 
-    def get_model_info(self) -> dict[str, Any]:
-        """Properties of the model for the results."""
-        weights = self.llm.model.norm.weight
-        return {"model_dtype": str(weights.dtype).removeprefix("torch."), "model_device": str(weights.device)}
 
-
-def template_of(llm: Llama) -> str:
-    """The model's chat template, or that of its built-in format. Raises TemplateError if it has neither."""
-    template = choose_template(llm.chat_template) or TEMPLATES.get(llm.chat_format or "")
-    if template is None:
-        raise TemplateError("this model has no chat template: leave out --apply-chat-template")
-    return template
-
-
-def generation_options(llm: Llama, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def generation_options(settings: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The generation_kwargs of a task as options of Llama.stream_ids, which refuses unknown ones."""
-    values = dict(normalize_gen_kwargs(dict(settings), MAX_NEW_TOKENS))
+    values: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), MAX_NEW_TOKENS))
     length, stop, is_sampled = (values.pop(name) for name in ("max_gen_toks", "until", "do_sample"))
     if values.get("num_beams") == 1:
         del values["num_beams"]
-    if is_sampled and not values.get("temperature"):
-        raise UsageError("the task's generation_kwargs have do_sample: true, which needs a temperature above 0")
-    if not is_sampled:
+    if is_sampled:
+        values = {**SAMPLED, **sampling, **values}
+    else:
         values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    options = {"top_k": llm.sampling.get("top_k", TOP_K), **values}
-    return {**options, "max_new_tokens": length, "stop": stop, "seed": seed, "continues": False}
+    return {**values, "max_new_tokens": length, "stop": stop, "continues": False}
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -219,26 +193,23 @@ def errors_of_the_harness() -> Iterator[None]:
         raise LlamaError(f"lm-eval: {type(error).__name__}: {error}") from error
 
 
-def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[Any]:
-    """Tasks and groups of the harness with their data sets, by names, YAML files and folders of YAML files.
+def load_tasks(names: Sequence[str]) -> list[Any]:
+    """Tasks and groups of the harness with their data sets.
 
-    names         a name may be a pattern, such as mmlu_*
-    include_path  a folder of additional tasks and groups, which names may refer to
+    names  of tasks, groups, patterns such as mmlu_*, .yaml files of tasks, and folders of such files
 
     Raises UsageError for an unknown name, LlamaError if a task can't be loaded.
     """
-    files: dict[str, list[str]] = {}  # name -> its YAML files
-    folders = [] if include_path is None else [include_path]
+    specs: dict[str, list[str]] = {}
     with errors_of_the_harness():
-        for name in filter(os.path.exists, names):
-            paths = sorted(Path(name).glob("*.yaml")) if Path(name).is_dir() else [Path(name)]
-            configs = {path: load_yaml(path, resolve_func=False) for path in paths}
-            files[name] = [str(path) for path in paths if "task" in configs[path] and "group" not in configs[path]]
-            if group := Path(name).is_file() and configs[Path(name)].get("group"):
-                files[name] = [group]
-                folders.append(Path(name).parent)  # with the tasks of the group
-        manager = TaskManager(include_path=folders, include_defaults=len(files) < len(names))
-        specs = {name: files.get(name) or manager.match_tasks([name]) for name in names}
+        folders = {
+            name: TaskManager(include_path=name, include_defaults=False) for name in names if Path(name).is_dir()
+        }
+        own = all(name in folders or name.endswith(".yaml") for name in names)
+        manager = TaskManager(include_path=[*folders], include_defaults=not own)
+        for name in names:
+            known = folders[name].all_subtasks if name in folders else manager.match_tasks([name])
+            specs[name] = [name] if name.endswith(".yaml") else known
         if missing := [name for name in names if not specs[name]]:
             raise UsageError(f"--tasks {missing[0]}: found no task, no file and no folder of tasks with this name")
         loaded = manager.load([spec for found in specs.values() for spec in found])
@@ -255,50 +226,25 @@ def evaluate(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Evaluate a model on tasks of `load_tasks`: the harness's own results, with "samples", as plain JSON values.
+    """Evaluate a model on tasks of `load_tasks`: the results of lm_eval.simple_evaluate, as plain JSON values.
 
     model_args  what the results say about the model; "model" is its name
-    options     further arguments of lm_eval.simple_evaluate: limit, num_fewshot, apply_chat_template, ...
+    options     further arguments of simple_evaluate: limit, num_fewshot, apply_chat_template, ...
 
     Raises UsageError for a request that can't be run, TemplateError if a chat template is needed and there is none.
     """
-    for task in tasks:
-        if options.get("num_fewshot") and hasattr(task, "task_name") and task.get_config("num_fewshot") == 0:
-            LOG.warning(f"--num-fewshot has no effect on the task {task.task_name}, which sets num_fewshot: 0")
-    model, tracker = LanguageModel(llm, batch_size, progress), EvaluationTracker()
+    model = LanguageModel(llm, batch_size, progress)
     with errors_of_the_harness():
         results = simple_evaluate(
             model=model,
             model_args=dict(model_args or {}),
             tasks=list(tasks),
             batch_size=batch_size,
-            evaluation_tracker=tracker,
             task_manager=TaskManager(include_defaults=False),  # the default reads all 14,000 task files
             **options,
         )
     if model.truncated:
         LOG.warning(f"{model.truncated} requests were longer than the context of {model.max_length}; they were cut")
-    tracker.general_config_tracker.log_end_time()
-    results |= dataclasses.asdict(tracker.general_config_tracker) | {"model_source": "clearllama"}
-    results["config"]["model"] = "clearllama"
-    results["task_hashes"] = {
-        task: hash_string("".join(one["doc_hash"] + one["prompt_hash"] + one["target_hash"] for one in samples))
-        for task, samples in results["samples"].items()
-    }
     text = json.dumps(results, default=handle_non_serializable)
     plain: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)  # NaN and infinity are not JSON
     return plain
-
-
-def sample_lines(samples: Sequence[Mapping[str, Any]]) -> str:
-    """The samples of a task as the harness writes them: JSON lines, with the arguments of each request by name."""
-    lines = []
-    for sample in samples:
-        arguments = {
-            f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(values)}
-            for i, values in enumerate(sample["arguments"])
-        }
-        texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
-        row = {**sample, **texts, "arguments": arguments, "target": str(sample["target"])}
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    return "".join(lines)

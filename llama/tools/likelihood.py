@@ -1,34 +1,40 @@
-"""Log-likelihoods of many continuations in batches. Texts with a common prefix share its keys and values.
+"""Log-likelihoods of many continuations in batches. A context is fed once for all of its continuations.
 
-A multiple-choice question is one context with several continuations. The context is fed once, in one row of the cache.
-Its keys and values are copied to the rows of the other continuations, so only the continuations are fed there:
+The rows of the cache hold contexts. They are fed first, one row each; then their keys and values are copied to further
+rows, and every row is fed one continuation:
 
-    row 0   context, continuation 0     step 1
-    row 1   (copied) continuation 1     step 2, together with row 2
-    row 2   (copied) continuation 2
+    row 0   context A, continuation 0
+    row 1   context B, continuation 0
+    row 2   (copied) context A, continuation 1
 
-Letters: B rows of a step, T tokens of a step, N predictions, C model dim, V vocabulary.
+A row keeps its context, so the next batch only feeds what follows the prefix that both share, such as worked examples.
+Of the contexts of a batch that begin alike, the first is fed before the others, which copy its prefix.
+
+Letters: B rows, T tokens of a step, t tokens of a pass, C model dim.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import ContextLengthError, NumericalError
+from ..generation.prefix import shared_prefix
 from ..model import Transformer
-from .evaluate import Progress
+from .evaluate import Progress, predictions
 
-SHORTEST_PREFIX = 16  # tokens; a shorter prefix is fed again, since each step has a fixed cost
 CHUNK = 2048  # tokens of all rows in one pass, which bounds the memory
-MOST_TOKENS = 2**15  # tokens in the cache; batches of longer texts have fewer rows
+MOST_TOKENS = 2**15  # tokens in the rows of a batch; batches of longer texts have fewer rows
+SIMILAR = 16  # contexts that begin with this many equal ids begin alike
+
+Ids = tuple[int, ...]
+Texts = dict[Ids, list[int]]  # continuations of a context, without their last id -> numbers of the pairs
 
 
 class Likelihood(NamedTuple):
@@ -38,27 +44,7 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
-class Text(NamedTuple):
-    """Ids to feed, and the requests that they answer: (number, continuation).
-
-    ids leaves out the last id of the continuations, since nothing is predicted after it. Requests that differ only in
-    their last id therefore share a text.
-    """
-
-    ids: tuple[int, ...]
-    requests: list[tuple[int, Sequence[int]]]
-
-    @property
-    def first(self) -> int:
-        """The position of the first prediction."""
-        return len(self.ids) - max(len(continuation) for _, continuation in self.requests)
-
-    def targets(self, position: int) -> list[tuple[int, int]]:
-        """The ids whose log p is needed at a position: (number of the request, id)."""
-        last = position - len(self.ids)
-        return [(number, ids[last]) for number, ids in self.requests if -last <= len(ids)]
-
-
+@torch.inference_mode()
 def log_likelihoods(
     model: Transformer,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -67,153 +53,118 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """log p(continuation | context) of pairs (context, continuation) of ids, each with at least one id.
 
-    A pair that is longer than the model's context is truncated at its start. batch_size is the number of texts to feed
-    at once. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), the texts are fed one by one.
+    A pair that is longer than the model's context is truncated at its start. At most batch_size texts are fed at once;
+    pairs that differ only in their last id share a text. If the RoPE frequencies depend on the length
+    (rope_scaling.BY_LENGTH), the texts are fed one by one.
 
-    Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is NaN.
+    Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is not finite.
     """
-    texts: dict[tuple[int, ...], Text] = {}
+    by_context: dict[Ids, Texts] = {}
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > model.max_seq_len:
             raise ContextLengthError(
                 f"a continuation has {len(continuation)} tokens, but the context of the model is {model.max_seq_len};"
                 " use a shorter one, or extend the context (--rope-scaling)"
             )
-        ids = (*context, *continuation)[-model.max_seq_len - 1 : -1]
-        texts.setdefault(ids, Text(ids, [])).requests.append((number, continuation))
-    found = [Likelihood(0.0, True)] * len(pairs)
-    waiting, rows, done = in_order(list(texts.values())), None, 0
-    while waiting:
-        most = 1 if model.rope.by_length else batch_size
-        size = max(1, min(most, MOST_TOKENS // max(len(text.ids) for text in waiting[:most])))
-        if rows is None or rows.cache.batch < size:
-            rows = Rows(model, size, longest=max(map(len, texts)))
-        batch, waiting = waiting[:size], waiting[size:]
-        rows.feed(batch, found)
-        done += sum(len(text.requests) for text in batch)
+        start = max(0, len(context) + len(continuation) - model.max_seq_len - 1)
+        texts = by_context.setdefault(tuple(context[start:]), {})
+        texts.setdefault(tuple(continuation[:-1]), []).append(number)
+    longest = max((len(context) + len(ids) for context, texts in by_context.items() for ids in texts), default=1)
+    size = 1 if model.rope.by_length else max(1, min(batch_size, MOST_TOKENS // longest))
+    cache = model.new_cache(longest, batch=size, fixed=False)
+    held: list[Ids] = [()] * size  # the context in each row, without its last id
+    found, done = [Likelihood(0.0, True)] * len(pairs), 0
+    for batch in batches(by_context, size):
+        leaders: dict[Ids, Ids] = {}  # beginning -> the first context with it
+        for context, _ in batch:
+            leaders.setdefault(context[:SIMILAR], context)
+        batch.sort(key=lambda one: one[0] not in leaders.values())
+        contexts = [context for context, _ in batch]
+        rows = [(context, texts[0]) for context, texts in batch]
+        rows += [(context, text) for context, texts in batch for text in texts[1:]]
+        fed = [(*context, *ids) for context, (ids, _) in rows]
+        cache.reserve(max(map(len, fed)))
+        if model.rope.by_length:  # a context would be rotated otherwise than with its continuation
+            T = len(fed[0])
+        else:
+            T = 1 + max(len(ids) for _, (ids, _) in rows)
+            feed_contexts(model, cache, held, 0, contexts[: len(leaders)])
+            for row, context in enumerate(contexts[len(leaders) :], len(leaders)):
+                leader = contexts.index(leaders[context[:SIMILAR]])
+                if shared_prefix(held[leader], context) > shared_prefix(held[row], context):
+                    copy(cache, held, leader, row)
+            feed_contexts(model, cache, held, len(leaders), contexts[len(leaders) :])
+            for row, (context, _) in enumerate(rows[len(contexts) :], len(contexts)):
+                copy(cache, held, contexts.index(context), row)
+        asked = []  # (row, column of the step, id that is predicted there, number of the pair)
+        for row, (context, (ids, numbers)) in enumerate(rows):
+            first = len(context) - 1 - max(0, len(fed[row]) - T)
+            asked += [(row, first + i, id, n) for n in numbers for i, id in enumerate((*ids, pairs[n][1][-1]))]
+        start = 0
+        for h in feed(model, cache, 0, fed, T):
+            here = [one for one in asked if start <= one[1] < start + h.shape[1]]
+            if here:
+                places = torch.tensor([one[:3] for one in here], device=h.device)
+                values, best = predictions(model, h[places[:, 0], places[:, 1] - start], places[:, 2])
+                for (*_, n), value, is_best in zip(here, values.tolist(), best.tolist(), strict=True):
+                    found[n] = Likelihood(found[n].logprob + value, found[n].greedy and is_best)
+            start += h.shape[1]
+        for text, (_, (_, numbers)) in zip(fed, rows, strict=True):
+            if not all(math.isfinite(found[n].logprob) for n in numbers):
+                raise NumericalError(f"the log-likelihood of a text is not finite; {locate(model, text)}")
+            done += len(numbers)
         progress(done, len(pairs))
     return found
 
 
-def in_order(texts: Sequence[Text]) -> list[Text]:
-    """Sort texts: longest first, so that the texts of a batch have similar lengths, and similar texts together."""
-    families: list[list[Text]] = []
-    for text in sorted(texts):
-        last = families[-1][-1].ids if families else ()
-        if shared_prefix(last, text.ids) >= max(SHORTEST_PREFIX, min(len(last), len(text.ids)) / 2):
-            families[-1].append(text)
-        else:
-            families.append([text])
-    families.sort(key=lambda family: -max(len(text.ids) for text in family))
-    return [text for family in families for text in family]
+def batches(by_context: Mapping[Ids, Texts], size: int) -> Iterator[list[tuple[Ids, list[tuple[Ids, list[int]]]]]]:
+    """Divide texts into batches of at most `size`: contexts, each with some of its texts.
 
-
-def shared_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of leading ids that are equal."""
-    differences = itertools.compress(itertools.count(), map(operator.ne, one, other))  # 3 times as fast as a loop
-    return next(differences, min(len(one), len(other)))
-
-
-def prefixes(texts: Sequence[Text]) -> list[tuple[int | None, int]]:
-    """For each text, the earlier text that shares the longest prefix with it, and the length of the prefix.
-
-    (None, 0) if no prefix is worth copying. The ids from a text's first prediction on are always fed.
+    Contexts with the same beginning follow each other, and those of similar length; the longest come first.
     """
-    found: list[tuple[int | None, int]] = []
-    for i, text in enumerate(texts):
-        shared = [min(shared_prefix(other.ids, text.ids), text.first) for other in texts[:i]]
-        longest = max(shared, default=0)
-        found.append((shared.index(longest), longest) if longest >= SHORTEST_PREFIX else (None, 0))
-    return found
+    length: dict[Ids, int] = {}
+    for context in by_context:
+        length[context[:SIMILAR]] = max(len(context), length.get(context[:SIMILAR], 0))
+    batch: list[tuple[Ids, list[tuple[Ids, list[int]]]]] = []
+    for context in sorted(by_context, key=lambda ids: (-length[ids[:SIMILAR]], ids[:SIMILAR], -len(ids), ids)):
+        texts = list(by_context[context].items())
+        for part in (texts[start : start + size] for start in range(0, len(texts), size)):
+            if sum(len(others) for _, others in batch) + len(part) > size:
+                yield batch
+                batch = []
+            batch.append((context, part))
+    if batch:
+        yield batch
 
 
-def schedule(rest: Sequence[int], sources: Sequence[int | None]) -> list[list[int]]:
-    """Divide texts into steps. The texts of a step are fed together, after their sources, and have similar lengths.
+def feed_contexts(model: Transformer, cache: KVCache, held: list[Ids], row: int, contexts: Sequence[Ids]) -> None:
+    """Feed contexts without their last ids into the rows from `row` on."""
+    T = max((len(ids) - 1 - shared_prefix(held[row + i], ids) for i, ids in enumerate(contexts)), default=0)
+    for _ in feed(model, cache, row, [ids[:-1] for ids in contexts], T) if T else ():
+        pass
+    held[row : row + len(contexts)] = contexts
 
-    rest     for each text, the number of ids to feed
-    sources  for each text, the text whose prefix is copied; None if there is none
+
+def copy(cache: KVCache, held: list[Ids], source: int, target: int) -> None:
+    """Copy a context from one row to another."""
+    cache.copy_row(source, target, len(held[source]) - 1)
+    held[target] = held[source]
+
+
+def feed(model: Transformer, cache: KVCache, row: int, texts: Sequence[Ids], T: int) -> Iterator[Tensor]:
+    """Feed the last T ids of texts into the rows from `row` on, which hold the ids before them: (B, t, C) of each pass.
+
+    A text with fewer than T ids is padded at its end, where none of its own queries sees the padding.
     """
-    steps: list[list[int]] = []
-    waiting: list[int] = list(range(len(rest)))
-    done: set[int | None] = {None}
-    while waiting:
-        ready = [i for i in waiting if sources[i] in done]
-        longest = max(rest[i] for i in ready)
-        steps.append([i for i in ready if 2 * (rest[i] + SHORTEST_PREFIX) > longest])
-        done.update(steps[-1])
-        waiting = [i for i in waiting if i not in done]
-    return steps
-
-
-class Rows:
-    """The rows of a KV cache into which batches are fed. They keep a batch, since the next may share a prefix."""
-
-    def __init__(self, model: Transformer, rows: int, longest: int):
-        self.model = model
-        self.cache = model.new_cache(longest, batch=rows, fixed=False)
-        self.ids: list[tuple[int, ...]] = []  # the ids in each row
-
-    @torch.inference_mode()
-    def feed(self, texts: Sequence[Text], found: list[Likelihood]) -> None:
-        """Feed a batch, and add the log-probabilities to `found`, which has an entry for each request."""
-        self.cache.reserve(max(len(text.ids) for text in texts))
-        shared = prefixes(texts)
-        rest = [len(text.ids) - length for text, (_, length) in zip(texts, shared, strict=True)]
-        steps = schedule(rest, [source for source, _ in shared])
-        order = [i for step in steps for i in step]  # row -> text
-        first = texts[order[0]]
-        if self.ids and not self.model.rope.by_length:  # the last batch may share a prefix, such as few-shot examples
-            lengths = [min(shared_prefix(ids, first.ids), first.first) for ids in self.ids]
-            row = lengths.index(max(lengths))
-            if row > 0:
-                self.cache.copy_row(row, 0, lengths[row])
-            rest[order[0]] -= lengths[row]
-        self.ids = [texts[i].ids for i in order]
-        for step in steps:
-            T = max(rest[i] for i in step)
-            for i in step:
-                if (source := shared[i][0]) is not None:
-                    self.cache.copy_row(order.index(source), order.index(i), max(0, len(texts[i].ids) - T))
-            self._step([texts[i] for i in step], order.index(step[0]), T, found)
-        for text in texts:
-            if not all(math.isfinite(found[number].logprob) for number, _ in text.requests):
-                raise NumericalError(f"the log-likelihood of a text is not finite; {locate(self.model, text.ids)}")
-
-    def _step(self, texts: Sequence[Text], row: int, T: int, found: list[Likelihood]) -> None:
-        """Feed the last T ids of each text into the rows from `row` on, which hold the ids before them already.
-
-        A text with fewer than T ids is padded at its end, where none of its own queries sees the padding.
-        """
-        B, device = len(texts), self.cache.device
-        starts = [max(0, len(text.ids) - T) for text in texts]
-        ids = [[*text.ids[start:], *[0] * (T - len(text.ids))] for text, start in zip(texts, starts, strict=True)]
-        tokens = torch.tensor(ids, device=device)  # (B, T)
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(T, device=device)  # (B, T)
-        if len(set(starts)) == 1:
-            positions = positions[0]  # (T,): one mask for all rows
-        cache = self.cache.rows(row, row + B, max(starts))
-        length = T if self.model.rope.by_length else None
-        size = max(1, CHUNK // B)
-        for first in range(0, T, size):
-            part = slice(first, min(first + size, T))
-            h = self.model.hidden(tokens[:, part], positions[..., part], cache, length)  # (B, t, C)
-            places, targets = [], []
-            for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
-                for position in range(max(text.first, start + first), min(len(text.ids), start + part.stop)):
-                    places.append((i, position - start - first))
-                    targets.append(text.targets(position))
-            for some in range(0, len(places), 256):  # in parts, since logits are large: V for each prediction
-                self._score(h, places[some : some + 256], targets[some : some + 256], found)
-
-    def _score(
-        self, h: Tensor, places: list[tuple[int, int]], targets: list[list[tuple[int, int]]], found: list[Likelihood]
-    ) -> None:
-        """Add log p of targets (request, id), which are predicted at places (row, index) of h (B, t, C), to `found`."""
-        rows, columns = torch.tensor(places, device=h.device).T  # (N,) each
-        logits = self.model.output(h[rows, columns][None])[0].float()  # (N, V)
-        total, best = logits.logsumexp(-1), logits.argmax(-1)  # (N,)
-        asked = [(n, id, number) for n, of_place in enumerate(targets) for number, id in of_place]
-        at, ids = torch.tensor([one[:2] for one in asked], device=logits.device).T
-        values, equal = (logits[at, ids] - total[at]).tolist(), (best[at] == ids).tolist()
-        for (_, _, number), value, is_best in zip(asked, values, equal, strict=True):
-            found[number] = Likelihood(found[number].logprob + value, found[number].greedy and is_best)
+    B, device = len(texts), cache.device
+    starts = [max(0, len(text) - T) for text in texts]
+    ids = [[*text[start:], *[0] * (T - len(text))] for text, start in zip(texts, starts, strict=True)]
+    tokens = torch.tensor(ids, device=device)  # (B, T)
+    positions = torch.tensor(starts, device=device)[:, None] + torch.arange(T, device=device)  # (B, T)
+    if len(set(starts)) == 1:
+        positions = positions[0]  # (T,): one mask for all rows
+    rows, length = cache.rows(row, row + B, max(starts)), T if model.rope.by_length else None
+    size = max(1, CHUNK // B)
+    for first in range(0, T, size):
+        part = slice(first, first + size)
+        yield model.hidden(tokens[:, part], positions[..., part], rows, length)

@@ -6,21 +6,16 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..config import ModelConfig
 from ..errors import CheckpointError, LlamaError
 from ..hub.families import names_of
-from ..rope_scaling import inverse_frequencies
 from ..system.memory import cache_bytes
 from ..weights import mismatches
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int = 1) -> dict[str, Any]:
-    """The facts in the order in which `inspect` prints them. Weights are not read.
-
-    context  tokens per sequence for the size of the KV cache; None: the model's context
-    """
+def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts in the order in which `inspect` prints them. Weights are not read."""
     config, about = checkpoint.config, dict(checkpoint.about)
     stored = about.pop("weights", {})
     architecture = dataclasses.asdict(config)
@@ -28,7 +23,6 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         shortened = {key: f"{len(x)} numbers" if isinstance(x, list) else x for key, x in config.rope_scaling.items()}
         architecture["rope_scaling"] = shortened
     vocabulary, problems = _vocabulary(checkpoint)
-    lengths = dict.fromkeys((1, context or config.max_seq_len))
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
@@ -36,7 +30,6 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         **about,
         "parameters": config.n_params,
         **architecture,
-        "rope_bands": rope_bands(config),
         **vocabulary,
         "chat_template": checkpoint.chat_template is not None,
         "sampling": dict(checkpoint.sampling),
@@ -44,27 +37,14 @@ def model_facts(checkpoint: Checkpoint, context: int | None = None, batch: int =
         "stored_bytes": stored,
         "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
-            f"{dtype}, {tokens} tokens x {batch}": cache_bytes(config, tokens, size, dtype, batch)
+            f"{dtype}, {tokens} tokens": cache_bytes(config, tokens, size, dtype)
             for dtype, size in [*BYTES.items(), ("int8", 1)]
-            for tokens in lengths
+            for tokens in dict.fromkeys((1, config.max_seq_len))
         },
         "decided_here": list(checkpoint.notes),
         "warnings": list(checkpoint.warnings),
         "mismatches": [*mismatches(checkpoint), *problems],
     }
-
-
-def rope_bands(config: ModelConfig) -> dict[str, int]:
-    """Number of pairs of a head whose frequency the scaling leaves unchanged, reduces in part, and reduces most."""
-    plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
-    scaled, _ = inverse_frequencies(
-        config.head_dim, config.rope_theta, config.rope_scaling, max_seq_len=config.max_seq_len
-    )
-    slower = plain.double() / scaled.double()  # (D/2,)
-    most = float(slower.max())
-    unchanged = int((slower < 1 + 1e-4).sum())
-    full = int((slower > most * (1 - 1e-4)).sum()) if most > 1 + 1e-4 else 0
-    return {"unchanged": unchanged, "in_between": len(slower) - unchanged - full, "slowed_most": full}
 
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:

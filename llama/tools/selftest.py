@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..engine import kernels
 from ..engine.runtime import pick_device
 from ..weights import expected_shapes
-from .findings import Finding, failure
+from .doctor import Finding, failure
 
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 CONFIG = ModelConfig(128, 2, 4, 2, 32, 256, vocab_size=320, max_seq_len=256)

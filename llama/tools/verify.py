@@ -1,7 +1,7 @@
 """List the files of a checkpoint, compare their checksums, and open it.
 
 Loading trusts the data of the weights: a flipped bit there changes the model without an error. Here every byte with a
-known checksum is read. A checkpoint that can't be opened is checked as far as possible.
+known checksum is read.
 """
 
 from __future__ import annotations
@@ -13,23 +13,17 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
-
-from ..checkpoint import Checkpoint, open_checkpoint
-from ..errors import CheckpointError, DamagedError, UsageError
+from ..checkpoint import open_checkpoint
+from ..errors import CheckpointError, DamagedError
 from ..hub import models as hub
 from ..system.documents import refuse_mistakes
-from .findings import Finding, check, failure
+from .doctor import Finding, failure
 from .model_facts import model_facts
 
-CHUNK = 2**20  # bytes of a file that are in memory at a time
-ELEMENTS = 2**22  # values of a weight that are checked at a time
 TORCH = (".pth", ".pt", ".bin")
 WEIGHTS = (*TORCH, ".safetensors", ".gguf")
 ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # by the length of the checksum; git's is that of an object
@@ -37,61 +31,55 @@ ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # by the length of the checks
 Sum = tuple[Path, str, str]  # file, checksum, source of the checksum
 
 
-def verify(path: Path, tensors: bool = False, checksums: Path | None = None, quiet: bool = True) -> Iterator[Finding]:
-    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one.
-
-    tensors    also read every weight, for values that are not finite and matrices of zeros
-    checksums  a file with checksums, in addition to the published ones
-    quiet      show no progress bar
-
-    At most one weight is in memory. Raises CheckpointError if `path` does not exist, UsageError if it is one file of a
-    folder.
-    """
+def verify(path: Path) -> Iterator[Finding]:
+    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one."""
     files = find_files(path)
     sums: list[Sum] = []
-    for checklist in [file for file in files if file.suffix == ".chk"] + ([checksums] if checksums else []):
+    for checklist in (file for file in files if file.suffix == ".chk"):
         try:
-            sums += read_checksums(checklist, path)
+            sums += read_checksums(checklist)
         except Exception as error:
             yield failure("sums", checklist.name, error)
     yield from find_missing(path, files, sums)
-    for file in files:
-        yield check("content", file.name, partial(check_content, file))
+    yield from (check("files", file, describe) for file in files)
+    yield from (check("crc32", file, check_archive) for file in files if file.suffix in TORCH)
     sums += [(file, value, "the hub") for file in files if (value := hub_checksum(file))]
     for file, value, source in sums:
         if os.path.isfile(file):
-            yield check(ALGORITHMS[len(value)], file.name, partial(compare, file, value, source, quiet))
+            yield check(ALGORITHMS[len(value)], file, partial(compare, expected=value, source=source))
     known = {file for file, *_ in sums}
     wanted = [file for file in files if file.suffix in (*WEIGHTS, ".model") or file.name == "tokenizer.json"]
     if bare := [file.name for file in wanted if file not in known]:
         yield Finding("warn", "sums", ", ".join(bare), "not verified: no checksum is known")
-    yield from open_and_compare(path, tensors, quiet)
+    yield from open_and_compare(path)
 
 
-def format_of(path: Path) -> str:
-    """The format by the names of the files, some of which may be missing: Hugging Face, Meta, GGUF or unknown."""
-    names = [file.name for file in path.iterdir()] if path.is_dir() else []
-    if any(name == "config.json" or name.endswith((".safetensors", ".index.json", ".bin")) for name in names):
-        return "Hugging Face"
-    if any(name in ("params.json", "checklist.chk") or name.endswith(".pth") for name in names):
-        return "Meta"
-    return "unknown" if path.is_dir() else "GGUF"
+def check(group: str, file: Path, look: Callable[[Path], str]) -> Finding:
+    """The finding of a check that returns a message. An exception is a finding too: it must not end the report."""
+    try:
+        return Finding("ok", group, file.name, look(file))
+    except Exception as error:
+        return failure(group, file.name, error)
 
 
 # --------------------------------------------------------------------------------------------------------- the files
+def format_of(path: Path) -> str:
+    """The format by the names of the files, some of which may be missing: Hugging Face, Meta or GGUF."""
+    if not path.is_dir():
+        return "GGUF"
+    names = {file.name for file in path.iterdir()}
+    is_meta = "config.json" not in names and any(re.fullmatch(r"params.json|checklist.chk|.*\.pth", x) for x in names)
+    return "Meta" if is_meta else "Hugging Face"
+
+
 def find_files(path: Path) -> list[Path]:
     """The existing files of the checkpoint at `path`: weights, documents, tokenizer, checklists."""
-    documents = (".json", ".model", ".chk")
-    if path.is_dir():
-        found = sorted(path.iterdir())
-        if format_of(path) == "Meta" and not (path / "tokenizer.model").exists():  # LLaMA 1 and 2 have it in the parent
-            found += sorted(path.absolute().parent.glob("tokenizer*"))
-        return [file for file in found if file.suffix in (*WEIGHTS, *documents) and file.is_file()]
-    if not path.is_file():
-        raise CheckpointError(f"there is no model folder or .gguf file {str(path)!r}")
-    if path.suffix in (*TORCH, ".safetensors", *documents):
-        raise UsageError(f"{path} is one file of a checkpoint that is a folder; name the folder: {path.parent}")
-    return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))  # all files of a set
+    if not path.is_dir():  # all files of a set
+        return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))
+    found = sorted(path.iterdir())
+    if format_of(path) == "Meta" and not (path / "tokenizer.model").exists():  # LLaMA 1 and 2 have it in the parent
+        found += sorted(path.absolute().parent.glob("tokenizer*"))
+    return [file for file in found if file.suffix in (*WEIGHTS, ".json", ".model", ".chk") and file.is_file()]
 
 
 def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Finding]:
@@ -109,35 +97,32 @@ def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Fin
         yield Finding("ok", "files", path.absolute().name, f"{format_of(path)}, no file is known to be missing")
 
 
-def check_content(file: Path) -> str:
-    """Read a file as far as its format can show damage. Raises CheckpointError if it is damaged."""
+def describe(file: Path) -> str:
+    """The size of a file. Raises CheckpointError for a failed download."""
     with open(file, "rb") as opened:
-        start = opened.read(64)
-    refuse_mistakes(file, start)
-    try:
-        if file.suffix == ".safetensors":
-            safe_open(file, "pt")
-        elif file.suffix == ".json":
-            json.loads(file.read_bytes())
-        elif file.suffix in TORCH and start.startswith(b"PK"):
-            with zipfile.ZipFile(file) as archive:
-                if not any(record.CRC for record in archive.infolist()):  # torch.serialization.set_crc32_options(False)
-                    return "without checksums"
-                if damaged := archive.testzip():
-                    raise DamagedError(f"the CRC-32 of {damaged} differs")
-    except (ValueError, RecursionError, SafetensorError, zipfile.BadZipFile) as error:
-        raise DamagedError(f"{file.name}: {error}") from None
+        refuse_mistakes(file, opened.read(64))
     return f"{file.stat().st_size:,} bytes"
 
 
 # ----------------------------------------------------------------------------------------------------- the checksums
-def read_checksums(checklist: Path, path: Path) -> list[Sum]:
+def check_archive(file: Path) -> str:
+    """Compare the CRC-32 of every record in a file of torch.save."""
+    if not zipfile.is_zipfile(file):
+        return "no archive: it has no checksums"
+    with zipfile.ZipFile(file) as archive:
+        if not any(record.CRC for record in archive.infolist()):  # torch.serialization.set_crc32_options(False)
+            return "no record has a checksum"
+        if damaged := archive.testzip():
+            raise DamagedError(f"the CRC-32 of {damaged} differs")
+        return f"all {len(archive.infolist()):,} records"
+
+
+def read_checksums(checklist: Path) -> list[Sum]:
     """The checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
     sums = []
-    folder = checklist.parent if checklist.suffix == ".chk" else path if path.is_dir() else path.parent
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
         if match := re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *]([^/\\]+)", line):
-            sums.append((folder / match[2], match[1].lower(), checklist.name))
+            sums.append((checklist.with_name(match[2]), match[1].lower(), checklist.name))
         elif line.strip() and not line.startswith("#"):
             raise CheckpointError(f"line {number} is {line!r:.60}; expected a checksum, two spaces and a file name")
     return sums
@@ -159,24 +144,18 @@ def hub_checksum(file: Path) -> str | None:
     return hub.SHA256 if (file.name, file.stat().st_size) == (hub.FILE, hub.SIZE) else None
 
 
-def compare(file: Path, expected: str, source: str, quiet: bool) -> str:
+def compare(file: Path, expected: str, source: str) -> str:
     """Compute the checksum of a file. Raises DamagedError if it is not the expected one."""
-    algorithm, size = ALGORITHMS[len(expected)], file.stat().st_size
-    digest = hashlib.new("sha1" if algorithm == "git" else algorithm, usedforsecurity=False)
-    if algorithm == "git":
-        digest.update(f"blob {size}\0".encode())
-    bar = tqdm(desc=f"{algorithm} {file.name}", total=size, unit_scale=True, leave=False, disable=quiet or None)
-    with bar, open(file, "rb") as opened:
-        while chunk := opened.read(CHUNK):
-            digest.update(chunk)
-            bar.update(len(chunk))
-    if digest.hexdigest() != expected:
-        raise DamagedError(f"{source} has {expected}, but the file has {digest.hexdigest()}")
+    algorithm, head = ALGORITHMS[len(expected)], b"blob %d\0" % file.stat().st_size
+    with open(file, "rb") as opened:
+        found = hashlib.file_digest(opened, partial(hashlib.sha1, head) if algorithm == "git" else algorithm)
+    if found.hexdigest() != expected:
+        raise DamagedError(f"{source} has {expected}, but the file has {found.hexdigest()}")
     return f"{expected}, as in {source}"
 
 
 # ---------------------------------------------------------------------------------------------------- as a checkpoint
-def open_and_compare(path: Path, tensors: bool, quiet: bool) -> Iterator[Finding]:
+def open_and_compare(path: Path) -> Iterator[Finding]:
     """Open the checkpoint, compare its tensors with its configuration, and its tokenizer with the embedding."""
     item = path.absolute().name
     try:
@@ -197,24 +176,3 @@ def open_and_compare(path: Path, tensors: bool, quiet: bool) -> Iterator[Finding
         yield Finding("ok", "tokenizer", item, f"{facts['tokenizer']}, {rows}")
     else:
         yield Finding("fail", "tokenizer", item, facts["tokenizer"])
-    if tensors:
-        names = tqdm(checkpoint.shapes, "weights", leave=False, disable=quiet or None)
-        bad = [finding for name in names if (finding := check_weight(checkpoint, name))]
-        finite = Finding("ok", "tensors", item, f"all values of {len(checkpoint.shapes):,} tensors are finite")
-        yield from bad or [finite]
-
-
-def check_weight(checkpoint: Checkpoint, name: str) -> Finding | None:
-    """Read a weight. Values that are not finite fail, a matrix of zeros is a warning; None if there is neither."""
-    try:
-        parts = checkpoint.tensor(name).reshape(-1).split(ELEMENTS)
-        bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
-        zeros = not any(bool(part.any()) for part in parts)
-        checkpoint.release(name)
-    except Exception as error:
-        return failure("tensors", name, error)
-    if bad:
-        return Finding("fail", "tensors", name, f"{bad:,} values are NaN or infinite; the model or the file is damaged")
-    if zeros and not name.endswith(".bias"):
-        return Finding("warn", "tensors", name, "all values are zero; a part of the file may never have been written")
-    return None

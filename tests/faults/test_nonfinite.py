@@ -193,7 +193,7 @@ def test_the_command_reports_a_bad_scale_in_a_file(tmp_path: Path, attempt: Try)
         file.write(b"\x00\x7e")  # NaN in float16
     args = ("generate", "-q", "--raw", "a", "-n", "3", "--device", "cpu", "-m", path)
     for options in ((), ("--dtype", "float32")):
-        attempt(*args, *options).refused("new token 1 ", "layers.1.feed_forward.w_up", "NaN", "verify --tensors")
+        attempt(*args, *options).refused("new token 1 ", "layers.1.feed_forward.w_up", "NaN", "verify compares")
 
 
 # --------------------------------------------------------------------------------------------- every kind of decoding
