@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import streams
@@ -36,7 +35,7 @@ def report(findings: Iterable[Finding], as_json: bool, facts: Callable[[], dict[
             streams.write(streams.one_line(line) + "\n")
     counts = Counter(finding.status for finding in found)
     if as_json:
-        streams.write_json({**facts(), "ok": not counts["fail"], "findings": list(map(asdict, found))})
+        streams.write_json({**facts(), "ok": not counts["fail"], "findings": [finding._asdict() for finding in found]})
     else:
         others = ", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "note") if counts[status])
         streams.write(f"{counts['fail']} FAILED: {others}\n" if counts["fail"] else f"nothing failed: {others}\n")
