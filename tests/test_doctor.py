@@ -34,12 +34,12 @@ def test_the_facts_are_those_of_the_system(clearllama: Run) -> None:
     report = json.loads(done.stdout)
     assert list(report) == ["clearllama", "ok", "findings"]
     assert (report["clearllama"], report["ok"]) == (__version__, True)
-    assert list(report["findings"][0]) == ["status", "group", "item", "told", "remedy"]
+    assert list(report["findings"][0]) == ["status", "group", "item", "message", "remedy"]
     found = {(one["group"], one["item"]): one for one in report["findings"]}
     assert {group for group, _ in found} == {"versions", "kernels"}
     for need in map(Requirement, importlib.metadata.requires("clearllama") or []):
         if not need.marker:
-            assert found["versions", need.name]["told"].startswith(f"{importlib.metadata.version(need.name)}, ")
+            assert found["versions", need.name]["message"].startswith(f"{importlib.metadata.version(need.name)}, ")
 
 
 @pytest.mark.parametrize(
