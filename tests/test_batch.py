@@ -42,7 +42,7 @@ def batched(net: Transformer, requests: Iterable[Request], slots: int, **options
     state: dict[int, str] = {}
     for event in Batch(net, requests, slots=slots, **options):
         match event:
-            case Started(number, cached):
+            case Started(number, _, cached):
                 assert number not in state
                 assert cached >= 0
                 state[number], tokens[number] = "started", []
@@ -336,28 +336,27 @@ def test_a_short_shared_prefix_is_not_copied() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- ends
-def test_finish_ends_one_request_at_once_and_no_other() -> None:
+def test_cancelling_ends_one_request_at_once_and_no_other() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(5)]
-    run = Batch(net, requests, slots=2)
     counts: dict[int, int] = {}
-    for event in run:
+    for event in Batch(net, requests, slots=2):
         if isinstance(event, TokenEvent):
             counts[event.number] = counts.get(event.number, 0) + 1
             if event.number in (1, 3) and counts[event.number] == 4:
-                run.finish(event.number)
+                requests[event.number].cancelled.set()
     assert counts == {0: 10, 1: 4, 2: 10, 3: 4, 4: 10}
 
 
-def test_finish_of_another_request_takes_effect_before_its_next_token() -> None:
+def test_cancelling_another_request_takes_effect_before_its_next_token() -> None:
     net = tiny.model()
-    run = Batch(net, [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(3)], slots=3)
+    requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(3)]
     numbers: list[int] = []
-    for event in run:
+    for event in Batch(net, requests, slots=3):
         if isinstance(event, TokenEvent):
             numbers.append(event.number)
         if isinstance(event, TokenEvent) and event.number == 0 and numbers.count(0) == 5:
-            run.finish(2)  # has 4 tokens; its fifth would follow in this step
+            requests[2].cancelled.set()  # has 4 tokens; its fifth would follow in this step
     assert [numbers.count(number) for number in range(3)] == [10, 10, 4]
 
 
@@ -465,15 +464,16 @@ def test_a_stop_string_frees_the_slot(tiny_llm: Llama, monkeypatch: pytest.Monke
 
 
 def test_joined_pieces_of_a_batch_are_its_texts(tiny_llm: Llama) -> None:
-    pairs = [([5 + i, 9], {"max_new_tokens": 9, "temperature": 3.0, "seed": i}) for i in range(5)]
-    texts, completions = [""] * 5, {}
-    for number, piece in tiny_llm.stream_batch(iter(pairs), batch_size=2):
+    options = {"max_new_tokens": 9, "temperature": 3.0}
+    texts = {tiny_llm.prepare([5 + i, 9], {**options, "seed": i})[0]: "" for i in range(5)}
+    completions = {}
+    for prompt, piece in tiny_llm.answers(iter(texts), batch_size=2):
         assert not isinstance(piece, LlamaError)
-        assert number not in completions
-        texts[number] += piece.text
+        assert prompt not in completions
+        texts[prompt] += piece.text
         if piece.completion:
-            completions[number] = piece.completion
-    assert [completions[i].text for i in range(5)] == texts
+            completions[prompt] = piece.completion.text
+    assert completions == texts
 
 
 def test_the_time_of_a_request_excludes_waiting_for_a_slot(tiny_llm: Llama) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +105,6 @@ def test_a_stop_string_that_names_a_control_token_stops_at_its_id(tiny_llm: Llam
     assert tiny_llm.generate("x", **options).tokens == [id] * 3
     for answer in (tiny_llm.generate("x", stop=name, **options), tiny_llm.generate(["x"], stop=name, **options)[0]):
         assert (answer.tokens, answer.text, answer.finish_reason) == ([], "", "stop")
-
-
-def test_the_time_of_a_token_does_not_depend_on_the_stop_strings() -> None:
-    stop = StopText(["a" * 999 + "b"] * 64)
-    began = time.process_time()
-    assert stop.feed("a" * 2000) == "a" * 1001  # 999 are delayed; comparing all of them again takes minutes
-    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5]])

@@ -170,8 +170,9 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             prompts.append((ids[-room:], options))
         order = sorted(range(len(prompts)), key=lambda i: prompts[i][0])  # equal prefixes share their keys and values
         texts: dict[int, str] = {}
-        for position, piece in self.llm.stream_batch([prompts[i] for i in order], batch_size=self.batch_size):
-            number = order[position]
+        number_of = {self.llm.prepare(*prompts[i])[0]: i for i in order}
+        for prompt, piece in self.llm.answers([*number_of], batch_size=self.batch_size):
+            number = number_of[prompt]
             if isinstance(piece, LlamaError):
                 raise type(piece)(f"request {number + 1} of {len(requests)}: {piece}") from piece
             if piece.completion is not None:

@@ -160,7 +160,7 @@ def test_an_answer_ends_at_the_end_of_the_context_and_its_tokens_are_correct(
     llm = Llama(net, copy.copy(tiny_llm.tokenizer))
     llm.tokenizer.stop_ids = frozenset()
     if how == "batch":
-        pieces = [piece for _, piece in llm.stream_batch([(prompt, {"max_new_tokens": 1000})] * 2)]
+        pieces = [p for _, p in llm.answers(llm.prepare(prompt, {"max_new_tokens": 1000}, n=2))]
         answers = [p.completion for p in pieces if not isinstance(p, LlamaError) and p.completion]
     else:
         draft = {"draft": "ngram"} if how == "draft" else {}
@@ -222,7 +222,7 @@ def test_every_entry_point_refuses_bad_sampling_options(tiny_llm: Llama, bad: di
         lambda: tiny_llm.generate("a", **bad),
         lambda: tiny_llm.generate(["a"], **bad),
         lambda: tiny_llm.generate("a", draft="ngram", **bad),
-        lambda: list(tiny_llm.stream_batch(iter([([5], bad)]))),
+        lambda: tiny_llm.prepare([5], bad),
         lambda: own.generate("a"),
     ]
     for way in ways:
@@ -400,7 +400,7 @@ def test_end_of_text_as_the_first_token_is_an_empty_answer(tiny_llm: Llama, stop
     for answer in (
         [p.completion for p in llm.stream_ids([5, 6])][-1],
         [p.completion for p in llm.stream_ids([5, 6], draft="ngram")][-1],
-        [p.completion for _, p in llm.stream_batch([([5, 6], {})]) if not isinstance(p, LlamaError)][-1],
+        [p.completion for _, p in llm.answers(llm.prepare([5, 6], {})) if not isinstance(p, LlamaError)][-1],
     ):
         assert answer is not None
         assert (answer.text, answer.tokens, answer.finish_reason) == ("", [], "stop")
