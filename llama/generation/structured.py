@@ -21,7 +21,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -54,12 +53,6 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # Without this, llguidance allows only one tokenization of text that must come next
 EXACT = '%llguidance {"no_forcing": true}'
 
-# Options of a rule in llguidance's Lark syntax that would be ignored, or would have to remove tokens from the answer
-NOT_SUPPORTED = {
-    "temperature": "set the temperature of the answer instead",
-    "stop": "use suffix=... or lazy instead",
-}
-
 DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allows no token
 
 
@@ -82,8 +75,6 @@ def _json_schema(source: Any) -> Source:
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
     schema = {} if schema is True else schema
-    if "x-guidance" in schema:
-        raise UsageError("the JSON schema has the key x-guidance, which is reserved for llguidance; remove it")
     answer = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": False}}
     start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
     return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]})
@@ -98,12 +89,11 @@ def _regex(source: Any) -> Source:
 
 
 def _lark(source: Any) -> Source:
-    """The answer matches a grammar in llguidance's Lark syntax, which may name control tokens: <|python_tag|>."""
+    """The answer matches a grammar in llguidance's Lark syntax, which may name control tokens: <|python_tag|>.
+
+    The options temperature= and stop= of a rule have no effect on the answer.
+    """
     text = _text("grammar", source)
-    for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
-        for name, remedy in NOT_SUPPORTED.items():
-            if re.search(rf"\b{name}[ \t]*=", options):
-                raise UsageError(f"the grammar sets {name}= for a rule, which is not supported; {remedy}")
     return Source({"grammars": [{"lark_grammar": f"{text}\n{EXACT}"}]}, names_control=True)
 
 
@@ -231,17 +221,10 @@ def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: boo
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as one line; for known errors, a clearer one, with a remedy if there is one."""
+    """llguidance's message as one line."""
     if message.startswith(DEAD_END):
         return "it allows no text that the tokens of this model can spell"
-    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
-        keys = found[1].replace('"', "")
-        return f"it uses {keys}, which is not supported; remove it, and check the finished answer instead"
-    if message.startswith("oneOf"):
-        return "it uses oneOf with schemas that may match the same value; use anyOf"
-    parsed = re.search(r"^error: (.*)$", message, re.MULTILINE)  # of the library for regular expressions
-    text = parsed[1] if parsed else message.replace("<non-verbose/>", "")
-    return " ".join(text.split())[:300]
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
 
 
 class Grammar:
@@ -321,9 +304,3 @@ class Constraint:
         if vocabulary.tokens[token] and not self._matcher.consume_token(token):
             raise UsageError(f"no token can continue the answer: {_reason(self._matcher.get_error())}")
         self._allowed = None
-
-    def copy(self) -> Constraint:
-        """An independent constraint in the same state."""
-        copy = Constraint(self._vocabulary, self._matcher.deep_copy(), self._at_start)
-        copy._allowed, copy._ended = self._allowed, self._ended
-        return copy
