@@ -202,19 +202,12 @@ class KVCache:
 
     @property
     def k(self) -> Tensor:
-        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values."""
-        return self._stacked(0)
+        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values. int8: unscaled."""
+        return torch.stack([layer.buffers[0].to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        return self._stacked(1)
-
-    def _stacked(self, which: int) -> Tensor:
-        found = [layer.buffers[which].to(self.device) for layer in self.layers]
-        if self.kind == "int8":
-            scales = [layer.buffers[which + 2].to(self.device) for layer in self.layers]
-            found = [QuantizedKV(*pair).dequantize(torch.float32) for pair in zip(found, scales, strict=True)]
-        return torch.stack(found)
+        return torch.stack([layer.buffers[1].to(self.device) for layer in self.layers])
 
     @property
     def slots(self) -> int:
@@ -281,9 +274,6 @@ class KVCache:
 
         It stays valid when this cache grows, and makes this cache grow if it needs more slots.
         """
-        checks.integer("the first row", first, 0, self.batch - 1)
-        checks.integer("the end of the rows", last, first + 1, self.batch)
-        checks.integer("the length of the rows", length, 0, self.slots)
         part = copy.copy(self)
         part.layers = [layer.rows(slice(first, last)) for layer in self.layers]
         part.batch, part.fixed, part._parent = last - first, True, self
