@@ -299,11 +299,6 @@ def test_an_invalid_number_of_slots_is_refused(slots: Any) -> None:
         Batch(tiny.model(), [], slots=slots)
 
 
-def test_no_requests_yield_no_events() -> None:
-    assert list(Batch(tiny.model(), [], slots=3)) == []
-    assert list(Batch(tiny.model(), iter([]), slots=3)) == []
-
-
 # -------------------------------------------------------------------------------------------------- shared prefixes
 def test_a_shared_prefix_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, fed = tiny.model(), []
@@ -327,27 +322,7 @@ def test_the_last_token_of_a_repeated_prompt_is_fed_again() -> None:
     assert_same(batched(net, requests, 2), [alone(net, request) for request in requests])
 
 
-def test_a_short_shared_prefix_is_not_copied() -> None:
-    net = tiny.model()
-    for shared in (15, 16):
-        requests = [Request([*range(shared), 50 + i], SamplingParams(max_new_tokens=2)) for i in range(2)]
-        cached = [event.cached for event in Batch(net, requests, slots=2) if isinstance(event, Started)]
-        assert cached == [0, shared if shared >= 16 else 0]
-
-
 # ------------------------------------------------------------------------------------------------------------- ends
-def test_cancelling_ends_one_request_at_once_and_no_other() -> None:
-    net = tiny.model()
-    requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(5)]
-    counts: dict[int, int] = {}
-    for event in Batch(net, requests, slots=2):
-        if isinstance(event, TokenEvent):
-            counts[event.number] = counts.get(event.number, 0) + 1
-            if event.number in (1, 3) and counts[event.number] == 4:
-                requests[event.number].cancelled.set()
-    assert counts == {0: 10, 1: 4, 2: 10, 3: 4, 4: 10}
-
-
 def test_cancelling_another_request_takes_effect_before_its_next_token() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(3)]
@@ -476,18 +451,6 @@ def test_joined_pieces_of_a_batch_are_its_texts(tiny_llm: Llama) -> None:
     assert completions == texts
 
 
-def test_the_time_of_a_request_excludes_waiting_for_a_slot(tiny_llm: Llama) -> None:
-    import time
-
-    started = time.perf_counter()
-    done = tiny_llm.generate(["hello"] * 6, max_new_tokens=20, temperature=1.0, seed=1, batch_size=2)
-    total = time.perf_counter() - started
-    times = [c.stats.prefill_s + c.stats.decode_s for c in done]
-    assert all(c.stats.prefill_s > 0 for c in done)
-    assert max(times) < total
-    assert sum(times) <= 2 * total  # two slots
-
-
 def test_an_error_in_one_prompt_of_a_list_is_raised(tiny_llm: Llama) -> None:
     with pytest.raises(ContextLengthError):
         tiny_llm.generate(["a", "b " * 400], max_new_tokens=3)
@@ -495,11 +458,6 @@ def test_an_error_in_one_prompt_of_a_list_is_raised(tiny_llm: Llama) -> None:
         tiny_llm.generate(["a"], nonsense=1)
     with pytest.raises(UsageError, match="batch size"):
         tiny_llm.generate(["a"], batch_size=0)
-
-
-def test_a_list_of_prompts_works_with_a_draft(tiny_llm: Llama) -> None:
-    got = tiny_llm.generate(["hello hello", "the"], max_new_tokens=9, draft="ngram")
-    assert [c.tokens for c in got] == [c.tokens for c in tiny_llm.generate(["hello hello", "the"], max_new_tokens=9)]
 
 
 # ------------------------------------------------------------------------------------------------ the default model

@@ -127,10 +127,6 @@ def test_the_page_on_chat_reads_the_messages_of_a_file(tmp_path: Path, tiny_llm:
         assert eval(code, {"open_session": open_session, "path": path})[0] == {"role": "user", "content": "hello"}
 
 
-def test_messages_are_saved_and_loaded_unchanged(saved: Path) -> None:
-    assert Session.load(saved, tiny.model(LONG)).messages == [{"role": "user", "content": "<|im_end|> hello"}]
-
-
 # ------------------------------------------------------------------------------------ which model can continue it
 SCALED = {"rope_type": "yarn", "factor": 4.0}
 
@@ -202,7 +198,7 @@ def test_the_sample_covers_the_ends_of_matrices_and_every_entry_of_norms() -> No
 
 def test_the_context_may_differ_if_the_tokens_fit(saved: Path) -> None:
     assert len(Session.load(saved, tiny.model(LONG, max_seq_len=40)).tokens) == 40
-    with pytest.raises(ContextLengthError, match="40 tokens, but the context of the model is 39"):
+    with pytest.raises(ContextLengthError, match="room for 39 tokens, not 40"):
         Session.load(saved, tiny.model(LONG, max_seq_len=39))
 
 
@@ -449,12 +445,6 @@ def test_an_empty_session_belongs_to_no_model(tiny_llm: Llama) -> None:
     with study.patch(tiny_llm, {"z.0": lambda x, at: x}):
         session.forget()
         assert tiny_llm.generate("abc", session=session, max_new_tokens=2).tokens
-
-
-def test_tokens_without_a_cache_are_computed(tiny_llm: Llama) -> None:
-    expected = tiny_llm.generate("abc", max_new_tokens=3).tokens
-    session = Session(tokens=tiny_llm.tokenizer.encode("abc"))
-    assert tiny_llm.generate("abc", session=session, max_new_tokens=3).tokens == expected
 
 
 def test_tokens_beyond_an_empty_cache_are_computed(tiny_llm: Llama) -> None:

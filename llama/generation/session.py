@@ -26,7 +26,7 @@ from ..chat import check_messages
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
-from ..errors import CheckpointError, ContextLengthError, UsageError
+from ..errors import CheckpointError, UsageError
 from ..model import Transformer
 from ..system.documents import parse_json, utf8_name
 from ..system.temporary import check_writable, own_temporary, replace
@@ -155,11 +155,6 @@ class Session:
         ids = tensors.pop("tokens", torch.empty(0)).tolist()  # (N,)
         if not ids or not all(isinstance(id, int) and 0 <= id < model.config.vocab_size for id in ids):
             raise _damaged(path, f"it has no list of token ids below {model.config.vocab_size}")
-        if len(ids) > model.max_seq_len:
-            raise ContextLengthError(
-                f"{path} has {len(ids)} tokens, but the context of the model is {model.max_seq_len};"
-                f" raise max_seq_len (--max-seq-len)"
-            )
         cache = model.new_cache()
         cache.place(len(ids))
         buffers = _used(cache, len(ids))  # views of the cache
