@@ -6,7 +6,7 @@ Letters: B batch, T new tokens, S keys (cached and new), KV key/value heads, D h
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,10 +79,6 @@ class LayerCache:
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
         return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
-    def floats(self) -> tuple[Tensor, Tensor]:
-        """All keys and all values, (B, KV, slots, D) each."""
-        return self.buffers[0], self.buffers[1]
-
     def resize(self, slots: int) -> None:
         """Resize to a number of slots, keeping the contents."""
         grown = []
@@ -110,10 +106,6 @@ class QuantizedLayerCache(LayerCache):
         (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
         k, v, k_scale, v_scale = self.write([k, v, k_scale, v_scale], positions)
         return QuantizedKV(k, k_scale), QuantizedKV(v, v_scale)
-
-    def floats(self) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_scale = self.buffers
-        return QuantizedKV(k, k_scale).dequantize(torch.float32), QuantizedKV(v, v_scale).dequantize(torch.float32)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -210,12 +202,12 @@ class KVCache:
 
     @property
     def k(self) -> Tensor:
-        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values."""
-        return torch.stack([layer.floats()[0].to(self.device) for layer in self.layers])
+        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values. int8: unscaled."""
+        return torch.stack([layer.buffers[0].to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        return torch.stack([layer.floats()[1].to(self.device) for layer in self.layers])
+        return torch.stack([layer.buffers[1].to(self.device) for layer in self.layers])
 
     @property
     def slots(self) -> int:
@@ -282,32 +274,29 @@ class KVCache:
 
         It stays valid when this cache grows, and makes this cache grow if it needs more slots.
         """
-        checks.integer("the first row", first, 0, self.batch - 1)
-        checks.integer("the end of the rows", last, first + 1, self.batch)
-        checks.integer("the length of the rows", length, 0, self.slots)
         part = copy.copy(self)
         part.layers = [layer.rows(slice(first, last)) for layer in self.layers]
         part.batch, part.fixed, part._parent = last - first, True, self
         part._cached = part._placed = [length] * part.batch
         return part
 
+    def _buffers(self) -> Iterator[Tensor]:
+        return (buffer for layer in self.layers for buffer in layer.buffers)
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`."""
-        for layer in self.layers:
-            for buffer in layer.buffers:
-                buffer[target, :, :length] = buffer[source, :, :length]
+        for buffer in self._buffers():
+            buffer[target, :, :length] = buffer[source, :, :length]
 
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` tokens of two rows."""
-        for layer in self.layers:
-            for buffer in layer.buffers:
-                buffer[[a, b], :, :length] = buffer[[b, a], :, :length]
+        for buffer in self._buffers():
+            buffer[[a, b], :, :length] = buffer[[b, a], :, :length]
 
     def clear_row(self, row: int) -> None:
         """Set a row to zero, since NaN must not stay in a masked slot (see LayerCache.empty)."""
-        for layer in self.layers:
-            for buffer in layer.buffers:
-                buffer[row] = 0
+        for buffer in self._buffers():
+            buffer[row] = 0
 
     def _check_free(self, added: int, slots: int, devices: Sequence[torch.device | str], copied: int = 0) -> None:
         """Check the memory for `added` slots per layer, and for `copied` slots of the one layer that exists twice."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Queue
-from threading import Event as Flag
 from typing import Any, overload
 
 from . import checks
@@ -20,7 +18,7 @@ from .engine.placement import describe_devices
 from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
 from .generation.answer import Answer, AtLeast, Completion, Piece, Prompt, Stats, StopText
-from .generation.batch import Batch, Ended, PromptScored, Request, Source, Started, TokenEvent
+from .generation.batch import Batch, Ended, PromptScored, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar
@@ -156,8 +154,8 @@ class Llama:
         number_of = {prompt: number for number, several in enumerate(prepared) for prompt in several}
         done: dict[Prompt, Completion] = {}
         for prompt, piece in self.answers([*number_of], batch_size=batch_size):
-            if isinstance(piece, LlamaError):
-                with _named(number_of[prompt], len(prompts)):
+            with _named(number_of[prompt], len(prompts)):
+                if isinstance(piece, LlamaError):
                     raise piece
             if piece.completion is not None:
                 done[prompt] = piece.completion
@@ -249,11 +247,11 @@ class Llama:
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
-        if guesses is not None and prepared.request.constraint is not None:
+        if guesses is not None and prepared.constraint is not None:
             raise UsageError(
                 "a draft can't be combined with a schema, regex, grammar, min_tokens or ignore_eos: leave draft out"
             )
-        if prepared.request.prompt_logprobs:
+        if prepared.prompt_logprobs:
             if session is not None or guesses is not None or progress is not None:
                 raise UsageError(
                     "prompt_logprobs can't be combined with a session, a draft or progress: leave these out"
@@ -271,20 +269,19 @@ class Llama:
     def _stream(
         self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
-        ids, params, logprobs, top_logprobs, constraint, *_ = prompt.request
+        ids = prompt.prompt
         cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
-        cached = 0 if cache is None else cache.length
-        answer = prompt.begin()
-        plain = partial(generate, constraint=constraint, diagnose=partial(locate, self.model))
+        answer = Answer(self.tokenizer, prompt, 0 if cache is None else cache.length)
+        plain = partial(generate, constraint=prompt.constraint, diagnose=partial(locate, self.model))
         tokens = (plain if draft is None else partial(speculate, draft=draft))(
             self.model,
             ids,
-            params,
+            prompt.params,
             stop_ids=self.tokenizer.stop_ids,
             n_vocab=self.tokenizer.n_vocab,
             cache=cache,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
+            logprobs=prompt.logprobs,
+            top_logprobs=prompt.top_logprobs,
             progress=progress,
         )
         nonfinite = False
@@ -301,8 +298,7 @@ class Llama:
             tokens.close()  # type: ignore[attr-defined]
             if session is not None:
                 session.give_back([*ids, *answer.ids], nonfinite)
-        drafted, accepted = (0, 0) if draft is None else (draft.drafted, draft.accepted)
-        yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
+        yield answer.end() if draft is None else answer.end(draft.drafted, draft.accepted)
 
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Prompt]:
         """Prepare n prompts for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
@@ -316,7 +312,6 @@ class Llama:
         if not isinstance(stop_ids, Sequence) or isinstance(stop_ids, str):
             raise UsageError(f"stop_token_ids must be a list of token ids, got {checks.shown(stop_ids)}")
         stop_ids = [checks.integer("an id of stop_token_ids", id, 0) for id in stop_ids]
-        begin = partial(Answer, self.tokenizer, ids, stops, stop_ids, continues=continues)
         top = checks.integer("top_logprobs", sampling.pop("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
         logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0
         scored = checks.boolean("prompt_logprobs", sampling.pop("prompt_logprobs", False))
@@ -335,7 +330,9 @@ class Llama:
                 constraint = grammar.constraint(ids if continues else ())
             elif shortest:
                 constraint = AtLeast(shortest, self.tokenizer.n_vocab, [*self.tokenizer.stop_ids, *stop_ids])
-            prompts.append(Prompt(Request(ids, seeded, logprobs, top, constraint, scored, Flag()), begin))
+            one = Prompt(ids, seeded, logprobs, top, constraint, scored)
+            one.stops, one.stop_ids, one.continues = stops, stop_ids, continues
+            prompts.append(one)
         return prompts
 
     def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:
@@ -349,76 +346,37 @@ class Llama:
             return compile_grammar(self.tokenizer, GRAMMARS[name], source)
         return None
 
-    def stream_batch(
-        self, prompts: Iterable[tuple[Sequence[int], Mapping[str, Any]]], *, batch_size: int = BATCH_SIZE
-    ) -> Iterator[tuple[int, Piece | LlamaError]]:
-        """Answers to many prompts at once, each as from `stream_ids`: (number of the prompt, its next piece).
-
-        prompts are pairs of ids and options (those of the class, without draft). At most batch_size answers are in
-        progress; when one ends, the next prompt is read and uses its row (generation/batch.py). There is a piece for
-        each token, so its text may be empty. A prompt that can't be run, or whose logits are not finite, yields its
-        error instead of its last piece; invalid options raise UsageError.
-        """
-        numbers: dict[Prompt, int] = {}
-
-        def prepared() -> Iterator[Prompt]:
-            for number, (ids, options) in enumerate(prompts):
-                (prompt,) = self.prepare(ids, options)
-                numbers[prompt] = number
-                yield prompt
-
-        source = list(prepared()) if isinstance(prompts, Sequence) else prepared()
-        for prompt, piece in self.answers(source, batch_size=batch_size):
-            ended = isinstance(piece, LlamaError) or piece.completion is not None
-            yield numbers.pop(prompt) if ended else numbers[prompt], piece
-
     def answers(
         self, prompts: Iterable[Prompt] | Queue[Prompt | None], *, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[Prompt, Piece | LlamaError]]:
-        """`stream_batch` for prompts from `prepare`, in an iterable or in a queue: (the prompt, its next piece).
+        """Answers to many prompts at once, each as from `stream_ids`: (the prompt, its next piece).
 
-        Other threads may put prompts into the queue while the answers are read, and None at the end. Setting
-        prompt.request.cancelled ends an answer before its next token.
+        prompts come from `prepare`, in an iterable or in a queue. At most batch_size answers are in progress; when one
+        ends, the next prompt is read and uses its row (generation/batch.py). There is a piece for each token, so its
+        text may be empty. A prompt that can't be run, or whose logits are not finite, yields its error instead of its
+        last piece. Other threads may put prompts into the queue while the answers are read, and None at the end.
+        Setting prompt.cancelled ends an answer before its next token.
         """
-        running: dict[int, Prompt] = {}  # by the number of the request
-        numbers = itertools.count()
-
-        def request(prompt: Prompt) -> Request:
-            running[next(numbers)] = prompt
-            return prompt.request
-
-        requests: Iterable[Request] | Source
-        if not isinstance(prompts, Iterable):
-            requests = _Requests(prompts, request)
-        else:
-            requests = [*map(request, prompts)] if isinstance(prompts, Sequence) else map(request, prompts)
         stop_ids, n_vocab = self.tokenizer.stop_ids, self.tokenizer.n_vocab
-        batch = Batch(self.model, requests, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab)
-        answers: dict[int, tuple[Answer, int]] = {}
-        for event in batch:
-            number = event.number
-            prompt = running[number]
+        running: dict[int, Answer] = {}  # by the number of the request
+        for event in Batch(self.model, prompts, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab):
+            if isinstance(event, Started):
+                running[event.number] = Answer(self.tokenizer, event.request, event.cached)
+                continue
+            answer = running[event.number]
             match event:
-                case Started():
-                    answers[number] = prompt.begin(), event.cached
                 case PromptScored():
-                    answers[number][0].score(event.tokens)
-                    yield prompt, Piece("", prompt=event.tokens)
+                    answer.score(event.tokens)
+                    yield answer.prompt, Piece("", prompt=event.tokens)
                 case TokenEvent():
-                    answer = answers[number][0]
                     text = answer.feed(event.token)
-                    if not event.token.stop:
-                        yield prompt, Piece(text, token=event.token)
                     if answer.done:
-                        batch.finish(number)
+                        answer.prompt.cancelled.set()
+                    if not event.token.stop:
+                        yield answer.prompt, Piece(text, token=event.token)
                 case Ended():
-                    del running[number]
-                    if event.error is not None:
-                        answers.pop(number, None)
-                        yield prompt, event.error
-                    else:
-                        answer, cached = answers.pop(number)
-                        yield prompt, answer.end(prompt.request.params, cached=cached, logprobs=prompt.request.logprobs)
+                    del running[event.number]
+                    yield answer.prompt, answer.end() if event.error is None else event.error
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The sampling options, with a seed. Raises UsageError for an option that this call does not have."""
@@ -428,17 +386,6 @@ class Llama:
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
         return params
-
-
-class _Requests:
-    """A queue of prompts as the source of a batch."""
-
-    def __init__(self, prompts: Queue[Prompt | None], request: Callable[[Prompt], Request]):
-        self.prompts, self.request = prompts, request
-
-    def get(self, block: bool) -> Request | None:
-        prompt = self.prompts.get(block)
-        return None if prompt is None else self.request(prompt)
 
 
 @contextmanager

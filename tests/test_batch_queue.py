@@ -14,7 +14,7 @@ from llama.errors import MemoryLimitError, UsageError
 from llama.generate import Token, generate
 from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Event, PromptScored, Request, Started, TokenEvent
-from llama.model import Runner, Transformer
+from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama, Session
 from tests import tiny
@@ -117,21 +117,6 @@ def test_a_long_prompt_does_not_hold_up_an_answer_in_progress(monkeypatch: pytes
     numbers = [event.number for event in events]
     started, ended = numbers.index(1), len(numbers) - numbers[::-1].index(1)
     assert numbers[started:ended].count(0) >= 9  # a token for each chunk but the last
-
-
-def test_one_answer_in_many_slots_costs_steps_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[int] = []
-    real = Runner.next_logits
-    monkeypatch.setattr(Runner, "next_logits", lambda *args: (widths.append(len(args[2])), real(*args))[1])
-    net = tiny.model()
-    params = SamplingParams(max_new_tokens=5)
-    arrivals = [(0, Request([i, i], params)) for i in range(8)]
-    arrivals += [(1000 + i, Request([i, 3], SamplingParams(max_new_tokens=20))) for i in range(3)]
-    run(net, arrivals[:8], 8)
-    widths.clear()
-    tokens, _ = run(net, [*arrivals[:8], (1000, Request([5, 3], SamplingParams(max_new_tokens=20)))], 8)
-    assert widths[-19:] == [1] * 19
-    assert tokens[-1] == alone(net, Request([5, 3], SamplingParams(max_new_tokens=20)))
 
 
 # ------------------------------------------------------------------------------------------------------ cancellation

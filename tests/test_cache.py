@@ -124,7 +124,7 @@ def test_logits_with_a_fixed_cache_equal_those_with_a_growing_one() -> None:
     torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=1e-5)
 
 
-def test_sizes_lengths_and_rows_must_be_integers_in_range() -> None:
+def test_sizes_and_lengths_must_be_integers_in_range() -> None:
     model = tiny.model()
     for sizes in ((-1,), (1.5,), ("a",), (True,), (8, 0), (8, -1), (8, 1.0)):
         with pytest.raises(UsageError, match=r"^(max_len|batch) of a KV cache must be an integer of at least 1, got"):
@@ -136,6 +136,3 @@ def test_sizes_lengths_and_rows_must_be_integers_in_range() -> None:
     for length in (1.5, True, -1, 3):
         with pytest.raises(UsageError, match="must be an integer from 0 to 2, got"):
             cache.trim(length)  # type: ignore[arg-type]
-    for rows in ((5, 9), (-1, 0), (1, 1), (0, 4), (0, 1, 9), (0, 1.0)):
-        with pytest.raises(UsageError, match=r"rows? must be an integer from"):
-            cache.rows(*rows)  # type: ignore[arg-type]

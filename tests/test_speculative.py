@@ -406,6 +406,19 @@ def test_a_draft_with_another_vocabulary_is_rejected_with_both_sizes() -> None:
         next(stream)
 
 
+def test_a_draft_may_have_other_rows_of_padding() -> None:
+    """Rows of the embedding that no token has: Qwen2.5 has 151,936 in its small models and 152,064 in its large ones."""
+    model, prompt = tiny.model(CONFIG), [1, 2, 3, 1, 2]
+    for rows in (5, 30):
+        draft = ModelDraft(tiny.model(dataclasses.replace(SMALL, vocab_size=rows)))
+        params = SamplingParams(max_new_tokens=20)
+        got = list(speculate(model, prompt, params, draft, n_vocab=5))
+        assert ids(got) == ids(generate(model, prompt, params, n_vocab=5))
+        assert draft.drafted > 0
+    with pytest.raises(UsageError, match="5 token ids on cpu, the model 12"):
+        next(speculate(model, [1, 7], params, ModelDraft(tiny.model(SMALL)), n_vocab=5))
+
+
 def test_a_second_stream_with_the_same_draft_is_rejected() -> None:
     model, draft = tiny.model(CONFIG), NGramDraft()
     one = speculate(model, [1, 2, 1, 2], SamplingParams(), draft)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +141,15 @@ def test_threads_that_run_loops_at_the_same_time_get_their_own_results() -> None
 
 
 # ---------------------------------------------------------------------------------------------------- own_threads
-@contextmanager
-def another_thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
 def numbers() -> tuple[int, int]:
     """The number of PyTorch's threads in this thread, and in one that starts now."""
-    with another_thread() as other:
+    with ThreadPoolExecutor(1) as other:
         return torch.get_num_threads(), other.submit(torch.get_num_threads).result(timeout=20)
 
 
 def test_own_threads_changes_the_number_of_the_calling_thread_only() -> None:
     torch.set_num_threads(3)
-    with another_thread() as earlier:
+    with ThreadPoolExecutor(1) as earlier:
         assert earlier.submit(torch.get_num_threads).result(timeout=20) == 3
         with kernels.own_threads():
             assert numbers() == (1, 3)
@@ -174,9 +166,7 @@ def test_own_threads_changes_the_number_of_the_calling_thread_only() -> None:
 @needs_linux
 def test_within_own_threads_pytorch_starts_no_threads(forked: Forked) -> None:
     """Neither OpenMP, which PyTorch's operators use, nor MKL, which has a number of its own."""
-    code = (
-        CHILD
-        + """
+    code = """
 torch.set_num_threads(3)
 before = count()
 with kernels.own_threads():
@@ -188,7 +178,6 @@ with kernels.own_threads():
 square @ square
 assert count() > before + 2
 """
-    )
     check(forked, code)
 
 
@@ -210,13 +199,13 @@ def test_a_stream_leaves_the_numbers_to_its_reader(tmp_path: Path) -> None:
     torch.set_num_threads(2)  # by the user, between two tokens
     next(stream), next(stream)
     assert numbers() == (2, 2)
-    with another_thread() as other:
+    with ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: (next(stream), torch.get_num_threads())[1]).result(timeout=20) == 2
     assert seen[1:] == [1] * len(seen[1:])  # the prompt is first
     held = [llm.stream_ids([5, 6, 7], max_new_tokens=20) for _ in range(2)]
     for one in held:
         next(one), next(one)
-    with another_thread() as other:
+    with ThreadPoolExecutor(1) as other:
         other.submit(held.pop().close).result(timeout=20)  # type: ignore[attr-defined]
         other.submit(lambda: (held.clear(), gc.collect())).result(timeout=20)
         assert other.submit(torch.get_num_threads).result(timeout=20) == 2
@@ -281,9 +270,9 @@ kernels.choose_threads(3)
 """
 
 
-def check(forked: Forked, code: str, **options: Any) -> None:
-    """Run code in a new process, which must end within 30 seconds without an error."""
-    done = forked.run((), None, 30, code=code, **options)
+def check(forked: Forked, code: str) -> None:
+    """Run code after CHILD in a new process, which must end within 30 seconds without an error."""
+    done = forked.run((), None, 30, code=CHILD + code)
     assert done.stderr.decode() == ""
     assert done.returncode == 0
 
@@ -291,9 +280,7 @@ def check(forked: Forked, code: str, **options: Any) -> None:
 @needs_linux
 def test_threads_have_the_niceness_of_the_process_and_leave_signals_to_it(forked: Forked) -> None:
     """The exception are the signals of a fault, which the thread itself must handle."""
-    code = (
-        CHILD
-        + """
+    code = """
 before = set(tasks())
 os.nice(7)
 product()
@@ -308,16 +295,13 @@ for task in new:
         assert fault == (not blocked >> number - 1 & 1) or number in (signal.SIGKILL, signal.SIGSTOP)
 assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
-    )
     check(forked, code)
 
 
 @needs_linux
 def test_a_fault_in_a_thread_is_reported(forked: Forked) -> None:
     """The second half of a weight is in a file that is truncated. It belongs to the second thread."""
-    code = (
-        CHILD
-        + """
+    code = """
 faulthandler.enable(sys.stderr)
 kernels.choose_threads(2)
 product()
@@ -327,8 +311,7 @@ with tempfile.NamedTemporaryFile() as file:
     file.truncate(1 << 23)
     kernels.linear_bf16(x[:1], big, None)
 """
-    )
-    done = forked.run((), None, 30, code=code)
+    done = forked.run((), None, 30, code=CHILD + code)
     assert done.returncode == -7
     assert b"Fatal Python error: Bus error" in done.stderr
 
@@ -342,9 +325,7 @@ REFUSALS = {
 @needs_linux
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_loops_run_on_the_threads_that_the_system_allows(reason: str, forked: Forked) -> None:
-    code = (
-        CHILD
-        + f"""
+    code = f"""
 before = count()
 {REFUSALS[reason]}
 for _ in range(3):
@@ -352,16 +333,13 @@ for _ in range(3):
 assert count() == before
 assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
-    )
     check(forked, code)
 
 
 @needs_linux
 def test_an_error_in_a_loop_is_raised_in_the_caller(forked: Forked) -> None:
     """The memory suffices for the result but not for what the threads need; their number does not matter."""
-    code = (
-        CHILD
-        + """
+    code = """
 q, k = torch.randn(1, 512, 16, 256), torch.randn(1, 1, 600, 256)  # 8 MB for q, the result, each of 3 parts, and each thread
 ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory of this size is returned to the system
 for threads in (1, 3, 3):
@@ -381,7 +359,6 @@ y = kernels.attend(q, k, k, None)
 kernels.choose_threads(3)
 assert torch.equal(kernels.attend(q, k, k, None), y)
 """
-    )
     check(forked, code)
 
 
@@ -389,9 +366,7 @@ assert torch.equal(kernels.attend(q, k, k, None), y)
 @pytest.mark.parametrize("when", ["while they sleep", "soon after a loop", "in the middle of loops"])
 def test_a_process_ends_whatever_its_threads_do(when: str, forked: Forked) -> None:
     """`exit` destroys the static objects of all libraries before the threads end."""
-    code = (
-        CHILD
-        + f"""
+    code = f"""
 def loops():
     kernels.choose_threads(3)
     while True:
@@ -403,7 +378,6 @@ if {when!r} == "in the middle of loops":
 time.sleep({0.0 if when == "soon after a loop" else 0.05})
 ctypes.PyDLL(None).exit(0)  # with the lock of Python's interpreter, like the end of the program
 """
-    )
     check(forked, code)
 
 
@@ -421,9 +395,7 @@ def test_an_operator_that_refuses_its_arguments_leaves_the_threads_usable() -> N
 
 @needs_linux
 def test_threads_without_work_use_no_processor_time(forked: Forked) -> None:
-    code = (
-        CHILD
-        + """
+    code = """
 for pause in (0.05, 0.5):  # one is spent on ending what the first loops began
     product()
     start = time.process_time()
@@ -431,7 +403,6 @@ for pause in (0.05, 0.5):  # one is spent on ending what the first loops began
     used = time.process_time() - start
 assert used < 0.005, used
 """
-    )
     check(forked, code)
 
 
@@ -447,46 +418,3 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(forked: Forked) -> None:
     done = forked.finish()
     assert done.stderr.decode() == ""
     assert done.returncode == 0
-
-
-MANY = """
-import sys, time
-import torch
-from llama.engine import kernels
-
-torch.set_num_threads(2)
-assert kernels.ready()
-x, weights = torch.randn(1, 512).bfloat16(), [torch.randn(2048, 512).bfloat16() for _ in range(8)]
-for _ in sys.stdin:
-    with torch.inference_mode(), kernels.own_threads():
-        for _ in range(150):
-            for weight in weights:
-                kernels.linear_bf16(x, weight, None)
-    print("done", flush=True)
-"""
-
-
-@pytest.mark.slow  # starts eight processes and measures time
-def test_eight_processes_of_two_threads_take_no_longer_together_than_one_after_another() -> None:
-    """At most 1.3 times, in the best of five rounds, since this test measures time on a machine that others use."""
-    command, pipe = [sys.executable, "-c", MANY], subprocess.PIPE
-    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(8)]
-
-    def seconds(groups: list[list[Any]]) -> float:
-        start = time.perf_counter()
-        for group in groups:
-            for child in group:
-                child.stdin.write("go\n")
-                child.stdin.flush()
-            for child in group:
-                assert child.stdout.readline() == "done\n"
-        return time.perf_counter() - start
-
-    try:
-        seconds([[child] for child in children])
-        ratios = [seconds([children]) / seconds([[child] for child in children]) for _ in range(5)]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-    assert min(ratios) < 1.3, ratios

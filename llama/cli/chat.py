@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     options = arguments.sampling_options(args)
     answers.check_session(args)
     llm = loading.load(args)
-    options["draft"] = loading.load_draft(args, llm.model)
+    options["draft"] = loading.load_draft(args, llm)
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
         raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")

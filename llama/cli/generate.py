@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     answers.check_session(args)
     llm = loading.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
     session = answers.load_session(args, llm)
-    options |= {"draft": loading.load_draft(args, llm.model), "session": session, "logprobs": args.logprobs}
+    options |= {"draft": loading.load_draft(args, llm), "session": session, "logprobs": args.logprobs}
     if session is not None and session.messages:
         streams.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []

@@ -149,7 +149,7 @@ def model_name(path_or_name: str) -> str:
     return path.resolve().name if path.exists() else path_or_name
 
 
-def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
+def load_draft(args: argparse.Namespace, llm: Llama) -> Draft | None:
     """Load the draft of --draft and check that it fits the model; None without --draft."""
     from ..generation.speculative import DRAFTS, check_match, make_draft
 
@@ -158,5 +158,5 @@ def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
     unset = ("world", "tokenizer", "max_seq_len", "rope_scaling", "rope_factor", "rope_theta")
     own = {**vars(args), **dict.fromkeys(unset), "model": args.draft, "adapter": []}
     smaller = load_model(argparse.Namespace(**own))
-    check_match(smaller, model)
+    check_match(smaller, llm.model, llm.tokenizer.n_vocab)
     return make_draft(smaller, args.draft_tokens)

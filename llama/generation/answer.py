@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..generate import Token
-from ..sampling import SamplingParams
 from ..tokenizer import Decoder, Tokenizer
 from .batch import Request
 
 FinishReason = Literal["stop", "length"]
-
-
-SHOWN = 60  # characters of a text in the repr of its object
-
-
-def shortened(text: str) -> str:
-    """The beginning of a text, for a repr."""
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -103,68 +94,39 @@ class Completion:
         return self.text
 
     def __repr__(self) -> str:
-        return (
-            f"Completion({shortened(self.text)!r}, {len(self.tokens):,} tokens, finish_reason={self.finish_reason!r})"
-        )
-
-
-@lru_cache(1024)
-def failures(stop: str) -> list[int]:
-    """For each prefix of a stop string, the length of its longest proper prefix that is also a suffix of it.
-
-    This is the table of Knuth, Morris and Pratt (1977), with which a search never goes back in the text.
-    """
-    table = [0] * len(stop)
-    for i in range(1, len(stop)):
-        length = table[i - 1]
-        while length and stop[length] != stop[i]:
-            length = table[length - 1]
-        table[i] = length + (stop[length] == stop[i])
-    return table
+        text = checks.shown(self.text)
+        return f"Completion({text}, {len(self.tokens):,} tokens, finish_reason={self.finish_reason!r})"
 
 
 class StopText:
     """Cuts a stream of text at its first stop string. Delays only text that may be the beginning of one.
 
     The result does not depend on how the stream is divided into pieces: a complete stop string waits
-    while one that began earlier may still be completed. The time for a character does not depend on the text before it.
+    while one that began earlier may still be completed.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self.stops = [(stop, failures(stop)) for stop in stops]
-        self.matched = [0] * len(stops)  # characters of each stop string at the end of the text
+        self.stops = stops
         self.buffer = ""  # text that is delayed
-        self.first: int | None = None  # where in the buffer the first complete stop string begins
         self.found = False
 
     def feed(self, text: str) -> str:
         """Add text; return the text that is certain to be before any stop string."""
-        for character in text:
-            self.buffer += character
-            self._match(character)
-        pending = len(self.buffer) - max(self.matched, default=0)
-        if self.first is not None and self.first <= pending:
-            return self.end()
-        out, self.buffer = self.buffer[:pending], self.buffer[pending:]
-        self.first = None if self.first is None else self.first - pending
+        self.buffer += text
+        start = next((i for i in range(len(self.buffer)) if self._begins(self.buffer[i:])), len(self.buffer))
+        out, self.buffer = self.buffer[:start], self.buffer[start:]
+        self.found = self.buffer.startswith(tuple(self.stops))
         return out
 
-    def _match(self, character: str) -> None:
-        for number, (stop, table) in enumerate(self.stops):
-            length = self.matched[number]
-            while length and stop[length] != character:
-                length = table[length - 1]
-            length += stop[length] == character
-            if length == len(stop):
-                start = len(self.buffer) - length
-                self.first = start if self.first is None else min(self.first, start)
-                length = table[length - 1]
-            self.matched[number] = length
+    def _begins(self, text: str) -> bool:
+        """Whether a text begins with a stop string, or may if it continues."""
+        return any(text.startswith(stop) or stop.startswith(text) for stop in self.stops)
 
     def end(self) -> str:
         """The delayed text before the first complete stop string, or all of it if there is none."""
-        out, self.buffer, self.found = self.buffer[: self.first], "", self.first is not None
-        return out
+        starts = [start for stop in self.stops if (start := self.buffer.find(stop)) >= 0]
+        self.found = bool(starts)
+        return self.buffer[: min(starts, default=None)]
 
 
 class AtLeast:
@@ -183,38 +145,35 @@ class AtLeast:
         self.left -= 1
 
 
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """A prompt with checked options: the request for the batch, and a function that begins its answer."""
+@dataclass(eq=False)
+class Prompt(Request):
+    """A request with what ends the text of its answer.
 
-    request: Request
-    begin: Callable[[], Answer]
+    stops      strings that end it; one that names a control token, which has no text, stops at its id
+    stop_ids   ids that end it, besides the tokenizer's
+    continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
+               in a chat; if the vocabulary adds a space before every text, the first space is dropped
+    """
+
+    stops: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    continues: bool = True
 
 
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    A stop string that names a control token, which has no text, stops at its id. Time is measured from construction,
-    when the prefill starts, and at each token.
-
-    continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
-               in a chat; if the vocabulary adds a space before every text, the first space is dropped.
+    Time is measured from construction, when the prefill starts, and at each token.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stops: Sequence[str],
-        stop_ids: Sequence[int] = (),
-        *,
-        continues: bool,
-    ):
-        self.prompt_tokens = len(prompt)
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, cached: int = 0):
+        self.prompt, self.cached = prompt, cached
         self.ids: list[int] = []
         self.done = False
-        self._decoder, self._stop_text = Decoder(tokenizer, prompt if continues else ()), StopText(stops)
-        self._stop_ids = {*stop_ids, *(tokenizer.control[stop] for stop in stops if stop in tokenizer.control)}
+        self._decoder = Decoder(tokenizer, prompt.prompt if prompt.continues else ())
+        self._stop_text = StopText(prompt.stops)
+        named = (tokenizer.control[stop] for stop in prompt.stops if stop in tokenizer.control)
+        self._stop_ids = {*prompt.stop_ids, *named}
         self._scores: list[float] = []
         self._tops: list[Mapping[int, float]] = []
         self._prompt_scores: list[float | None] | None = None
@@ -243,9 +202,7 @@ class Answer:
         self.done = self._stop_text.found
         return self._texts[-1]
 
-    def end(
-        self, params: SamplingParams, *, cached: int = 0, logprobs: bool = False, drafted: int = 0, accepted: int = 0
-    ) -> Piece:
+    def end(self, drafted: int = 0, accepted: int = 0) -> Piece:
         """The last piece of text, with the completion. `done` is False if the length ended the answer."""
         text = ""
         if not self._stop_text.found:
@@ -253,16 +210,16 @@ class Answer:
             self.done = self.done or self._stop_text.found
         first = self._last if self._first is None else self._first
         stats = Stats(
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=cached,
+            prompt_tokens=len(self.prompt.prompt),
+            cached_tokens=self.cached,
             new_tokens=len(self.ids),
             prefill_s=first - self._started,
             decode_s=self._last - first,
-            seed=params.seed if params.seed is not None else 0,
+            seed=self.prompt.params.seed or 0,
             drafted_tokens=drafted,
             accepted_tokens=accepted,
         )
         finish: FinishReason = "stop" if self.done else "length"
-        scores = self._scores if logprobs else None
+        scores = self._scores if self.prompt.logprobs else None
         full = "".join([*self._texts, text])
         return Piece(text, Completion(full, self.ids, finish, scores, stats, self._tops or None, self._prompt_scores))

@@ -19,12 +19,12 @@ positions for which the cache has memory, with a mask. While no prompt waits, th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
 from threading import Event as Flag
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,14 +54,12 @@ MOST_SLOTS = 4096
 RESERVED = 1024  # new tokens for which a request reserves memory; longer answers reserve more on demand
 
 
-NEVER = Flag()  # of requests that nobody cancels
-
-
-class Request(NamedTuple):
+@dataclass(eq=False)
+class Request:
     """A prompt, as ids, and the parameters of its answer. logprobs, top_logprobs, constraint as in `generate.generate`.
 
     prompt_logprobs  also return log-probabilities of the prompt's tokens; then no prefix is copied from another row
-    cancelled        may be set by another thread: the request ends before the next step
+    cancelled        may be set at any time, by any thread: the request ends before its next token
     owner            who sent the prompt; `Started.cached` counts only reused tokens of the same owner
     """
 
@@ -71,23 +69,24 @@ class Request(NamedTuple):
     top_logprobs: int = 0
     constraint: Constraint | None = None
     prompt_logprobs: bool = False
-    cancelled: Flag = NEVER
+    cancelled: Flag = field(default_factory=Flag)
     owner: object = None
 
 
 class Source(Protocol):
     """Where requests come from, for example a queue.Queue."""
 
-    def get(self, block: bool) -> Request | None:
+    def get(self, block: bool) -> Any:
         """The next request, or None if there will be no more. Raises queue.Empty if there is none now, unless block."""
 
 
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
-# TokenEvents, Ended. A request that can't be run has only Ended.
+# TokenEvents, Ended.
 class Started(NamedTuple):
-    """The request has a slot. The keys of the first `cached` tokens of its prompt were in the cache, from its owner."""
+    """The request was read. The keys of the first `cached` tokens of its prompt were in the cache, from its owner."""
 
     number: int
+    request: Any  # as it was given, a Request or a subclass of it
     cached: int
 
 
@@ -124,7 +123,6 @@ class ActiveSequence:
     room: int  # maximum number of new tokens
     generator: torch.Generator
     history: History | None
-    done: bool = False
     generated: int = 0
 
 
@@ -135,7 +133,6 @@ class Slot:
         self.ids: list[int] = []
         self.next = 0
         self.sequence: ActiveSequence | None = None
-        self.nonfinite = False  # an error ended its sequence, so it may hold NaN
         self.used = 0  # the number of the request that used it last, from 1
         self.owner: object = None  # of the request that used it last
 
@@ -174,17 +171,16 @@ class Batch:
             slots, longest = max(1, min(slots, len(requests))), min(longest, max(needs, default=1))
         if model.rope.by_length:
             slots = 1
-        self.source: Source | None = Iterated(iter(requests)) if isinstance(requests, Iterable) else requests
+        if isinstance(requests, Iterable):
+            iterator = iter(requests)
+            self._get: Callable[[bool], Request | None] = lambda block: next(iterator, None)
+        else:
+            self._get = requests.get
+        self._more = True  # until the last request was read
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.longest = longest  # no request needs more positions
         self._begun = False
-
-    def finish(self, number: int) -> None:
-        """End request `number`, for example because a stop string was found in its text."""
-        for slot in self.slots:
-            if slot.sequence is not None and slot.sequence.number == number:
-                slot.sequence.done = True
 
     def __iter__(self) -> Iterator[Event]:
         if self._begun:
@@ -194,12 +190,15 @@ class Batch:
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk
         while True:
-            yield from self._drop_cancelled()
-            active = any(slot.sequence for slot in self.slots)
-            if feeding is None and (free := [slot for slot in self.slots if slot.sequence is None]):
+            for slot in self._active():
+                if slot.sequence.request.cancelled.is_set():  # type: ignore[union-attr]
+                    yield self._end(slot)
+            free = [slot for slot in self.slots if slot.sequence is None]
+            active = len(free) < len(self.slots)
+            if feeding is None and free:
                 if (request := self._next_request(block=not active)) is not None:
                     feeding = self._admit(self.count - 1, request, free)
-                elif not active and self.source is None:
+                elif not active and not self._more:
                     return
                 else:
                     self._shrink()
@@ -210,30 +209,36 @@ class Batch:
                     yield event
                 else:
                     feeding = None
-                    if self.source is not None:
+                    if self._more:
                         continue  # the next prompt, if one waits
-            if any(slot.sequence for slot in self.slots):
+            if self._active():
                 yield from self._step()
+
+    def _active(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.sequence]
 
     def _next_request(self, block: bool) -> Request | None:
         """The next request; None if there is none now, or there are no more."""
-        if self.source is None:
+        if not self._more:
             return None
         try:
-            request = self.source.get(block)
+            request = self._get(block)
         except Empty:
             return None
-        if request is None:
-            self.source = None
-            return None
-        self.count += 1
+        self._more = request is not None
+        self.count += self._more
         return request
 
-    def _drop_cancelled(self) -> Iterator[Event]:
-        for slot in self.slots:
-            if (sequence := slot.sequence) is not None and sequence.request.cancelled.is_set():
-                slot.sequence = None
-                yield Ended(sequence.number, None)
+    def _end(self, slot: Slot, error: LlamaError | None = None) -> Ended:
+        """End the sequence of a slot."""
+        sequence, slot.sequence = slot.sequence, None
+        return Ended(sequence.number, error)  # type: ignore[union-attr]
+
+    @torch.inference_mode()
+    def _clear(self, slot: Slot) -> None:
+        """Empty a slot that may hold NaN. Masking is not enough (see LayerCache.empty)."""
+        slot.ids = []
+        self.cache.clear_row(self.slots.index(slot))
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
     def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Generator[Event | None]:
@@ -241,6 +246,7 @@ class Batch:
         try:
             room = room_for(self.model, prompt, params, None)
         except LlamaError as error:
+            yield Started(number, request, 0)
             yield Ended(number, error)
             return
         source = max(self.slots, key=lambda slot: (slot.shares(prompt), slot in free))
@@ -248,27 +254,26 @@ class Batch:
         cached = 0 if request.prompt_logprobs or self.model.rope.by_length else source.shares(prompt)
         # The slot with the prefix if it is free, otherwise the least recently used one.
         slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
-        own = cached if source.owner == request.owner else 0
+        yield Started(number, request, cached if source.owner == request.owner else 0)
         slot.used, slot.owner = number + 1, request.owner
-        yield Started(number, own)
-        if request.cancelled.is_set() or (room == 0 and not request.prompt_logprobs):
-            yield Ended(number, None)
-            return
+        ended = room == 0 and not request.prompt_logprobs
+        scored: list[Token] = []
         try:
             self.cache.reserve(len(prompt) + min(room, RESERVED))
-            scored: list[Token] = []
-            for hidden in self._feed(prompt, slot, source, cached):  # (1, T, C)
+            for hidden in () if ended else self._feed(prompt, slot, source, cached):  # (1, T, C)
                 if request.prompt_logprobs:
                     scored += self._score(prompt, len(slot.ids), hidden, request.top_logprobs)
-                if request.cancelled.is_set():
-                    yield Ended(number, None)
-                    return
                 if len(slot.ids) < len(prompt):
                     yield None
+                if request.cancelled.is_set():
+                    break
+            if ended or request.cancelled.is_set():
+                yield Ended(number, None)
+                return
             with torch.inference_mode():
                 logits = self.model.output(hidden[:, -1])[0].float()[: self.n_vocab]  # (V,)
         except LlamaError as error:
-            slot.ids, slot.nonfinite = [], True
+            self._clear(slot)
             yield Ended(number, error)
             return
         if request.prompt_logprobs:
@@ -285,11 +290,9 @@ class Batch:
         """Feed a prompt into a slot, copying its cached prefix: the hidden states (1, T, C) of each chunk."""
         target = self.slots.index(slot)
         with torch.inference_mode():
-            if slot.nonfinite:
-                self.cache.clear_row(target)
             if cached and source is not slot:
                 self.cache.copy_row(self.slots.index(source), target, cached)
-        slot.ids, slot.nonfinite = prompt[:cached], False
+        slot.ids = prompt[:cached]
         rest = prompt[cached:]
         chunk = None  # the default of prefill
         if self.cache.device.type == "cpu":  # chunks of equal size, since a short one takes as long as a longer one
@@ -316,7 +319,7 @@ class Batch:
     def _step(self) -> Iterator[Event]:
         """One token for each row."""
         yield from self._grow()
-        if not any(slot.sequence for slot in self.slots):
+        if not self._active():
             return
         logits = self._next_logits()  # (B, V)
         ids, extremes = agree(self.model, (logits.argmax(-1), extreme(logits)))  # (B,) each
@@ -328,14 +331,13 @@ class Batch:
 
     def _grow(self) -> Iterator[Event]:
         """Make room for one more token in each row. If memory runs out, the longest answer ends with an error."""
-        while active := [slot for slot in self.slots if slot.sequence]:
+        while active := self._active():
             longest = max(active, key=lambda slot: len(slot.ids))
             try:
                 self.cache.reserve(len(longest.ids) + 1)
                 return
             except LlamaError as error:
-                sequence, longest.sequence = longest.sequence, None
-                yield Ended(sequence.number, error)  # type: ignore[union-attr]
+                yield self._end(longest, error)
 
     @torch.inference_mode()
     def _next_logits(self) -> Tensor:
@@ -369,9 +371,6 @@ class Batch:
             return
         free = [i for i in range(len(used)) if not self.slots[i].sequence]
         for target, source in zip(free, reversed(used), strict=False):
-            if self.slots[target].nonfinite:
-                self.cache.clear_row(target)
-                self.slots[target].nonfinite = False
             self.cache.swap_rows(target, source, max(len(self.slots[i].ids) for i in (target, source)))
             self.slots[target], self.slots[source] = self.slots[source], self.slots[target]
 
@@ -380,51 +379,39 @@ class Batch:
         sequence = slot.sequence
         if sequence is None:
             return
-        if sequence.done:  # `finish` was called
-            slot.sequence = None
-            yield Ended(sequence.number, None)
+        if sequence.request.cancelled.is_set():
+            yield self._end(slot)
             return
         try:
             token = self._choose(sequence, logits, best, slot.ids)
         except LlamaError as error:
-            slot.sequence, slot.ids, slot.nonfinite = None, [], True
-            yield Ended(sequence.number, error)
+            self._clear(slot)
+            yield self._end(slot, error)
             return
         sequence.generated += 1
         slot.next = token.id
         yield TokenEvent(sequence.number, token)
-        if sequence.done or token.stop or sequence.generated == sequence.room:
-            slot.sequence = None
-            yield Ended(sequence.number, None)
+        if token.stop or sequence.generated == sequence.room:
+            yield self._end(slot)
         elif (history := sequence.history) is not None:
             sequence.history = History(torch.cat((history.ids, history.ids.new_tensor([token.id]))), history.start)
 
     def _choose(
         self, sequence: ActiveSequence, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]
     ) -> Token:
-        _, params, logprobs, top_logprobs, constraint, *_ = sequence.request
+        request, params, constraint = sequence.request, sequence.request.params, sequence.request.constraint
         logprob = None
         if best is not None and params.greedy and sequence.history is None and constraint is None:
             id, top = best
-            logprob = float(logits.log_softmax(-1)[id]) if logprobs else None
+            logprob = float(logits.log_softmax(-1)[id]) if request.logprobs else None
         else:
             allowed = None if constraint is None else constraint.allowed()
-            choice = choose(logits, params, sequence.history, sequence.generator, logprobs, allowed)
+            choice = choose(logits, params, sequence.history, sequence.generator, request.logprobs, allowed)
             choice = agree(self.model, choice)
             id, top = int(choice[0]), float(choice[1])
-            logprob = float(choice[2]) if logprobs else None
+            logprob = float(choice[2]) if request.logprobs else None
         check_extreme(top, f"new token {sequence.generated + 1}", text, partial(locate, self.model))
         if constraint is not None:
             constraint.advance(id)
-        tops = top_of(most_probable(logits, top_logprobs)) if top_logprobs else {}
+        tops = top_of(most_probable(logits, request.top_logprobs)) if request.top_logprobs else {}
         return Token(id, logprob, id in self.stop_ids, tops)
-
-
-class Iterated:
-    """An iterator as a Source, which is never empty before its end."""
-
-    def __init__(self, requests: Iterator[Request]):
-        self.requests = requests
-
-    def get(self, block: bool) -> Request | None:
-        return next(self.requests, None)

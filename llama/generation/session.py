@@ -1,7 +1,7 @@
 """A conversation's KV cache and its ids, in memory and in a file, so that a text is fed once for many questions.
 
 The file is a safetensors file with the ids and the used slots of every layer. Its metadata has the settings of the
-model, the messages, and a checksum. Keys of another model, or of the same model under other settings, would give fluent
+model and the messages. Keys of another model, or of the same model under other settings, would give fluent
 nonsense; so a session is accepted only by a model with the same settings and the same weights.
 """
 
@@ -26,14 +26,14 @@ from ..chat import check_messages
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
-from ..errors import CheckpointError, ContextLengthError, UsageError
+from ..errors import CheckpointError, UsageError
 from ..model import Transformer
 from ..system.documents import parse_json, utf8_name
 from ..system.temporary import check_writable, own_temporary, replace
 from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
 
-MARK, FORMAT = "clearllama_session", "1"  # the metadata entry with the version of the file format
+MARK, FORMAT = "clearllama_session", "2"  # the metadata entry with the version of the file format
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
 LARGEST_HEADER = 2**24  # bytes; the text of 128,000 tokens has about 2**19
@@ -121,10 +121,7 @@ class Session:
         settings = settings_of(model)
         if self._tokenizer is not None:
             settings["tokenizer"] = _digest(self._tokenizer)
-        about = json.dumps({"settings": settings, "messages": self.messages})
-        if len(about) > LARGEST_HEADER // 4:  # it is escaped once more in the header
-            raise UsageError(f"{target}: the messages are too long to be saved ({len(about):,} characters)")
-        metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
+        metadata = {MARK: FORMAT, "about": json.dumps({"settings": settings, "messages": self.messages})}
         entries = {name: _entry(tensor) for name, tensor in tensors.items()}
         resolved = target.resolve()  # so that a symbolic link stays one
         try:
@@ -156,16 +153,9 @@ class Session:
         if found := _difference(saved, ours):
             raise CheckpointError(f"{path} was saved with {found}: load the same model with the same options")
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if _checksum(about["text"], tensors) != about["sha256"]:
-            raise _damaged(path, "its checksum does not match")
         ids = tensors.pop("tokens", torch.empty(0)).tolist()  # (N,)
         if not ids or not all(isinstance(id, int) and 0 <= id < model.config.vocab_size for id in ids):
             raise _damaged(path, f"it has no list of token ids below {model.config.vocab_size}")
-        if len(ids) > model.max_seq_len:
-            raise ContextLengthError(
-                f"{path} has {len(ids)} tokens, but the context of the model is {model.max_seq_len};"
-                f" raise max_seq_len (--max-seq-len)"
-            )
         cache = model.new_cache()
         cache.place(len(ids))
         buffers = _used(cache, len(ids))  # views of the cache
@@ -306,16 +296,8 @@ def _entry(tensor: Tensor) -> Entry:
     return Entry(DTYPES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, lambda: tensor.cpu())
 
 
-def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(raw_bytes(tensor.cpu()).data)
-    return digest.hexdigest()
-
-
 def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """An open session file, and {settings, messages, sha256, text} from its metadata. Raises CheckpointError."""
+    """An open session file, and {settings, messages} from its metadata. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -334,8 +316,7 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         raise CheckpointError(f"{path} is not a session file ({reason})") from None
     if metadata.get(MARK) != FORMAT:
         raise CheckpointError(f"{path} is not a session file of this version; pass a file that Session.save wrote")
-    text = metadata.get("about", "")
-    about = parse_json(text.encode(), f"{path} (metadata)")
+    about = parse_json(metadata.get("about", "").encode(), f"{path} (metadata)")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
         raise _damaged(path, "its metadata lacks the settings or the messages")
-    return file, {**about, "text": text, "sha256": metadata.get("sha256")}
+    return file, about

@@ -119,6 +119,8 @@ def speculate(  # the parameters of generate.generate
         q = distribution(logits[:n_vocab], text, "the draft model for new token", draft.model or model)
         return DraftToken(int(sample(q, generator)), q)
 
+    if draft.model is not None:
+        check_match(draft.model, model, n_vocab and max(n_vocab, *(id + 1 for id in tokens)))
     draft.start(model, tokens)
     try:
         if len(tokens) == end:
@@ -248,7 +250,6 @@ class ModelDraft(Draft):
         self._cached: list[int] = []  # ids in the cache
 
     def start(self, model: Transformer, prompt: Sequence[int]) -> None:
-        check_match(self.model, model)
         super().start(model, prompt)
         # Decoding reads every weight once. A draft as large as the model never pays, but it is allowed.
         self.cost = ROW_COST + min(self.model.config.n_params / model.config.n_params, 0.3)
@@ -268,10 +269,14 @@ class ModelDraft(Draft):
         return drafted
 
 
-def check_match(draft: Transformer, model: Transformer) -> None:
-    """Raise UsageError if two models differ in the number of ids, or are on different devices."""
+def check_match(draft: Transformer, model: Transformer, n_vocab: int | None = None) -> None:
+    """Raise UsageError if two models differ in the number of ids, or are on different devices.
+
+    n_vocab  the number of ids that occur. Further rows of an embedding are padding, which may differ.
+    """
     ours, theirs = ((m.config.vocab_size, str(m.norm.weight.device)) for m in (draft, model))
-    if ours != theirs:
+    padded = n_vocab is not None and min(ours[0], theirs[0]) >= n_vocab
+    if ours[1] != theirs[1] or not (padded or ours[0] == theirs[0]):
         raise UsageError(
             f"the draft model must have the same vocabulary and device as the model; the draft has {ours[0]} token ids"
             f" on {ours[1]}, the model {theirs[0]} on {theirs[1]}: use a smaller model of the same family"

@@ -82,8 +82,6 @@ def _json_schema(source: Any) -> Source:
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
     schema = {} if schema is True else schema
-    if "x-guidance" in schema:
-        raise UsageError("the JSON schema has the key x-guidance, which is reserved for llguidance; remove it")
     answer = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": False}}
     start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
     return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]})
@@ -231,17 +229,10 @@ def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: boo
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as one line; for known errors, a clearer one, with a remedy if there is one."""
+    """llguidance's message as one line."""
     if message.startswith(DEAD_END):
         return "it allows no text that the tokens of this model can spell"
-    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
-        keys = found[1].replace('"', "")
-        return f"it uses {keys}, which is not supported; remove it, and check the finished answer instead"
-    if message.startswith("oneOf"):
-        return "it uses oneOf with schemas that may match the same value; use anyOf"
-    parsed = re.search(r"^error: (.*)$", message, re.MULTILINE)  # of the library for regular expressions
-    text = parsed[1] if parsed else message.replace("<non-verbose/>", "")
-    return " ".join(text.split())[:300]
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
 
 
 class Grammar:
@@ -321,9 +312,3 @@ class Constraint:
         if vocabulary.tokens[token] and not self._matcher.consume_token(token):
             raise UsageError(f"no token can continue the answer: {_reason(self._matcher.get_error())}")
         self._allowed = None
-
-    def copy(self) -> Constraint:
-        """An independent constraint in the same state."""
-        copy = Constraint(self._vocabulary, self._matcher.deep_copy(), self._at_start)
-        copy._allowed, copy._ended = self._allowed, self._ended
-        return copy

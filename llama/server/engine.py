@@ -41,7 +41,7 @@ class Engine:
     def cancel(self, prompts: Sequence[Prompt]) -> None:
         """End answers before their next token. Prompts whose answers have ended are ignored."""
         for prompt in prompts:
-            prompt.request.cancelled.set()
+            prompt.cancelled.set()
             with self.queue.mutex:
                 if waits := prompt in self.queue.queue:
                     self.queue.queue.remove(prompt)

@@ -145,7 +145,7 @@ def check_model(name: object, model: str) -> None:
 def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts of a request with their owner: its prompt_cache_key or, without one, the request alone."""
     owner = body.get("prompt_cache_key", object())
-    return [replace(prompt, request=prompt.request._replace(owner=owner)) for prompt in prompts]
+    return [replace(prompt, owner=owner) for prompt in prompts]
 
 
 def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:

@@ -45,7 +45,7 @@ class Choice:
         self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet
         self.tokens: list[Token] = []  # not sent yet
         self.found: list[dict[str, Any]] = []  # the calls of tools so far
-        before = () if chat or call.echoed else call.prompts[index].request.prompt
+        before = () if chat or call.echoed else call.prompts[index].prompt
         self.decoder, self.offset = Decoder(spelling.tokenizer, before), 0  # where in the text the next token begins
         self.completion: Completion | None = None
 

@@ -159,11 +159,12 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             prompts.append((ids[-room:], options))
         order = sorted(range(len(prompts)), key=lambda i: prompts[i][0])  # equal prefixes share their keys and values
         texts: dict[int, str] = {}
-        for position, piece in self.llm.stream_batch([prompts[i] for i in order], batch_size=self.batch_size):
+        number_of = {self.llm.prepare(*prompts[i])[0]: i for i in order}
+        for prompt, piece in self.llm.answers([*number_of], batch_size=self.batch_size):
             if isinstance(piece, LlamaError):
                 raise piece
             if piece.completion is not None:
-                texts[order[position]] = piece.completion.text
+                texts[number_of[prompt]] = piece.completion.text
                 self.progress("generate_until", len(texts), len(requests))
         return [texts[number] for number in range(len(requests))]
 

@@ -70,13 +70,6 @@ def test_one_bad_entry_of_a_weight_is_located(name: str, bad: float) -> None:
     assert str(index) in message
 
 
-def test_the_first_of_several_damaged_weights_is_reported() -> None:
-    net = tiny.model()
-    for name in ("layers.1.attention.wq.weight", "layers.0.feed_forward.w_down.weight", "output.weight"):
-        damage(net, name, math.nan)
-    assert "numbers of layers.0.feed_forward.w_down.weight, first" in failure(net)
-
-
 def test_damage_that_shows_later_is_reported_with_its_step() -> None:
     net = tiny.model()
     answer = [token.id for token in generate(net, PROMPT, SamplingParams(max_new_tokens=20))]
@@ -332,12 +325,6 @@ def test_a_patch_that_returns_nan_is_named_as_the_cause(name: str) -> None:
         llm.generate("abc", session=session)
     assert f"put of layers.{name[-1]}." in str(error.value) or name == "resid_post.0"
     assert "check the tensors that the model's hooks or patches return" in str(error.value)
-
-
-def test_the_diagnosis_of_a_failing_hook_is_text() -> None:
-    net = tiny.model()
-    net.layers[1].register_forward_pre_hook(lambda *_: {}["missing"])
-    assert "could not be found ('missing')" in nonfinite.locate(net, PROMPT)
 
 
 def test_a_session_drops_its_cache_after_an_error_that_is_not_of_this_package() -> None:

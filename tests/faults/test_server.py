@@ -395,7 +395,7 @@ def test_an_answer_ends_within_one_pass_after_its_client_is_gone(
     (prompt,) = server.engine.listeners
     leave(client)
     left = time.monotonic()
-    until(prompt.request.cancelled.is_set)
+    until(prompt.cancelled.is_set)
     assert time.monotonic() - left < 5  # a server that no longer reads notices it too, but only after 10 s
     count = passes.count
     assert gauges(server) == (1, 0)
@@ -417,7 +417,7 @@ def test_a_place_in_the_queue_is_free_at_once(server: Running, passes: Passes, s
     for client in clients:
         client.close()
     until(lambda: gauges(server)[1] == 0)
-    assert not any(prompt.request.cancelled.is_set() for prompt in [*server.engine.queue.queue])
+    assert not any(prompt.cancelled.is_set() for prompt in [*server.engine.queue.queue])
 
 
 def test_the_answers_of_other_clients_go_on(server: Running, passes: Passes, llm: Llama) -> None:

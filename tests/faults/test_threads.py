@@ -203,7 +203,7 @@ def test_an_abandoned_stream_frees_its_cache_session_and_draft(monkeypatch: pyte
         stream = llm.stream_ids([5, 6, 7], **OPTIONS, seed=1, **options)
         next(stream)
         del stream
-    batch = llm.stream_batch([([5, 6], {**OPTIONS, "seed": 1})] * 3)
+    batch = llm.answers(llm.prepare([5, 6], {**OPTIONS, "seed": 1}, n=3))
     next(batch)
     del batch
     gc.collect()
