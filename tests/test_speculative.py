@@ -558,13 +558,13 @@ def test_a_model_drafts_for_a_chat(
         (("--draft", "ngram", "--draft-tokens", "0"), 2, "--draft-tokens must be an integer of at least 1, got 0"),
         (("--draft", "ngram", "--draft-tokens", "-1"), 2, "--draft-tokens must be an integer of at least 1, got -1"),
         (("--draft", "ngrams"), 1, "there is no file or folder 'ngrams'"),
-        (("--draft", "{other}"), 2, "has 300 token ids on cpu, the model 320 on cpu"),
+        (("--draft", "{other}"), 2, "has 30 token ids on cpu, the model 320 on cpu"),
     ],
 )
 def test_invalid_draft_options_are_errors_of_one_line(
     capsys: pytest.CaptureFixture[str], tiny_gguf: Path, tmp_path: Path, args: tuple[str, ...], code: int, message: str
 ) -> None:
-    config = dataclasses.replace(tiny.CONFIG, vocab_size=300)
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=30)
     other = tiny.write_gguf(tmp_path / "other.gguf", config, tiny.weights(config))
     given = [str(other) if arg == "{other}" else arg for arg in args]
     for start in (("generate", "hello"), ("chat",)):
