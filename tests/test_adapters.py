@@ -314,7 +314,7 @@ REFUSALS: list[tuple[dict[str, Any], Change | None, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "change", "says"), REFUSALS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("config", "change", "says"), REFUSALS, ids=[says for _, _, says in REFUSALS])
 def test_what_can_not_be_merged_is_refused(bases, tmp_path: Path, config: dict[str, Any], change, says: str) -> None:
     path, _ = simple(bases("plain"), tmp_path / "adapter", **config)
     if change is not None:
