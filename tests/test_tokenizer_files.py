@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from llama.errors import LlamaError, TokenizerError
-from llama.tokenizer import Named, Tokenizer, is_tokenizer, open_tokenizer
+from llama.tokenizer import Named, Tokenizer, open_tokenizer
 from llama.tokenizer.common import BYTE_OF, NOTHING
 from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.growth import GROWTH, LARGEST_GROWTH, growth, longest_replacement
@@ -181,7 +181,6 @@ def test_the_kind_is_detected_by_content(tmp_path: Path) -> None:
     for data, kind in ((lines, "tiktoken"), (MODEL, "SentencePiece"), (json.dumps(source()).encode(), "BPE")):
         for name in ("tokenizer.model", "tokenizer.json", "x"):
             (tmp_path / name).write_bytes(data)
-            assert is_tokenizer(tmp_path / name)
             assert kind in open_tokenizer(tmp_path / name).kind
     assert TiktokenTokenizer(lines, "x").n_vocab == 512
 

@@ -191,9 +191,8 @@ def test_a_file_that_is_not_regular_is_refused(meta: Path, attempt: Try, name: s
     attempt("generate", *RUN, "-m", meta).refused(name)
 
 
-@pytest.mark.parametrize("name", [os.fsdecode(b"\xff\xfe model"), "two words\n' \"\x1b[2J"])
-def test_paths_of_any_bytes_work_and_are_printable(meta: Path, tmp_path: Path, attempt: Try, name: str) -> None:
-    """The libraries of torch, safetensors and tokenizers accept only names in UTF-8."""
+def test_paths_of_any_characters_work_and_are_printable(meta: Path, tmp_path: Path, attempt: Try) -> None:
+    name = "two words\n' \"\x1b[2J"
     expected = attempt("generate", *RUN, "-m", meta)
     convert.convert(meta, tmp_path / "hf", "hf")
     for folder in ("meta", "hf"):
