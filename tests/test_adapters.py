@@ -24,8 +24,7 @@ from llama.checkpoint.adapters import with_adapters
 from llama.checkpoint.base import GGUF_NAMES, HUGGING_FACE_NAMES, to_file_name, to_model_name
 from llama.engine import kernels
 from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.tools.convert import convert
-from llama.tools.quantize import quantize
+from llama.tools.convert import convert, quantize
 
 from . import test_huggingface, tiny
 from .test_gguf import finish

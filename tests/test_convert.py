@@ -22,8 +22,7 @@ from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
 from llama.checkpoint.architectures import MODEL_TYPES
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.quant.gguf_types import MIXES
-from llama.tools.convert import convert
-from llama.tools.quantize import quantize
+from llama.tools.convert import convert, quantize
 
 from . import test_architectures, test_huggingface, tiny
 from .scripts import make_tiny
@@ -261,7 +260,7 @@ def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) 
     exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
     assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
     proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
-    assert any("already quantized; quantizing the original would lose less" in w for w in proof.warnings)
+    assert any("already quantized (Q4_0); quantizing" in w for w in proof.warnings)
 
 
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:

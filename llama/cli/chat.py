@@ -175,7 +175,8 @@ class Chat:
         if len(fewer) >= context:
             return messages, prompt
         count = starts.index(start) + 1
-        streams.info(self.args, f"dropped the {count} oldest turn{'s' * (count > 1)}, the context is full")
+        turns = f"{count} oldest turn{'s' * (count > 1)}"
+        streams.write_stderr(f"clearllama: dropped the {turns}, the context is full")  # also with --quiet
         return shorter, fewer
 
     # -------------------------------------------------------------------------------------------------- commands

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checks import shown
 from ..errors import CheckpointError, ConfigError, DamagedError, LlamaError
 
 # Largest file in bytes: 150 MB of JSON take gigabytes as Python objects. The index of a 405B model has 0.1 million
@@ -46,7 +45,7 @@ def parse_json(raw: bytes, where: str, error: type[LlamaError] = CheckpointError
     except (ValueError, RecursionError) as cause:  # not UTF-8, not JSON, or nested too deeply
         raise error(f"{where} is not valid JSON ({cause})") from None
     if not isinstance(value, dict):
-        raise error(f"{where} must be an object, got {shown(value)}")
+        raise error(f"{where} must be an object, got {value!r:.80}")
     return value
 
 
@@ -78,7 +77,7 @@ class Fields:
                 raise ConfigError(f"{self.where}: the key {key} is missing")
             return default  # type: ignore[return-value]
         if not _matches(value, type):
-            raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {shown(value)}")
+            raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {value!r:.80}")
         return value
 
     def unknown(self) -> list[str]:
