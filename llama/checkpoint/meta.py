@@ -251,29 +251,16 @@ class MetaCheckpoint(Checkpoint):
         return tied
 
 
-def read_params(file: Path) -> ModelConfig:
-    """The architecture by a params.json. Raises ConfigError if only the weights have a size, as in Llama 2."""
-    return _config(_unwrapped(file))
-
-
 def _config(
-    params: Fields,
-    n_kv_heads: int | None = None,
-    hidden_dim: int | None = None,
-    vocab_size: int = -1,
-    tied: bool = False,
-    float16: bool = False,
+    params: Fields, n_kv_heads: int, hidden_dim: int, vocab_size: int, tied: bool, float16: bool
 ) -> ModelConfig:
     """The architecture by params.json. The other arguments come from the weights, for what params.json does not state.
 
     float16: the dtype of LLaMA 1, which has a context of 2,048 tokens. That of Llama 2 is 4,096.
     """
     dim, n_layers, n_heads, head_dim = _sizes(params)
-    hidden_dim = _hidden_dim(params, dim) or hidden_dim
     if params.get("vocab_size", int, -1) != -1:  # -1 in Llama 2: the tokenizer's
         vocab_size = params.get("vocab_size", int)
-    if hidden_dim is None or vocab_size == -1:
-        raise ConfigError(f"{params.where} does not state all sizes; name the folder with the weights")
     scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0)
     small = tied or (dim, n_layers) in SMALL_32
     factor = params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
@@ -282,9 +269,9 @@ def _config(
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=params.get("n_kv_heads", int, n_heads) if n_kv_heads is None else n_kv_heads,
+        n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        hidden_dim=hidden_dim,
+        hidden_dim=_hidden_dim(params, dim) or hidden_dim,
         vocab_size=vocab_size,
         norm_eps=params.get("norm_eps", float, 1e-5),
         rope_theta=theta,
