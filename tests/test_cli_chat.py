@@ -116,6 +116,7 @@ def questions(path: Path) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- a terminal
+@pytest.mark.parametrize("start", ["prompt_toolkit"], indirect=True)
 def test_a_pasted_text_is_one_turn_and_later_chats_remember_it(start: Start, letters: Path, tmp_path: Path) -> None:
     chat = start("-m", letters, *GREEDY, "-n", "3")
     chat.enter("\x1b[200~/one\r\ttwo\r\r  three\r\x1b[201~")

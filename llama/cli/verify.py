@@ -1,6 +1,6 @@
 """Check that a checkpoint is complete and undamaged.
 
-List the files and find missing ones, compare checksums, and open the checkpoint: its tensors must match the
+List the files, compare checksums, and open the checkpoint: its tensors must match the
 configuration. The checksums are those of the Hugging Face hub, of checklist.chk, and the CRC-32 of every record in
 .pth and .bin files. Exit code 1 if a check failed.
 """
@@ -19,15 +19,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         ("path", "PATH", "a folder in Meta's or Hugging Face's format, or a .gguf file"),
     )
-    arguments.add_output_options(parser, json="one JSON object: path, format, ok, findings")
+    arguments.add_output_options(parser, json="one JSON object: path, ok, findings")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..tools.verify import format_of, verify
+    from ..tools.verify import verify
 
     path = locate(args.path)
-    findings = verify(path)
-    return tables.report(findings, args.json, lambda: {"path": str(path), "format": format_of(path)})
+    return tables.report(verify(path), args.json, {"path": str(path)})
 
 
 def locate(name: str) -> Path:
