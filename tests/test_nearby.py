@@ -12,7 +12,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import main
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
-from llama.hub.models import from_meta, resolve
+from llama.hub.models import resolve
 from llama.tools.convert import convert
 
 from .conftest import Run
@@ -107,8 +107,10 @@ def test_a_folder_of_metas_downloader_is_found_by_its_name(
     assert main(["verify", "Llama3-8B"]) == 0
     assert main(["inspect", "Llama3-8B"]) == 0
     assert str(folder) in capsys.readouterr().out
-    for name in ("Llama3", "../checkpoints/Llama3-8B", "."):
-        assert resolve(name) == Path(".") if name == "." else not from_meta(name)
+    assert resolve(".") == Path(".")
+    for name in ("Llama3", "../checkpoints/Llama3-8B"):
+        with pytest.raises(CheckpointError, match="there is no file or folder"):
+            resolve(name)
     make_tiny.make(tmp_path / "Llama3-8B", "llama-2-7b")
     assert resolve("Llama3-8B") == Path("Llama3-8B")  # a folder that is here comes first
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from llama.cli import build_parser
 from llama.errors import CheckpointError
 from llama.hub import models as hub
-from llama.hub import repository
 from llama.tools.convert import convert
 from llama.tools.doctor import Finding
 from llama.tools.verify import WEIGHTS, find_files, verify
@@ -265,7 +264,9 @@ def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pyte
 
 
 def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "snapshot", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
+    monkeypatch.setattr(hub, "find_cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
     assert run("org/name") == 0
-    with pytest.raises(CheckpointError, match="there is no file, folder or downloaded model"):
+    with pytest.raises(
+        CheckpointError, match="there is no file, folder or complete local copy of 'org/other'; first run"
+    ):
         run("org/other")

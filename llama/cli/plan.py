@@ -96,8 +96,6 @@ def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
 
 def text(facts: dict[str, Any]) -> str:
     """The facts as a table."""
-    from ..tools.plan import REACHED
-
     gpu, dtype, decode = facts["gpu"], facts["dtype"], facts["decode"]
     size = {name.replace("_", " "): f"{count / 1e9:.2f}" for name, count in facts["memory"].items()}
     total, of = size.pop("total"), size.pop("of")
@@ -108,8 +106,7 @@ def text(facts: dict[str, Any]) -> str:
         fits = "yes, up to {largest_batch:,} x {context:,} or {batch:,} x {largest_context:,} tokens".format(**facts)
     speed = "not estimated: add --gpu-bandwidth" if facts["fits"] else "none"
     if decode:
-        speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total; programs reach"
-        speed += f" {REACHED[0]:.0%} to {REACHED[1]:.0%} of this bound"
+        speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),

@@ -1,7 +1,7 @@
 '''The turns of a chat, typed at a terminal or read from a pipe: messages of one or more lines, and /commands.
 
-A line is one turn; with prompt_toolkit, text pasted at a terminal is one, too.
-Lines between """ and """ are one message.
+A line is one turn; with prompt_toolkit, text pasted at a terminal is one, too. Lines
+between """ and """ are one message.
 '''
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Does a model fit on some GPUs, and how fast can it be at best? Computed from bytes and bandwidth alone.
 
 The GPUs share the weights evenly, and the keys and values by heads. A decoding step reads every weight and all keys and
-values once, so it takes at least these bytes divided by the bandwidth. Real programs reach a share of this bound
-(REACHED).
+values once, so it takes at least these bytes divided by the bandwidth.
 """
 
 from __future__ import annotations
@@ -26,10 +25,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVE = 0.1  # share of the memory for CUDA's context, kernels and fragmentation, as in vLLM
 CHUNK = 2048  # tokens of a prompt in one pass, as in generate.prefill on CUDA
 MOST_SEQUENCES = 2**20
-
-# The smallest and the largest share of the bandwidth that gpt-fast reports for decoding in bfloat16 at batch 1, on 1 to
-# 8 A100s with 80 GB (its README, GB/s divided by 2,039).
-REACHED = 0.56, 0.73
 
 
 class GPU(NamedTuple):
