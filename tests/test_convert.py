@@ -282,29 +282,16 @@ WRITERS: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path, writer: str) -> None:
+def test_an_existing_target_is_not_replaced(source: Path, tmp_path: Path, writer: str) -> None:
     write, target = WRITERS[writer], tmp_path / "new"
     write(source, target)
     before = files(target)
-    with pytest.raises(UsageError, match="exists already; name another target, or replace it with force=True"):
-        write(source, target)
-    (target / "config.json").write_text("x")
-    write(source, target, force=True, shards=2)
-    write(source, target, force=True)
-    assert files(target) == before
-    for other in (source, source.parent):
-        with pytest.raises(UsageError, match="is the source or contains it"):
-            write(source, other, force=True)
+    for other in (target, source):
+        with pytest.raises(UsageError, match="exists already; name another target, or remove it first"):
+            write(source, other)
     with pytest.raises(UsageError, match="is not in an existing folder"):
         write(source, tmp_path / "no" / "hf")
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="file is a file, which this conversion does not write; remove it first"):
-        write(source, tmp_path / "file", force=True)
-    with pytest.raises(UsageError, match="new is a folder, which"):
-        convert(source, target, "gguf", force=True)
-    (target / "thesis.txt").touch()
-    with pytest.raises(UsageError, match=r"new contains thesis\.txt, which"):
-        write(source, target, force=True)
+    assert files(target) == before
 
 
 # ----------------------------------------------------------------------------------------------------------- the proof

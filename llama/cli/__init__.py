@@ -50,6 +50,8 @@ REMOVED = {  # command and options that were removed -> what to do instead
     "plan --gpu-flops --gpu-link --gpu-network": "plan computes with the bandwidth of the GPUs only",
     "plan --gpus-per-host --tensor-parallel --pipeline-parallel": "plan divides the bytes evenly over the GPUs",
     "convert --modelfile": "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+    "convert --force": "remove the target first",
+    "quantize --force": "remove the target first",
     "pull --meta": "Meta's own files are in the folder original: clearllama pull ORG/NAME/original",
     "verify --checksums": "sha256sum -c FILE compares a list of your own",
     "verify --tensors": "a run names the first weight that is not finite; verify compares checksums",

@@ -56,7 +56,6 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
         arguments.ADAPTER,
         arguments.TOKENIZER,
         ("--chat-template", "NAME|FILE", template, {"default": "auto"}),
-        ("--force", None, "replace an existing target"),
     )
     arguments.add_output_options(parser, json="the result as one JSON object")
 
@@ -69,7 +68,7 @@ def writing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     template = args.chat_template
     if template not in ("auto", "none", *TEMPLATES):
         template = streams.read_text(Path(template))
-    options = {"shards": args.shards, "adapters": args.adapter, "tokenizer": args.tokenizer, "force": args.force}
+    options = {"shards": args.shards, "adapters": args.adapter, "tokenizer": args.tokenizer}
     with streams.progress(args.quiet, "weight") as show:
         yield {**options, "chat_template": template, "progress": show}
 

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -40,11 +39,6 @@ from ..weights import cast as to_dtype
 from ..weights import check_tensors, is_stored_as, read_quantized
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
-# Names of the files that conversions write into a folder
-OWN = re.compile(
-    r"(config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
-    r"|model(-\d{5}-of-\d{5})?\.safetensors"
-)
 # (the step, number of weights done, number of weights)
 Progress = Callable[[str, int, int], object]
 
@@ -78,7 +72,6 @@ def convert(  # many parameters, since each is a choice of the user
     adapters: Adapters = (),
     tokenizer: str | os.PathLike[str] | None = None,
     chat_template: str = "auto",
-    force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
     """Write the model at `source` to `target` in another format. The parameters are the options of the command.
@@ -90,7 +83,7 @@ def convert(  # many parameters, since each is a choice of the user
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model or its tokenizer,
     CheckpointError if a weight can't be quantized or differs when it is read back, or if the target can't be written.
-    After an error, the target is unchanged.
+    After an error, there is no target.
     """
     checks.choice("format", to, ("hf", "gguf"))
     is_folder = to == "hf"
@@ -100,7 +93,10 @@ def convert(  # many parameters, since each is a choice of the user
         if dtype is not None:
             raise UsageError(f"--quantize {quantize} decides how the weights are stored: leave --dtype out")
     source, target = resolve(source), Path(target)
-    check_target(source, target, is_folder, force)
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists already; name another target, or remove it first")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target} is not in an existing folder")
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     stored = {name: DTYPES.get(checkpoint.stored(name)) for name in checkpoint.shapes}
@@ -181,7 +177,7 @@ def quantize(
     those quantized in another way are quantized again, with a warning. All other weights stay as they are.
 
     scheme   one of `clearllama quantize --list`
-    options  adapters, shards, tokenizer, chat_template, force and progress, as for convert.convert
+    options  adapters, shards, tokenizer, chat_template and progress, as for convert.convert
     """
     return convert(source, target, "hf", quantize=scheme, **options)
 
@@ -290,19 +286,3 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
         close = isinstance(value, float) and math.isclose(value, others[name], rel_tol=1e-6)
         if value != others[name] and not close:
             raise ConfigError(f"its {name} {value} would become {others[name]}; choose another format")
-
-
-def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
-    """Raise UsageError unless the target does not exist, or `force` is set and it may be replaced."""
-    if not target.parent.is_dir():
-        raise UsageError(f"{target} is not in an existing folder")
-    if not os.path.lexists(target):
-        return
-    if target.resolve() in (source.resolve(), *source.resolve().parents):
-        raise UsageError(f"{target} is the source or contains it; name another target")
-    if not force:
-        raise UsageError(f"{target} exists already; name another target, or replace it with force=True (--force)")
-    foreign = target.is_dir() and [path.name for path in target.iterdir() if not OWN.fullmatch(path.name)]
-    if target.is_dir() != is_folder or foreign:
-        what = f"contains {min(foreign)}" if foreign else "is a file" if is_folder else "is a folder"
-        raise UsageError(f"{target} {what}, which this conversion does not write; remove it first")
