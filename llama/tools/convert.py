@@ -239,7 +239,7 @@ def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: s
     if choice in TEMPLATES:
         check_format(choice, tokenizer)
         return TEMPLATES[choice]
-    check_template(choice, tokenizer, "the chat template")
+    check_template(choice, tokenizer)
     return choice
 
 
