@@ -78,7 +78,6 @@ def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> int:
     for warning in proof.warnings:
         streams.info(args, f"warning: {warning}")
     before, after = proof.bytes
-    streams.info(args, f"{before / 1e6:,.0f} MB of weights became {after / 1e6:,.0f} MB")
     facts = {"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256, **more}
     facts |= {"bytes_before": before, "bytes_after": after}
     text = f"{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}"

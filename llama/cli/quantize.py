@@ -40,4 +40,6 @@ def run(args: argparse.Namespace) -> int:
     source = resolve(args.source, args.quiet)
     with convert.writing(args) as options:
         proof = quantize(source, args.target, args.scheme, **options)
+    before, after = proof.bytes
+    streams.info(args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme})")
     return convert.write_proof(args, proof, scheme=args.scheme)
