@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .text import Completion as Completion
     from .text import Llama as Llama
     from .tokenizer import Tokenizer as Tokenizer
-    from .tools.quantize import quantize as quantize
+    from .tools.convert import quantize as quantize
 
 # module -> the names it defines. Importing torch takes a second, and `clearllama --help` should not.
 _NAMES = {
@@ -48,7 +48,7 @@ _NAMES = {
     "sampling": ["SamplingParams"],
     "text": ["Completion", "Llama"],
     "tokenizer": ["Tokenizer"],
-    "tools.quantize": ["quantize"],
+    "tools.convert": ["quantize"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]

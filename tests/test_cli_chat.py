@@ -116,6 +116,7 @@ def questions(path: Path) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- a terminal
+@pytest.mark.parametrize("start", ["prompt_toolkit"], indirect=True)
 def test_a_pasted_text_is_one_turn_and_later_chats_remember_it(start: Start, letters: Path, tmp_path: Path) -> None:
     chat = start("-m", letters, *GREEDY, "-n", "3")
     chat.enter("\x1b[200~/one\r\ttwo\r\r  three\r\x1b[201~")
@@ -185,7 +186,7 @@ def talk(clearllama: Run, model: Path, *lines: str, args: tuple[str, ...] = (), 
 def test_a_full_context_drops_the_oldest_turns(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk"
     lines = (*(letter * 80 for letter in "bcd"), f"/save {saved}", f"/save {saved}")
-    done = talk(clearllama, tiny_gguf, *lines, args=("-n", "4", "--system", "the"), code=1)
+    done = talk(clearllama, tiny_gguf, *lines, args=("-q", "-n", "4", "--system", "the"), code=1)
     assert b"dropped the 1 oldest turn, the context is full" in done.stderr
     assert b"File exists" in done.stderr
     assert open_session(saved)[1]["messages"][0] == {"role": "system", "content": "the"}

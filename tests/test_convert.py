@@ -22,8 +22,7 @@ from llama.checkpoint import gguf_write, huggingface_write, open_checkpoint
 from llama.checkpoint.architectures import MODEL_TYPES
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.quant.gguf_types import MIXES
-from llama.tools.convert import convert
-from llama.tools.quantize import quantize
+from llama.tools.convert import convert, quantize
 
 from . import test_architectures, test_huggingface, tiny
 from .scripts import make_tiny
@@ -261,7 +260,7 @@ def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) 
     exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
     assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
     proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
-    assert any("already quantized; quantizing the original would lose less" in w for w in proof.warnings)
+    assert any("already quantized (Q4_0); quantizing" in w for w in proof.warnings)
 
 
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:
@@ -283,29 +282,16 @@ WRITERS: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path, writer: str) -> None:
+def test_an_existing_target_is_not_replaced(source: Path, tmp_path: Path, writer: str) -> None:
     write, target = WRITERS[writer], tmp_path / "new"
     write(source, target)
     before = files(target)
-    with pytest.raises(UsageError, match="exists already; name another target, or replace it with force=True"):
-        write(source, target)
-    (target / "config.json").write_text("x")
-    write(source, target, force=True, shards=2)
-    write(source, target, force=True)
-    assert files(target) == before
-    for other in (source, source.parent):
-        with pytest.raises(UsageError, match="is the source or contains it"):
-            write(source, other, force=True)
+    for other in (target, source):
+        with pytest.raises(UsageError, match="exists already; name another target, or remove it first"):
+            write(source, other)
     with pytest.raises(UsageError, match="is not in an existing folder"):
         write(source, tmp_path / "no" / "hf")
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="file is a file, which this conversion does not write; remove it first"):
-        write(source, tmp_path / "file", force=True)
-    with pytest.raises(UsageError, match="new is a folder, which"):
-        convert(source, target, "gguf", force=True)
-    (target / "thesis.txt").touch()
-    with pytest.raises(UsageError, match=r"new contains thesis\.txt, which"):
-        write(source, target, force=True)
+    assert files(target) == before
 
 
 # ----------------------------------------------------------------------------------------------------------- the proof

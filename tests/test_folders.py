@@ -10,7 +10,6 @@ from typing import NoReturn
 import pytest
 
 from llama.errors import UsageError
-from llama.system import folders
 from llama.system.folders import cache_folder, is_private, load_code
 
 NOBODY = 65534
@@ -84,7 +83,6 @@ def test_the_cache_folder_is_the_variable_or_in_the_home(tmp_path: Path, monkeyp
     monkeypatch.setenv("CLEARLLAMA_CACHE", "")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert tmp_path in cache_folder().parents
-    assert tmp_path in folders.state_folder().parents
 
     def unknown(path: Path) -> NoReturn:
         raise RuntimeError("Could not determine home directory.")

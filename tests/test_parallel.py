@@ -19,8 +19,7 @@ from llama.engine.compiled import CompiledRunner
 from llama.engine.parallel import RowParallel, ShardedCheckpoint, divides
 from llama.errors import UsageError
 from llama.hub.families import official
-from llama.tools.convert import convert
-from llama.tools.quantize import quantize
+from llama.tools.convert import convert, quantize
 
 from . import ranks, tiny
 

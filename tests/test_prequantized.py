@@ -29,7 +29,7 @@ from llama.quant.blocks import BlockFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
 from llama.system.documents import Fields
-from llama.tools.quantize import quantize
+from llama.tools.convert import quantize
 from llama.weights import read_quantized
 
 from .test_huggingface import compare, edit, tokens, write

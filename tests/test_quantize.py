@@ -31,8 +31,7 @@ from llama.quant import schemes
 from llama.quant.blocks import BlockFormat
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.quant.tiles import unpack
-from llama.tools.convert import convert
-from llama.tools.quantize import quantize
+from llama.tools.convert import convert, quantize
 from llama.weights import expected_shapes
 
 from . import test_huggingface, tiny

@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 from llama.cli import build_parser
 from llama.errors import CheckpointError
 from llama.hub import models as hub
-from llama.hub import repository
 from llama.tools.convert import convert
 from llama.tools.doctor import Finding
-from llama.tools.verify import WEIGHTS, find_files, format_of, verify
+from llama.tools.verify import WEIGHTS, find_files, verify
 
 from . import tiny
 from .scripts import make_tiny
@@ -92,7 +91,6 @@ def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
     assert {f.item for f in findings if f.group == "files"} >= {
         file.name for file in files_of(path) if file.suffix in WEIGHTS
     }
-    assert format_of(path) == {"meta": "Meta", "meta2": "Meta", "gguf": "GGUF"}.get(form, "Hugging Face")
     bare = {"meta2": [], "meta": ["tokenizer.model"], "hf": ["model.safetensors, tokenizer.json"]}
     if form in bare:
         assert [f.item for f in findings if f.status == "warn" and f.group == "sums"] == bare[form]
@@ -131,7 +129,7 @@ def test_missing_files_and_broken_links_are_found(copy: Copy, tmp_path: Path) ->
     (path / "consolidated.00.pth").unlink()
     (path / "params.json").unlink()
     (path / "params.json").symlink_to("blob")
-    found = failures(path, group="files")
+    found = failures(path, group="md5")
     assert {one.item for one in found} == {"params.json", "consolidated.00.pth"}
     assert all("checklist.chk lists it" in one.message for one in found)
     parts = [tmp_path / f"[x]-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
@@ -259,14 +257,16 @@ def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pyte
     assert " FAILED: " in last
     assert run(str(path), "--json") == 1
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["path", "format", "ok", "findings"]
-    assert (report["path"], report["format"], report["ok"]) == (str(path), "Meta", False)
+    assert list(report) == ["path", "ok", "findings"]
+    assert (report["path"], report["ok"]) == (str(path), False)
     assert len(report["findings"]) == len(lines)
     assert list(report["findings"][0]) == ["status", "group", "item", "message", "remedy"]
 
 
 def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "snapshot", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
+    monkeypatch.setattr(hub, "find_cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
     assert run("org/name") == 0
-    with pytest.raises(CheckpointError, match="there is no file, folder or downloaded model"):
+    with pytest.raises(
+        CheckpointError, match="there is no file, folder or complete local copy of 'org/other'; first run"
+    ):
         run("org/other")

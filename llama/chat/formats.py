@@ -93,11 +93,11 @@ def check_format(name: str, tokenizer: Tokenizer) -> None:
         )
 
 
-def check_template(template: str, tokenizer: Tokenizer, where: str) -> None:
+def check_template(template: str, tokenizer: Tokenizer) -> None:
     """Raise TemplateError unless a template can render a user message, including its text."""
     try:
         text = render(template, [{"role": "user", "content": "a message"}], tokenizer)
     except TemplateError as error:
-        raise TemplateError(f"{where}: {error}") from error
+        raise TemplateError(f"the chat template: {error}") from error
     if "a message" not in text:
-        raise TemplateError(f"{where} is not a chat template: the text that it renders does not contain the message")
+        raise TemplateError("the chat template is not one: the text that it renders does not contain the message")

@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from ..checks import integer, is_integer
+from ..checks import integer, is_integer, shown
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
 from ..rope_scaling import reach
-from ..system.documents import Fields, describe
+from ..system.documents import Fields
 
 
 class ModelType(NamedTuple):
@@ -71,7 +71,7 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
     """The value of a key that names the architecture. Raises ConfigError unless it is one of `kinds`."""
     kind = fields.get(key, object, None)
     if not isinstance(kind, str) or kind not in kinds:
-        found = f"{fields.where}: {key} is {describe(kind)}"
+        found = f"{fields.where}: {key} is {shown(kind)}"
         raise ConfigError(f"{found}; only {', '.join(kinds)} can be run; try transformers, vLLM or llama.cpp")
     return kind
 
@@ -113,7 +113,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         types, full = fields.get("layer_types", list, None), fields.get("max_window_layers", int, 28)
         used = fields.get("use_sliding_window", bool, False)
         if types is not None and any(type not in (FULL, SLIDING) for type in types):
-            raise ConfigError(f"{fields.where}: layer_types must be {FULL} or {SLIDING}, got {describe(types)}")
+            raise ConfigError(f"{fields.where}: layer_types must be {FULL} or {SLIDING}, got {shown(types)}")
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
         window = window if slides and used else None
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import integer, is_integer
+from ..checks import integer, is_integer, shown
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
 from ..quant.blocks import Blocks
@@ -26,7 +26,7 @@ from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
-from ..system.documents import LARGEST, Fields, describe, read_json, refuse_mistakes, size_of, utf8_name
+from ..system.documents import LARGEST, Fields, read_file, read_json, refuse_mistakes, size_of
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
@@ -95,7 +95,6 @@ class StoredTensor:
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a torch file if it has another suffix. Raises CheckpointError."""
-    size_of(path)  # refuses a pipe, which would block
     if path.suffix != ".safetensors":
         tensors = read_torch(path)
         return {
@@ -104,9 +103,9 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         }
     from safetensors import SafetensorError, safe_open
 
+    size_of(path)  # refuses a pipe, which would block
     try:
-        with utf8_name(path) as name:
-            file: Any = safe_open(name, framework="pt")
+        file: Any = safe_open(str(path), framework="pt")
         metadata, headers = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
@@ -144,7 +143,7 @@ def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
     for file in weight_map.values():
         # A path could lead outside the folder. Links inside the folder are allowed: caches consist of them.
         if not isinstance(file, str) or not re.fullmatch(r"[\w\-+ ][\w.\-+ ]*", file):
-            raise CheckpointError(f"{where}: {describe(file)} is not a plain file name")
+            raise CheckpointError(f"{where}: {shown(file)} is not a plain file name")
     opened = {file: open_file(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in opened[file]:
@@ -160,7 +159,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     defaults = MODEL_TYPES[kind]
     for key, allowed in MUST_BE.items():
         if (value := fields.get(key, object, None)) not in (None, *allowed):
-            raise ConfigError(f"{where}: {key} is {describe(value)}, which no LLaMA has; try transformers or vLLM")
+            raise ConfigError(f"{where}: {key} is {shown(value)}, which no LLaMA has; try transformers or vLLM")
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
     theta, scaling, warnings = _read_rope(fields, defaults.theta)
@@ -199,7 +198,7 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
         for key, value in source.items():
             key = "rope_type" if key == "type" else key  # of transformers before 4.43
             if value is not None and merged.setdefault(key, value) != value:
-                raise ConfigError(f"{fields.where}: {key} is both {describe(merged[key])} and {describe(value)}")
+                raise ConfigError(f"{fields.where}: {key} is both {shown(merged[key])} and {shown(value)}")
     length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
     scaling, where = Fields(merged, fields.where), fields.where
     theta, kind = scaling.get("rope_theta", float, default_theta), scaling.get("rope_type", str, "default")
@@ -221,14 +220,14 @@ class HuggingFaceCheckpoint(Checkpoint):
     suffixes: tuple[str, ...] = ()  # of tensors that store a quantized matrix, beside or in place of its `weight`
     unused: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of the names of tensors that are not weights
 
-    def __init__(self, folder: Path):
-        self.path = folder
-        self.settings = read_json(folder / CONFIG)
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        """settings: the content of config.json."""
+        self.path, self.settings = folder, settings
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
-        self.generation = _read_optional(folder / "generation_config.json")
+        self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
-        self.tokenizer_settings = _read_optional(folder / "tokenizer_config.json")
+        self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
         self.chat_template = self._chat_template()
         tensors = open_weights(folder)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
@@ -266,7 +265,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         from ..tokenizer import Named, open_tokenizer
 
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
-        settings = self.tokenizer_settings or _read_optional(path.with_name("tokenizer_config.json"))
+        settings = self.tokenizer_settings or read_optional(path.with_name("tokenizer_config.json"))
         template = self.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
         return open_tokenizer(path, settings, Named(self._ids("bos_token_id"), self._ids("eos_token_id"), text))
@@ -317,7 +316,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             value = source.get(key)
             ids = [id for id in (value if isinstance(value, list) else [value]) if id is not None]
             if not all(map(is_integer, ids)):
-                raise ConfigError(f"{self.path / name}: {key} must be an id or a list of ids, got {describe(value)}")
+                raise ConfigError(f"{self.path / name}: {key} must be an id or a list of ids, got {shown(value)}")
             found += [id for id in ids if id >= 0]  # -1 in some files: no such token
         return found
 
@@ -338,7 +337,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         """The chat template, or several by name. Files of their own replace those in tokenizer_config.json."""
         files = {"default": self.path / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))}
-        templates = {name: _read_template(path) for name, path in files.items() if path.is_file()}
+        templates = {name: _read_template(path) for name, path in files.items() if path.exists()}
         if not templates:
             fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
             if not isinstance(listed := fields.get("chat_template", object, None), list):
@@ -348,14 +347,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
+def read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
 def _read_template(path: Path) -> str:
-    if size_of(path) > LARGEST:
-        raise CheckpointError(f"{path} has {size_of(path):,} bytes, expected at most {LARGEST:,}")
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, LARGEST).decode()
     except UnicodeDecodeError:
         raise DamagedError(f"{path} is not UTF-8") from None

@@ -8,6 +8,7 @@ memory holds the model and one more weight. Sources: meta-llama/llama, llama3 an
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from ..tokenizer import Tokenizer
 from . import base
 from .architectures import SCALED_ROPE
 from .base import FLOATS, META_NAMES, Checkpoint
-from .meta_quant import SUFFIXES, dequantize, hadamard
 from .torchfile import read_torch
 
 PARAMS = "params.json"
@@ -40,6 +40,9 @@ NO_EFFECT = {"max_batch_size", "lora_args", "vision_chunk_size", "vision_max_num
 SMALL_32 = {(2048, 16), (3072, 28)}
 CONTEXTS = {500000.0: 8192, 1000000.0: 16384}  # by theta: Llama 3, Code Llama
 ALL = slice(None)
+# How the 4-bit files of Llama 3.2 (QLoRA and SpinQuant) are quantized, and the parts of a weight in them
+SCHEME = "int4_weight_int8_dynamic_activation"
+SUFFIXES = (".weight", ".scales", ".zeros", ".adaptor.A.weight", ".adaptor.B.weight")
 SOME_ROWS = 256  # of embedding and output, which are compared in parts: in most models the first rows differ
 
 
@@ -251,29 +254,16 @@ class MetaCheckpoint(Checkpoint):
         return tied
 
 
-def read_params(file: Path) -> ModelConfig:
-    """The architecture by a params.json. Raises ConfigError if only the weights have a size, as in Llama 2."""
-    return _config(_unwrapped(file))
-
-
 def _config(
-    params: Fields,
-    n_kv_heads: int | None = None,
-    hidden_dim: int | None = None,
-    vocab_size: int = -1,
-    tied: bool = False,
-    float16: bool = False,
+    params: Fields, n_kv_heads: int, hidden_dim: int, vocab_size: int, tied: bool, float16: bool
 ) -> ModelConfig:
     """The architecture by params.json. The other arguments come from the weights, for what params.json does not state.
 
     float16: the dtype of LLaMA 1, which has a context of 2,048 tokens. That of Llama 2 is 4,096.
     """
     dim, n_layers, n_heads, head_dim = _sizes(params)
-    hidden_dim = _hidden_dim(params, dim) or hidden_dim
     if params.get("vocab_size", int, -1) != -1:  # -1 in Llama 2: the tokenizer's
         vocab_size = params.get("vocab_size", int)
-    if hidden_dim is None or vocab_size == -1:
-        raise ConfigError(f"{params.where} does not state all sizes; name the folder with the weights")
     scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0)
     small = tied or (dim, n_layers) in SMALL_32
     factor = params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
@@ -282,9 +272,9 @@ def _config(
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=params.get("n_kv_heads", int, n_heads) if n_kv_heads is None else n_kv_heads,
+        n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        hidden_dim=hidden_dim,
+        hidden_dim=_hidden_dim(params, dim) or hidden_dim,
         vocab_size=vocab_size,
         norm_eps=params.get("norm_eps", float, 1e-5),
         rope_theta=theta,
@@ -328,3 +318,41 @@ def _unwrapped(file: Path) -> Fields:
     values = read_json(file)
     inner = values.get("model")
     return Fields(inner if isinstance(inner, dict) else values, PARAMS)
+
+
+# ------------------------------------------------------------------------------------------------- quantized weights
+# Linear layers of the blocks are 4-bit integers in int8 with a scale per group of a row; embedding and output are int8
+# with a scale per row. QLoRA adds a low-rank product. Meta's code also quantizes the activations to 8 bits; this code
+# does not, so its results are closer to the unquantized model. Source: llama-models, quantization/loader.py.
+def dequantize(shard: Mapping[str, Tensor], name: str, params: Fields, where: str) -> Tensor:
+    """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
+    if (scheme := params.get("quantization_args", dict, {}).get("scheme")) != SCHEME:
+        raise CheckpointError(f"{where}: {name} is int8, but quantization_args.scheme is {scheme!r:.60}, not {SCHEME}")
+    quants, scales, zeros, down, up = (shard.get(name + suffix) for suffix in SUFFIXES)
+    if quants is None or scales is None or (down is None) != (up is None):
+        raise DamagedError(f"{where}: the scales of {name} or one of its two adaptors are missing")
+    try:
+        out, width = quants.shape
+        groups = quants.float().reshape(out, scales.numel() // out, -1)  # (out, groups, width / groups)
+        if zeros is not None:
+            groups = groups - zeros.float().reshape(out, -1, 1)
+        weight = (groups * scales.float().reshape(out, -1, 1)).reshape(out, width)
+        if down is None or up is None:
+            return weight
+        scale = Fields(params.get("lora_args", dict, {}), f"{where}: lora_args").get("scale", float)
+        return weight + scale * (up.float() @ down.float())
+    except (RuntimeError, ZeroDivisionError):
+        raise DamagedError(f"{where}: the shapes of the parts of {name} do not match") from None
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x H along the last axis, H the orthonormal Hadamard matrix in Sylvester's order; the length is a power of two."""
+    n = x.shape[-1]
+    if n & (n - 1):
+        raise CheckpointError(f"SpinQuant needs a feed-forward width that is a power of two, got {n}")
+    y, half = x.float(), 1
+    while half < n:
+        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)  # neighbouring blocks
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+        half *= 2
+    return y / n**0.5

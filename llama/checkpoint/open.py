@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
-from ..system.documents import read_json, refuse_mistakes, size_of
-from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
+from ..system.documents import Fields, read_json, refuse_mistakes, size_of
+from ..tokenizer import Tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized
 from .architectures import window_warnings
 from .base import Checkpoint
@@ -47,20 +47,21 @@ def read_tokenizer(path: Path) -> Tokenizer:
         checkpoint = open_checkpoint(path)
     except CheckpointError:
         for file in [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]:
-            if file.is_file() and is_tokenizer(file):
-                settings = file.with_name("tokenizer_config.json")
-                return open_tokenizer(file, read_json(settings) if settings.is_file() else None)
+            if file.is_file() and file.suffix != ".gguf":
+                return open_tokenizer(file, huggingface.read_optional(file.with_name("tokenizer_config.json")))
         raise
     return checkpoint.tokenizer()
 
 
 def _hugging_face(folder: Path) -> Checkpoint:
     """The reader of a Hugging Face folder that its quantization requires."""
-    scheme = prequantized.read_scheme(folder)
-    if scheme is None:
-        return huggingface.HuggingFaceCheckpoint(folder)
-    own = scheme.values.get("quant_method") == quantized.METHOD
-    return quantized.QuantizedCheckpoint(folder, scheme) if own else prequantized.PrequantizedCheckpoint(folder, scheme)
+    file, key = folder / huggingface.CONFIG, "quantization_config"
+    settings = read_json(file)
+    if (found := Fields(settings, str(file)).get(key, dict, None)) is None:
+        return huggingface.HuggingFaceCheckpoint(folder, settings)
+    own = found.get("quant_method") == quantized.METHOD
+    reader = quantized.QuantizedCheckpoint if own else prequantized.PrequantizedCheckpoint
+    return reader(folder, settings, Fields(found, f"{file}: {key}"))
 
 
 # (whether a path has this format, its reader); the first that fits is used
@@ -74,6 +75,9 @@ FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
 def _open(path: Path) -> Checkpoint:
     if not path.is_dir():
         return _open_file(path)
+    for file in path.iterdir():  # an incomplete snapshot of the hub's cache: without this file, answers would differ
+        if file.suffix in (".json", ".jinja", ".model") and not file.exists():
+            raise CheckpointError(f"{file} is a link to a missing file; complete the download")
     if readers := _readers(path):
         checkpoint = readers[0](path)
         if len(readers) > 1:

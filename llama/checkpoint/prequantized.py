@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..checks import integer, is_integer
+from ..checks import integer, is_integer, shown
 from ..errors import CheckpointError, ConfigError
 from ..quant.matrices import Integers, Matrix, repeated, unpack_rows_of_words, unpack_words
-from ..system.documents import Fields, describe, parse_json, read_json
-from .huggingface import CONFIG, HuggingFaceCheckpoint, StoredTensor
+from ..system.documents import Fields, parse_json
+from .huggingface import HuggingFaceCheckpoint, StoredTensor
 
 FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
 INSTEAD = "run it with vLLM, or get the weights in BF16"
@@ -67,7 +67,7 @@ def _choice(fields: Fields, key: str, allowed: Sequence[Any]) -> Any:
     value = value.lower() if isinstance(value, str) else value
     if value not in allowed:
         choices = ", ".join(map(str, allowed))
-        raise ConfigError(f"{fields.where}: {key} is {describe(value)}; supported: {choices}; {INSTEAD}")
+        raise ConfigError(f"{fields.where}: {key} is {shown(value)}; supported: {choices}; {INSTEAD}")
     return value
 
 
@@ -75,7 +75,7 @@ def _refuse(fields: Fields, *keys: str) -> None:
     """Raise ConfigError if one of these entries, which change what is stored, is set."""
     for key in keys:
         if value := fields.get(key, object, None):
-            raise ConfigError(f"{fields.where}: {key} is {describe(value)}, expected none; {INSTEAD}")
+            raise ConfigError(f"{fields.where}: {key} is {shown(value)}, expected none; {INSTEAD}")
 
 
 def _group_size(fields: Fields, key: str) -> int:
@@ -195,7 +195,7 @@ def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
     """Rows and columns of a block, from a list of both; empty if there are no blocks."""
     sizes = fields.get(key, list, [])
     if len(sizes) not in (0, 2) or not all(is_integer(size) and 0 < size < 2**31 for size in sizes):
-        raise ConfigError(f"{fields.where}: {key} must be two sizes above 0, got {describe(sizes)}")
+        raise ConfigError(f"{fields.where}: {key} must be two sizes above 0, got {shown(sizes)}")
     return [(sizes[0], sizes[1])] if sizes else []
 
 
@@ -272,8 +272,6 @@ class CompressedTensors(Method):
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
-
-
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -309,7 +307,7 @@ class BitsAndBytes(Method):
         offset = fields.get("nested_offset", float) if nested else 0.0
         sizes = (*shape, block, inner)
         if len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in sizes) or shape[1] % 2:
-            raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {describe(list(sizes))}")
+            raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {shown(list(sizes))}")
         rows, columns = shape
         weight, blocks = layer["weight"], -(-rows * columns // block)
         if weight.read().nbytes != rows * columns // 2:
@@ -343,15 +341,6 @@ METHODS: dict[str, type[Method]] = {
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
-
-
-def read_scheme(folder: Path) -> Fields | None:
-    """The description of the quantization; None if there is none. Raises CheckpointError, ConfigError."""
-    settings = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    scheme = settings.get("quantization_config", dict, None)
-    return None if scheme is None else Fields(scheme, f"{settings.where}: quantization_config")
-
-
 class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     """A folder with quantized weights. See Checkpoint for the members."""
 
@@ -360,13 +349,13 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
     )  # fmt: skip
 
-    def __init__(self, folder: Path, scheme: Fields):
+    def __init__(self, folder: Path, settings: dict[str, Any], scheme: Fields):
         if (kind := scheme.get("quant_method", str)) not in METHODS:
             raise ConfigError(f"{scheme.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
         self._method = METHODS[kind](scheme)
         self.format = f"Hugging Face, quantized by {self._method.name}"
         self.suffixes = self._method.tensors
-        super().__init__(folder)
+        super().__init__(folder, settings)
 
     def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
         for suffix, tensor in stored.items():

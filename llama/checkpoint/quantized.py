@@ -44,11 +44,11 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     layout = LAYOUT
     suffixes = ("tiles",)
 
-    def __init__(self, folder: Path, scheme: Fields):
+    def __init__(self, folder: Path, settings: dict[str, Any], scheme: Fields):
         self.scheme = scheme.get("scheme", str)
         if (scheme.get("format_version", int), scheme.get("layout", str)) != (VERSION, LAYOUT):
             raise ConfigError(f"{scheme.where} is not of version {VERSION}; quantize the source again")
-        super().__init__(folder)
+        super().__init__(folder, settings)
 
     @property
     def about(self) -> Mapping[str, Any]:

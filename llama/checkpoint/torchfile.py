@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, LlamaError
-from ..system.documents import refuse_mistakes, size_of, utf8_name
+from ..system.documents import refuse_mistakes, size_of
 
 ZIP = b"PK\x03\x04"  # the first bytes of an archive, torch's format since version 1.6
 LARGEST_PICKLE = 2**22  # bytes; the names and shapes of a model of 405B parameters take 0.2 million
@@ -41,8 +41,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         refuse_mistakes(path, start)
         if not start.startswith(ZIP):
             raise CheckpointError(f"{path} is not in the format of torch 1.6 or later; save it again with torch.save")
-        with utf8_name(path) as name:
-            return _read_archive(name, path)
+        return _read_archive(path)
     except LlamaError:
         raise
     except Exception as error:  # of a dozen kinds; torch wraps some in a text that recommends weights_only=False
@@ -50,9 +49,9 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         raise DamagedError(f"torch.load can't read {path} ({type(cause).__name__}: {cause!s:.120})") from None
 
 
-def _read_archive(name: str, path: Path) -> dict[str, Tensor]:
-    records = read_records(name, path)
-    reader: Any = torch._C.PyTorchFileReader(name)  # that of torch.load, so that both see the same pickle and offsets
+def _read_archive(path: Path) -> dict[str, Tensor]:
+    records = read_records(path)
+    reader: Any = torch._C.PyTorchFileReader(str(path))  # torch.load's, so that both see the same pickle
     content = reader.get_record("data.pkl")
     crc = records["data.pkl"].CRC
     if crc and zlib.crc32(content) != crc:  # 0: written without checksums
@@ -60,7 +59,7 @@ def _read_archive(name: str, path: Path) -> dict[str, Tensor]:
     if "byteorder" in records and reader.get_record("byteorder") != b"little":  # torch would swap bytes in the mapping
         raise CheckpointError(f"{path} is from a big-endian machine; save it again on a little-endian one")
     _check_pickle(content, path)
-    tensors = _dense_tensors(torch.load(name, "cpu", mmap=True, weights_only=True), path)
+    tensors = _dense_tensors(torch.load(path, "cpu", mmap=True, weights_only=True), path)
 
     # Each storage of the tensors must be one record. The file is mapped as a whole: addresses follow the offsets.
     storages = {s.data_ptr(): s.nbytes() for t in tensors.values() if (s := t.untyped_storage()).nbytes()}
@@ -73,9 +72,9 @@ def _read_archive(name: str, path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_records(name: str | Path, path: Path) -> dict[str, zipfile.ZipInfo]:
+def read_records(path: Path) -> dict[str, zipfile.ZipInfo]:
     """The records of an archive, without their folder. Raises CheckpointError for what a mapping would read wrongly."""
-    with zipfile.ZipFile(name) as archive:
+    with zipfile.ZipFile(path) as archive:
         found = archive.infolist()
     records = {info.filename.partition("/")[2]: info for info in found}
     if len({record.lower() for record in records}) < len(found):  # torch.load ignores case

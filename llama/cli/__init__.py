@@ -42,6 +42,7 @@ SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenM
 REMOVED = {  # command and options that were removed -> what to do instead
     "clearllama --print-completion": "shtab prints a script: shtab --shell bash llama.cli.build_parser",
     "generate --fresh": "delete the output file to start over",
+    "generate --suffix": "vLLM and llama.cpp fill in the middle with Code Llama",
     "generate --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
     "chat --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
     "chat --drop-oldest": "chat always drops the oldest turns when the context is full",
@@ -49,6 +50,8 @@ REMOVED = {  # command and options that were removed -> what to do instead
     "plan --gpu-flops --gpu-link --gpu-network": "plan computes with the bandwidth of the GPUs only",
     "plan --gpus-per-host --tensor-parallel --pipeline-parallel": "plan divides the bytes evenly over the GPUs",
     "convert --modelfile": "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
+    "convert --force": "remove the target first",
+    "quantize --force": "remove the target first",
     "pull --meta": "Meta's own files are in the folder original: clearllama pull ORG/NAME/original",
     "verify --checksums": "sha256sum -c FILE compares a list of your own",
     "verify --tensors": "a run names the first weight that is not finite; verify compares checksums",

@@ -70,17 +70,16 @@ def run(args: argparse.Namespace) -> int:
         return converse(args, chat)
 
 
-def history_folder(args: argparse.Namespace) -> Path | None:
-    """The folder of the input history; None with --no-history, or if it can't be written."""
-    from ..system.folders import state_folder
-    from ..system.temporary import check_writable
+def history_file(args: argparse.Namespace) -> Path | None:
+    """The file of the input history; None with --no-history, or if it can't be written."""
+    import platformdirs
 
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the home folder is not known
         if not args.no_history:
-            folder = state_folder()
+            folder = platformdirs.user_state_path("clearllama").expanduser()
             folder.mkdir(0o700, parents=True, exist_ok=True)
-            check_writable(folder)
-            return folder
+            (folder / "chat-history").touch(0o600)
+            return folder / "chat-history"
     return None
 
 
@@ -88,7 +87,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
     """Answer turns until the input ends or the user leaves. Returns 1 if a turn from a pipe failed."""
     read: Callable[[], str] = partial(turns.read_lines, turns.piped_line)
     if not chat.piped and (args.world is None or args.world.rank == 0):
-        read = turns.line_editor(re.findall(r"^/\w+", HELP, re.MULTILINE), history_folder(args))
+        read = turns.line_editor(re.findall(r"^/\w+", HELP, re.MULTILINE), history_file(args))
     failed = False
     while not chat.left:
         text, is_command = "", False
@@ -175,7 +174,8 @@ class Chat:
         if len(fewer) >= context:
             return messages, prompt
         count = starts.index(start) + 1
-        streams.info(self.args, f"dropped the {count} oldest turn{'s' * (count > 1)}, the context is full")
+        turns = f"{count} oldest turn{'s' * (count > 1)}"
+        streams.write_stderr(f"clearllama: dropped the {turns}, the context is full")  # also with --quiet
         return shorter, fewer
 
     # -------------------------------------------------------------------------------------------------- commands

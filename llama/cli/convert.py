@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     source = resolve(args.source, args.quiet)
     with writing(args) as options:
         proof = convert(source, args.target, args.to, dtype=dtype, quantize=args.quantize, **options)
-    write_proof(args, proof)
-    return 0
+    return write_proof(args, proof)
 
 
 # ----------------------------------------------------------------------------------------- shared with quantize
@@ -57,30 +56,30 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
         arguments.ADAPTER,
         arguments.TOKENIZER,
         ("--chat-template", "NAME|FILE", template, {"default": "auto"}),
-        ("--force", None, "replace an existing target"),
     )
     arguments.add_output_options(parser, json="the result as one JSON object")
 
 
 @contextlib.contextmanager
 def writing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Their values and a progress bar, as keyword arguments of tools.convert and tools.quantize."""
+    """Their values and a progress bar, as keyword arguments of tools.convert."""
     from ..chat import TEMPLATES
 
     template = args.chat_template
     if template not in ("auto", "none", *TEMPLATES):
         template = streams.read_text(Path(template))
-    options = {"shards": args.shards, "adapters": args.adapter, "tokenizer": args.tokenizer, "force": args.force}
+    options = {"shards": args.shards, "adapters": args.adapter, "tokenizer": args.tokenizer}
     with streams.progress(args.quiet, "weight") as show:
         yield {**options, "chat_template": template, "progress": show}
 
 
-def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> None:
+def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> int:
     """Write the result. more: further keys of the JSON object."""
     for warning in proof.warnings:
         streams.info(args, f"warning: {warning}")
+    before, after = proof.bytes
     facts = {"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256, **more}
-    text = (
-        f"{proof.path}\n{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}\n"
-    )
-    streams.show(args, facts, text)
+    facts |= {"bytes_before": before, "bytes_after": after}
+    text = f"{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}"
+    streams.show(args, facts, f"{proof.path}\n{text}\n")
+    return 0

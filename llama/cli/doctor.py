@@ -20,5 +20,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
-    findings = examine(not args.no_self_test)
-    return tables.report(findings, args.json, lambda: {"clearllama": __version__})
+    return tables.report(examine(not args.no_self_test), args.json, {"clearllama": __version__})

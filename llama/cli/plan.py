@@ -7,6 +7,7 @@ sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too litt
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from . import arguments, loading, streams, tables
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..config import ModelConfig
-    from ..tools.model_facts import Bits
 
 AS_STORED = "as stored"
 
@@ -27,7 +27,7 @@ def gigabytes(text: str) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    model = "an official model, such as llama-3-8b (see configs/), a config.json, a params.json or a checkpoint"
+    model = "an official model, such as llama-3-8b (see configs/), a config.json or a checkpoint"
     gpus = "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory"
     dtypes = "of weights, keys and values (default: bfloat16, on cpu that of 'generate'; a quantized file: as stored)"
     arguments.add(
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..engine.runtime import pick_dtype
     from ..tools import plan
-    from ..tools.model_facts import stored_bits
+    from ..weights import memory_footprint, plan_weights
 
     count, gpu = plan.parse_gpus(args.gpus, args.gpu_memory, args.gpu_bandwidth)
     name, config, checkpoint = architecture(args.model)
@@ -58,24 +58,26 @@ def run(args: argparse.Namespace) -> int:
     if on_cpu and not args.dtype:
         dtype = str(pick_dtype(None, torch.device("cpu"))).removeprefix("torch.")
     size = plan.DTYPE_BYTES[dtype]
-    stored = None if checkpoint is None else stored_bits(checkpoint, 8 * size, on_cpu)
-    weights: dict[str | None, Bits] = {AS_STORED: stored} if stored else {}
+    sizes: dict[str | None, Mapping[str, float]] = {}
+    if checkpoint is not None:
+        device = torch.device("cpu" if on_cpu else "cuda")
+        stored = plan_weights(checkpoint, lambda _: device, None, keep_blocks=True)
+        if any(weight.format for weight in stored.values()):
+            kept = {w.source: memory_footprint(checkpoint, w, getattr(torch, dtype)) for w in stored.values()}
+            sizes[AS_STORED] = kept
     for scheme in dict.fromkeys((None, "int8", "int4", args.quantize)):
-        weights[scheme] = plan.scheme_bits(scheme, size, config.tie_embeddings)
-    kind = AS_STORED if stored and not (args.quantize or args.dtype) else args.quantize
+        sizes[scheme] = plan.weight_bytes(config, scheme, size)
+    kind = args.quantize if args.quantize or args.dtype or AS_STORED not in sizes else AS_STORED
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
-    request = plan.Run(config, weights[kind], args.batch, context, count, size, args.kv_cache)
-    facts: dict[str, Any] = {"model": name, "dtype": dtype, "quantize": kind, "stored": None, "dequantized": []}
-    if stored:
-        facts |= {"stored": list(stored.types), "dequantized": list(stored.dequantized)}
-    facts |= plan.plan(request, gpu, weights)
+    request = plan.Run(config, sizes[kind], args.batch, context, count, size, args.kv_cache)
+    facts = {"model": name, "dtype": dtype, "quantize": kind, **plan.plan(request, gpu, sizes)}
     streams.show(args, facts, text(facts))
     return 0 if facts["fits"] else 1
 
 
 def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
     """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
-    from ..checkpoint import huggingface, meta, open_checkpoint
+    from ..checkpoint import huggingface, open_checkpoint
     from ..hub import resolve
     from ..hub.families import official
     from ..system.documents import read_json
@@ -84,9 +86,7 @@ def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
     if name in official() and not path.exists():
         return name, official()[name], None
     if path.suffix == ".json":
-        meta_file = path.name == "params.json"
-        config = meta.read_params(path) if meta_file else huggingface.read_config(read_json(path), str(path))[0]
-        return path.resolve().parent.name, config, None
+        return path.resolve().parent.name, huggingface.read_config(read_json(path), str(path))[0], None
     try:
         checkpoint = open_checkpoint(resolve(name, fetch=False))
     except CheckpointError as error:
@@ -96,29 +96,21 @@ def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
 
 def text(facts: dict[str, Any]) -> str:
     """The facts as a table."""
-    from ..tools.plan import REACHED
-
     gpu, dtype, decode = facts["gpu"], facts["dtype"], facts["decode"]
     size = {name.replace("_", " "): f"{count / 1e9:.2f}" for name, count in facts["memory"].items()}
     total, of = size.pop("total"), size.pop("of")
     keys = dtype if facts["kv_cache"] == "model" else facts["kv_cache"]
-    weights = facts["quantize"] or dtype
-    if facts["stored"]:
-        weights += f" (file: {', '.join(facts['stored'])})"
-    if facts["quantize"] == AS_STORED and facts["dequantized"]:
-        weights += f"; a GPU dequantizes {', '.join(facts['dequantized'])}"
     shape = "{batch:,} x {context:,}".format(**facts)
     fits = "no" + (f"; fewest GPUs: {facts['smallest']['gpus']}" if facts["smallest"] else "")
     if facts["fits"]:
         fits = "yes, up to {largest_batch:,} x {context:,} or {batch:,} x {largest_context:,} tokens".format(**facts)
     speed = "not estimated: add --gpu-bandwidth" if facts["fits"] else "none"
     if decode:
-        speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total; programs reach"
-        speed += f" {REACHED[0]:.0%} to {REACHED[1]:.0%} of this bound"
+        speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),
-        ("weights", f"{weights}; keys and values {keys}"),
+        ("weights", f"{facts['quantize'] or dtype}; keys and values {keys}"),
         ("memory", f"{total} GB on each GPU: {', '.join(f'{name} {part}' for name, part in size.items())}"),
         ("fits", fits),
         ("speed", speed),

@@ -7,7 +7,6 @@ Every tensor is read back and compared before the target appears, so the target 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from ..errors import UsageError
@@ -35,16 +34,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
-    from ..checkpoint import open_checkpoint
     from ..hub import resolve
-    from ..tools.quantize import quantize
+    from ..tools.convert import quantize
 
-    source, started = resolve(args.source, args.quiet), time.perf_counter()
-    before = sum(open_checkpoint(source).parts.values())
+    source = resolve(args.source, args.quiet)
     with convert.writing(args) as options:
         proof = quantize(source, args.target, args.scheme, **options)
-    after = sum(open_checkpoint(proof.path).parts.values())
-    sizes, seconds = f"{before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB", time.perf_counter() - started
-    streams.info(args, f"quantized {sizes} of weights ({args.scheme}) in {seconds:.1f} s")
-    convert.write_proof(args, proof, scheme=args.scheme, bytes_before=before, bytes_after=after)
-    return 0
+    before, after = proof.bytes
+    streams.info(args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme})")
+    return convert.write_proof(args, proof, scheme=args.scheme)

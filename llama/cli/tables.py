@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import streams
@@ -20,7 +20,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def report(findings: Iterable[Finding], as_json: bool, facts: Callable[[], dict[str, Any]]) -> int:
+def report(findings: Iterable[Finding], as_json: bool, facts: dict[str, Any]) -> int:
     """Print each finding as soon as it is known, and a summary; or one JSON object. Returns the exit code.
 
     facts  the other entries of the JSON object, except "ok"
@@ -35,7 +35,7 @@ def report(findings: Iterable[Finding], as_json: bool, facts: Callable[[], dict[
             streams.write(streams.one_line(line) + "\n")
     counts = Counter(finding.status for finding in found)
     if as_json:
-        streams.write_json({**facts(), "ok": not counts["fail"], "findings": [finding._asdict() for finding in found]})
+        streams.write_json({**facts, "ok": not counts["fail"], "findings": [finding._asdict() for finding in found]})
     else:
         others = ", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "note") if counts[status])
         streams.write(f"{counts['fail']} FAILED: {others}\n" if counts["fail"] else f"nothing failed: {others}\n")

@@ -1,6 +1,7 @@
 '''The turns of a chat, typed at a terminal or read from a pipe: messages of one or more lines, and /commands.
 
-A line is one turn; text pasted at a terminal is one, too. Lines between """ and """ are one message.
+A line is one turn; with prompt_toolkit, text pasted at a terminal is one, too. Lines
+between """ and """ are one message.
 '''
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def piped_line(prompt: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------- a terminal
 def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], str]:
-    """A function that reads a turn: with prompt_toolkit if it is installed, else with readline. Tab completes commands.
+    """A function that reads a turn. With prompt_toolkit, Tab completes commands, and a pasted text is one turn.
 
-    history  the folder of the input history, or None
+    history  the file of the input history, or None
     """
     try:
         from prompt_toolkit import PromptSession
@@ -70,10 +71,7 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
         from prompt_toolkit.history import FileHistory
         from prompt_toolkit.output import create_output
     except ImportError:
-        return partial(read_lines, _readline(commands, history))
-    if history is not None:
-        history /= "chat-history"
-        history.touch(0o600)
+        return partial(read_lines, _input)
     session: PromptSession[str] = PromptSession(
         "> ",
         multiline=Condition(lambda: not is_complete(session.default_buffer.text)),
@@ -87,27 +85,9 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
     return session.prompt
 
 
-def _readline(commands: Sequence[str], history: Path | None) -> Callable[[str], str]:
-    """An editor for one line, with readline if Python has it."""
-    save: Callable[[], object] = bool
-    with contextlib.suppress(ImportError):  # Windows has no readline
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one turn
-        readline.parse_and_bind("tab: complete")
-        readline.set_completer_delims("\n")
-        readline.set_completer(lambda text, n: [*(name for name in commands if name.startswith(text)), None][n])
-        if history is not None:
-            path = history / "chat-history.readline"
-            with contextlib.suppress(FileNotFoundError):
-                readline.read_history_file(path)
-            readline.set_history_length(1000)
-            save = partial(readline.write_history_file, path)
-
-    def read_line(prompt: str) -> str:
-        with contextlib.redirect_stdout(sys.stdout if sys.stdout.isatty() else sys.stderr):
-            line = input(prompt)
-        save()
-        return line
-
-    return read_line
+def _input(prompt: str) -> str:
+    """A line, edited with readline if Python has it."""
+    with contextlib.suppress(ImportError):  # Windows
+        import readline  # noqa: F401
+    with contextlib.redirect_stdout(sys.stdout if sys.stdout.isatty() else sys.stderr):
+        return input(prompt)

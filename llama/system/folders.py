@@ -1,4 +1,4 @@
-"""The cache folder: models and compiled code that the program can download or build again; and the state folder."""
+"""The cache folder: models and compiled code that the program can download or build again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,6 @@ def cache_folder() -> Path:
         return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
     except RuntimeError:  # HOME is not set and the system does not know this user
         raise UsageError("the home folder is not known; set HOME, or CLEARLLAMA_CACHE to a writable folder") from None
-
-
-def state_folder() -> Path:
-    """The user's state folder on this operating system. Raises RuntimeError if the home folder is not known."""
-    import platformdirs
-
-    return Path(platformdirs.user_state_dir("clearllama")).expanduser()
 
 
 def is_private(folder: Path) -> bool:

@@ -44,28 +44,13 @@ def write_atomically(target: Path, content: bytes) -> None:
 
 
 def replace(made: Path, target: Path) -> None:
-    """Rename a finished file or folder to its target on the same disk. It gets the permissions of the old one.
-
-    A folder can't be replaced in one step: the old one is renamed to .NAME.replaced and removed at the end. If the
-    process is killed between the two renames, it is still there, and complete.
-    """
+    """Rename a finished file or folder to its target on the same disk. A file gets the permissions of the old one."""
     for file in made.iterdir() if made.is_dir() else [made]:
         with open(file, "rb+") as opened:
             os.fsync(opened.fileno())
     if target.exists():
         shutil.copymode(target, made)
-    if not target.is_dir():
-        os.replace(made, target)
-        return
-    old = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)  # left by a process that was killed while it removed it
-    os.rename(target, old)
-    try:
-        os.rename(made, target)
-    except OSError:
-        os.rename(old, target)
-        raise
-    shutil.rmtree(old)
+    os.replace(made, target)
 
 
 def check_writable(folder: Path) -> None:

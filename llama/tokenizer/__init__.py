@@ -2,6 +2,6 @@
 
 from .base import Decoder, Tokenizer, token_ids
 from .common import Named
-from .open import is_tokenizer, open_tokenizer
+from .open import open_tokenizer
 
-__all__ = ["Decoder", "Named", "Tokenizer", "is_tokenizer", "open_tokenizer", "token_ids"]
+__all__ = ["Decoder", "Named", "Tokenizer", "open_tokenizer", "token_ids"]

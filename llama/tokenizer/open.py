@@ -13,13 +13,6 @@ from .base import Tokenizer
 from .common import NOTHING, Named
 
 
-def is_tokenizer(path: Path) -> bool:
-    """Whether a file begins like a tokenizer file of any kind."""
-    with open(path, "rb") as file:
-        start = file.read(256)
-    return any(kind.recognizes(start) for kind in (huggingface, tiktoken, sentencepiece))
-
-
 def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named: Named = NOTHING) -> Tokenizer:
     """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises LlamaError.
 

@@ -5,7 +5,6 @@ Letters: B batch, T tokens of a prompt, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import statistics
@@ -20,6 +19,7 @@ from ..cache import KVCache
 from ..generate import generate
 from ..model import Transformer
 from ..sampling import SamplingParams
+from ..system.memory import read
 
 CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
 WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
@@ -95,9 +95,6 @@ def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> l
 
 def peak_rss_mb() -> int | None:
     """Peak resident memory of this process so far, in MiB; None if the system does not report it."""
-    with contextlib.suppress(
-        OSError
-    ):  # not by getrusage, which also counts the parent's memory at the time of the fork
-        if peak := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
-            return int(peak[1]) // 2**10
-    return None
+    # not by getrusage, which also counts the parent's memory at the time of the fork
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", read(Path("/proc/self/status")), re.MULTILINE)
+    return int(peak[1]) // 2**10 if peak else None

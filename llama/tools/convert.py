@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another format, with one weight in memory at a time.
+"""Convert a checkpoint to another format or quantize it, with one weight in memory at a time.
 
 The target gets its name when it is complete. Before that, the new files are opened as any checkpoint is, and every
 weight, the configuration and the tokenizer are compared with those of the source.
@@ -10,38 +10,35 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..chat import TEMPLATES, check_format, check_template
-from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint
+from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint, quantized
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS
 from ..checkpoint.gguf import GGUFCheckpoint
 from ..checkpoint.write import Model, raw_bytes, to_layout
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
+from ..hub import resolve
 from ..quant import gguf_types
+from ..quant.blocks import BlockFormat
 from ..quant.gguf_types import MIXES, types_of
+from ..quant.schemes import Scheme, pick_scheme, scheme_for
 from ..rope_scaling import reach
 from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..tokenizer.write import check_equal
 from ..weights import cast as to_dtype
-from ..weights import check_tensors
+from ..weights import check_tensors, is_stored_as, read_quantized
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
-# Names of the files that conversions write into a folder
-OWN = re.compile(
-    r"(config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
-    r"|model(-\d{5}-of-\d{5})?\.safetensors"
-)
 # (the step, number of weights done, number of weights)
 Progress = Callable[[str, int, int], object]
 
@@ -54,12 +51,14 @@ class Proof:
     tensors   number of weights that were compared
     sha256    one hash of the names and bytes of all weights, in the interleaved layout
     warnings  what could not be converted
+    bytes     of the files of weights, before and after
     """
 
     path: Path
     tensors: int
     sha256: str
     warnings: list[str]
+    bytes: tuple[int, int]
 
 
 def convert(  # many parameters, since each is a choice of the user
@@ -73,58 +72,129 @@ def convert(  # many parameters, since each is a choice of the user
     adapters: Adapters = (),
     tokenizer: str | os.PathLike[str] | None = None,
     chat_template: str = "auto",
-    force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
     """Write the model at `source` to `target` in another format. The parameters are the options of the command.
 
+    source         a path or a name, as for `llama.load`
     dtype          of the matrices; None keeps the stored one
-    quantize       for GGUF: the entry of gguf_types.MIXES by which the matrices are quantized
+    quantize       how the matrices are quantized: for GGUF an entry of gguf_types.MIXES, else as in `quantize`
     chat_template  "auto": the source's; "none"; a name of chat.TEMPLATES; or Jinja source
 
-    Raises UsageError for a bad argument, ConfigError if the format can't express the model or its
-    tokenizer, CheckpointError if the target can't be written. After an error, the target is unchanged.
+    Raises UsageError for a bad argument, ConfigError if the format can't express the model or its tokenizer,
+    CheckpointError if a weight can't be quantized or differs when it is read back, or if the target can't be written.
+    After an error, there is no target.
     """
     checks.choice("format", to, ("hf", "gguf"))
-    checks.integer("shards", shards, 0, 1 if to == "gguf" else None)
+    is_folder = to == "hf"
+    checks.integer("shards", shards, 0, None if is_folder else 1)
     if quantize is not None:
-        checks.choice("quantization of GGUF files", quantize, MIXES)
-        if to != "gguf" or dtype is not None:
-            raise UsageError(f"--quantize {quantize} needs --to gguf and no --dtype; for a folder: clearllama quantize")
-    source, target = Path(source), Path(target)
-    check_target(source, target, to == "hf", force)
+        checks.choice("quantization of GGUF files", quantize, MIXES) if not is_folder else pick_scheme(quantize)
+        if dtype is not None:
+            raise UsageError(f"--quantize {quantize} decides how the weights are stored: leave --dtype out")
+    source, target = resolve(source), Path(target)
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists already; name another target, or remove it first")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target} is not in an existing folder")
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
-    types = {} if quantize is None else types_of(checkpoint.shapes, checkpoint.config, quantize)
     stored = {name: DTYPES.get(checkpoint.stored(name)) for name in checkpoint.shapes}
-    dtypes = {name: torch.float32 if types else dtype or kind for name, kind in stored.items()}
-    if to == "gguf":  # llama.cpp has vectors in float32
+    formats: dict[str, Any] = {}  # of the quantized matrices
+    if quantize is None:
+        dtypes = {name: dtype or kind for name, kind in stored.items()}
+    elif is_folder:
+        found = {name: format_for(checkpoint, name, pick_scheme(quantize)) for name in stored}
+        formats = {name: format for name, format in found.items() if format}
+        # quantized: computed with in bfloat16, or dequantized here to float32
+        dtypes = {name: kind or (torch.bfloat16 if name in formats else torch.float32) for name, kind in stored.items()}
+    else:
+        formats = types_of(checkpoint.shapes, checkpoint.config, quantize)
+        dtypes = dict.fromkeys(stored, torch.float32)
+    if not is_folder:  # llama.cpp has vectors in float32
         dtypes |= {name: torch.float32 for name, shape in checkpoint.shapes.items() if len(shape) == 1}
-    floats = {name: kind for name, kind in dtypes.items() if kind is not None}
-    if len(floats) < len(dtypes):
+    if None in dtypes.values():
         raise UsageError(
             f"{checkpoint.path}: the weights are quantized; choose the dtype to write: --dtype float32 is exact,"
             " bfloat16 takes half the space"
         )
-    model, warnings = model_of(checkpoint, floats, chat_template)
-    if any(stored[name] is None for name in types):
-        warnings.append("the source is already quantized; quantizing the original would lose less accuracy")
+    again = sorted(
+        {
+            checkpoint.stored(name) for name, format in formats.items()
+            if stored[name] is None and not (is_folder and is_stored_as(checkpoint, name, format))
+        }
+    )  # fmt: skip
+    model, warnings = model_of(checkpoint, cast("dict[str, torch.dtype]", dtypes), chat_template)
+    if again:
+        kinds = ", ".join(again)
+        warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
+    hashes: dict[str, str] = {}
 
     def read(name: str) -> Tensor:
-        weight = model.read(name)
-        return gguf_types.quantize(weight, types[name]) if name in types else weight
-
-    def read_back(written: Checkpoint, name: str) -> Tensor:
-        return cast(GGUFCheckpoint, written).raw(name) if name in types else written.tensor(name)
-
-    def write(path: Path, recorded: Model) -> None:
-        if to == "hf":
-            huggingface_write.write(path, recorded, shards)
+        format = formats.get(name)
+        if format is None or not is_folder:
+            weight = model.read(name)
+            weight = weight if format is None else gguf_types.quantize(weight, format)
         else:
-            gguf_write.write(path, recorded, types, MIXES[quantize].file_type if quantize else None)
+            try:
+                weight = read_quantized(checkpoint, name, format, quantized.LAYOUT).tiles()
+            except CheckpointError as error:
+                raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
+            checkpoint.release(name)
+        hashes[name] = tensor_hash(weight)
+        progress("writing", len(hashes), len(stored))
+        return weight
 
-    proof = save(target, to == "hf", dataclasses.replace(model, read=read), write, read_back, progress)
-    return dataclasses.replace(proof, warnings=warnings)
+    try:
+        with own_temporary(target.parent, ".convert") as work:
+            path, recorded = work / target.name, dataclasses.replace(model, read=read)
+            if not is_folder:
+                gguf_write.write(path, recorded, formats, MIXES[quantize].file_type if quantize else None)
+            else:
+                path.mkdir()
+                if quantize:
+                    quantized.write(path, recorded, formats, quantize, shards)
+                else:
+                    huggingface_write.write(path, recorded, shards)
+            written = open_checkpoint(path)
+            check_written(written, model, formats, hashes, progress)
+            replace(path, target)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
+    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
+        raise ConfigError(f"{target} can't be written: {error}") from error
+    total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
+    sizes = sum(checkpoint.parts.values()), sum(written.parts.values())
+    return Proof(target, len(hashes), total, warnings, sizes)
+
+
+def quantize(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], scheme: str = "int4", **options: Any
+) -> Proof:
+    """Write a model to the folder `target`, its linear layers quantized, as `clearllama quantize` does.
+
+    The source is a path or a name, as for `llama.load`. Weights that are stored quantized as in the scheme are copied;
+    those quantized in another way are quantized again, with a warning. All other weights stay as they are.
+
+    scheme   one of `clearllama quantize --list`
+    options  adapters, shards, tokenizer, chat_template and progress, as for convert.convert
+    """
+    return convert(source, target, "hf", quantize=scheme, **options)
+
+
+def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
+    """The quantized format to save a weight in; None for floating point.
+
+    Linear layers are quantized by the scheme. An embedding that is not tied to one is not, but stays quantized if the
+    source stores it so, in 4 or 8 bits.
+    """
+    layer = name.removesuffix(".weight")
+    if len(checkpoint.shapes[name]) != 2:
+        return None
+    if layer == "tok_embeddings" and not checkpoint.config.tie_embeddings:
+        stored = checkpoint.blocks(name, slice(0, 1))
+        return None if stored is None else stored.simple.format
+    return scheme_for("output" if layer == "tok_embeddings" else layer, scheme).format
 
 
 def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str) -> tuple[Model, list[str]]:
@@ -169,64 +239,28 @@ def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: s
     if choice in TEMPLATES:
         check_format(choice, tokenizer)
         return TEMPLATES[choice]
-    check_template(choice, tokenizer, "the chat template")
+    check_template(choice, tokenizer)
     return choice
 
 
 # -------------------------------------------------------------------------------------------------------- the proof
-def save(
-    target: Path,
-    is_folder: bool,
-    model: Model,
-    write: Callable[[Path, Model], None],
-    read_back: Callable[[Checkpoint, str], Tensor],
-    progress: Progress,
-) -> Proof:
-    """Write a file or a folder under a temporary name, compare it with the model, and rename it to `target`.
-
-    read_back  returns a weight of the new checkpoint as model.read returned it, but in the layout of the checkpoint
-
-    Raises CheckpointError if a weight differs or the system reports an error, ConfigError if the model would compute
-    something else. After an error, the target is unchanged.
-    """
-    hashes: dict[str, str] = {}
-
-    def record(name: str) -> Tensor:
-        weight = model.read(name)
-        hashes[name] = tensor_hash(weight)
-        progress("writing", len(hashes), len(model.shapes))
-        return weight
-
-    try:
-        with own_temporary(target.parent, ".convert") as work:
-            path = work / target.name
-            if is_folder:
-                path.mkdir()
-            write(path, dataclasses.replace(model, read=record))
-            check_written(open_checkpoint(path), model, hashes, read_back, progress)
-            replace(path, target)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
-    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
-        raise ConfigError(f"{target} can't be written: {error}") from error
-    total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode())
-    return Proof(target, len(hashes), total.hexdigest(), [])
-
-
 def check_written(
-    written: Checkpoint,
-    model: Model,
-    hashes: Mapping[str, str],
-    read_back: Callable[[Checkpoint, str], Tensor],
-    progress: Progress,
+    written: Checkpoint, model: Model, formats: Mapping[str, Any], hashes: Mapping[str, str], progress: Progress
 ) -> None:
-    """Compare new files with the model and with the hashes of its weights."""
+    """Compare new files with the model and with the hashes of its weights.
+
+    Raises CheckpointError if a weight differs, ConfigError if the model would compute something else.
+    """
     check_tensors(written)
     check_config(model.config, written.config)
     if model.tokenizer is not None:
         check_equal(model.tokenizer, written.tokenizer())
     for done, name in enumerate(model.shapes, 1):
-        weight = to_layout(name, read_back(written, name), model.config.head_dim, written.layout, "interleaved")
+        if name not in formats:
+            weight = written.tensor(name)
+        else:
+            weight = written.raw(name) if isinstance(written, GGUFCheckpoint) else cast(Tensor, written.tiles(name))
+        weight = to_layout(name, weight, model.config.head_dim, written.layout, "interleaved")
         if tensor_hash(weight) != hashes[name]:
             raise CheckpointError(f"{name} differs after it was written; check the disk, or report a bug")
         del weight  # so that memory holds one weight
@@ -252,19 +286,3 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
         close = isinstance(value, float) and math.isclose(value, others[name], rel_tol=1e-6)
         if value != others[name] and not close:
             raise ConfigError(f"its {name} {value} would become {others[name]}; choose another format")
-
-
-def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
-    """Raise UsageError unless the target does not exist, or `force` is set and it may be replaced."""
-    if not target.parent.is_dir():
-        raise UsageError(f"{target} is not in an existing folder")
-    if not os.path.lexists(target):
-        return
-    if target.resolve() in (source.resolve(), *source.resolve().parents):
-        raise UsageError(f"{target} is the source or contains it; name another target")
-    if not force:
-        raise UsageError(f"{target} exists already; name another target, or replace it with force=True (--force)")
-    foreign = target.is_dir() and [path.name for path in target.iterdir() if not OWN.fullmatch(path.name)]
-    if target.is_dir() != is_folder or foreign:
-        what = f"contains {min(foreign)}" if foreign else "is a file" if is_folder else "is a folder"
-        raise UsageError(f"{target} {what}, which this conversion does not write; remove it first")

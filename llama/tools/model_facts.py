@@ -1,9 +1,9 @@
-"""What the headers of a checkpoint say about the model: for `inspect`, `plan` and `verify`."""
+"""What the headers of a checkpoint say about the model: for `inspect` and `verify`."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, LlamaError
@@ -65,43 +65,3 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
         "stop_ids": {str(id): names.get(id, "") for id in sorted(tokenizer.stop_ids)},
         "chat_format": checkpoint.chat_format(tokenizer),  # a built-in one, for a model without a template
     }, []
-
-
-class Bits(NamedTuple):
-    """Bits per weight in memory: of the layers' matrices, the output layer and the embedding."""
-
-    layers: float
-    output: float
-    embedding: float
-    types: tuple[str, ...] = ()  # how a file stores them, if quantized: Q4_1, Q8_0, ...
-    dequantized: tuple[str, ...] = ()  # the types that a GPU has no layer for
-
-
-def stored_bits(checkpoint: Checkpoint, dtype_bits: int, on_cpu: bool) -> Bits | None:
-    """The bits of a checkpoint with quantized weights that is loaded as it is stored; None if nothing is quantized.
-
-    dtype_bits  of weights that are not quantized, or that are dequantized while loading
-    on_cpu      a CPU computes with a file's blocks; a GPU dequantizes embeddings, codebooks and scales of two levels
-    """
-    tied, types, dequantized = checkpoint.config.tie_embeddings, set[str](), set[str]()
-    total: dict[str, list[float]] = {}  # layers, output or tok_embeddings -> [entries, bits]
-    for name, (rows, *columns) in checkpoint.shapes.items():
-        if not columns:
-            continue
-        entries, bits = rows * columns[0], float(dtype_bits)
-        if (blocks := checkpoint.blocks(name, slice(0, 1))) is not None:
-            stored, form = checkpoint.stored(name), blocks.format
-            types.add(stored)
-            if on_cpu:
-                bits = checkpoint.bits(name)
-            elif form.bits not in (4, 8) or form.codebook or form.levels:
-                dequantized.add(stored)
-            elif tied or not name.startswith("tok_embeddings"):
-                bits = form.bits + 16 * (1 + form.offset) / (form.group or columns[0])
-        sums = total.setdefault(name.split(".")[0], [0, 0])
-        sums[0], sums[1] = sums[0] + entries, sums[1] + entries * bits
-    layers, embedding, output = (
-        total[part][1] / total[part][0] if part in total else 0 for part in ("layers", "tok_embeddings", "output")
-    )
-    found = Bits(layers, output or embedding, embedding, tuple(sorted(types)), tuple(sorted(dequantized)))
-    return found if types else None

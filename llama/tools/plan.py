@@ -1,16 +1,17 @@
 """Does a model fit on some GPUs, and how fast can it be at best? Computed from bytes and bandwidth alone.
 
 The GPUs share the weights evenly, and the keys and values by heads. A decoding step reads every weight and all keys and
-values once, so it takes at least these bytes divided by the bandwidth. Real programs reach a share of this bound
-(REACHED).
+values once, so it takes at least these bytes divided by the bandwidth.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from .. import checks
@@ -18,16 +19,12 @@ from ..config import ModelConfig
 from ..errors import UsageError
 from ..quant.schemes import pick_scheme, scheme_for
 from ..system.memory import activation_bytes, cache_bytes, logits_bytes
-from .model_facts import Bits
+from ..weights import expected_shapes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVE = 0.1  # share of the memory for CUDA's context, kernels and fragmentation, as in vLLM
 CHUNK = 2048  # tokens of a prompt in one pass, as in generate.prefill on CUDA
 MOST_SEQUENCES = 2**20
-
-# The smallest and the largest share of the bandwidth that gpt-fast reports for decoding in bfloat16 at batch 1, on 1 to
-# 8 A100s with 80 GB (its README, GB/s divided by 2,039).
-REACHED = 0.56, 0.73
 
 
 class GPU(NamedTuple):
@@ -75,41 +72,43 @@ def parse_gpus(text: str, memory: float | None = None, bandwidth: float | None =
     return int(match[1] or 1), gpu
 
 
-def scheme_bits(name: str | None, size: int, tied: bool) -> Bits:
-    """Bits per weight of a model that is quantized by a scheme; None: every weight has `size` bytes."""
-    if name is None:
-        return Bits(8 * size, 8 * size, 8 * size)
-    scheme = pick_scheme(name)
-    output = scheme_for("output", scheme).bits_per_weight
-    return Bits(scheme.bits_per_weight, output, output if tied else 8 * size)
+def weight_bytes(config: ModelConfig, scheme: str | None, size: int) -> dict[str, float]:
+    """The bytes of each weight of a model that is quantized by a scheme; those of others have `size` bytes a value."""
+    chosen, found = scheme and pick_scheme(scheme), {}
+    for name, shape in expected_shapes(config).items():
+        layer, bits = name.removesuffix(".weight"), 8.0 * size
+        embedding = layer == "tok_embeddings"
+        if chosen and len(shape) == 2 and (config.tie_embeddings or not embedding):
+            bits = scheme_for("output" if embedding else layer, chosen).bits_per_weight
+        found[name] = math.prod(shape) * bits / 8
+    return found
 
 
 @dataclass(frozen=True)
 class Run:
-    """`batch` sequences of `context` tokens on some GPUs. size: bytes of a value that is not quantized."""
+    """`batch` sequences of `context` tokens on some GPUs.
+
+    sizes  bytes of each weight
+    size   bytes of a value that is not quantized
+    """
 
     config: ModelConfig
-    bits: Bits
+    sizes: Mapping[str, float]
     batch: int
     context: int
     gpus: int = 1
     size: int = 2
     kv_cache: str = "model"  # or "int8"
 
+    @cached_property
+    def weights(self) -> float:
+        """Bytes of all weights."""
+        return math.fsum(self.sizes.values())
+
     @property
     def weights_read(self) -> float:
         """Bytes of all weights that a decoding step reads: all but the embedding, unless it is the output layer too."""
-        c = self.config
-        vocabulary = c.vocab_size * c.dim
-        matrices = c.n_layers * c.dim * (2 * c.head_dim * (c.n_heads + c.n_kv_heads) + 3 * c.hidden_dim)
-        vectors = c.n_params - matrices - vocabulary * (1 if c.tie_embeddings else 2)  # norms and biases
-        return vectors * self.size + (matrices * self.bits.layers + vocabulary * self.bits.output) / 8
-
-    @property
-    def weights(self) -> float:
-        """Bytes of all weights."""
-        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.dim
-        return self.weights_read + embedding * self.bits.embedding / 8
+        return self.weights - (0 if self.config.tie_embeddings else self.sizes["tok_embeddings.weight"])
 
     @property
     def memory(self) -> dict[str, int]:
@@ -137,8 +136,8 @@ def largest(limit: int, holds: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not holds(number))
 
 
-def plan(run: Run, gpu: GPU, others: Mapping[str | None, Bits]) -> dict[str, Any]:
-    """The facts of a run in the form of `plan --json`. others: name -> weights to compare."""
+def plan(run: Run, gpu: GPU, others: Mapping[str | None, Mapping[str, float]]) -> dict[str, Any]:
+    """The facts of a run in the form of `plan --json`. others: name -> bytes of the weights, to compare."""
     config = run.config
     checks.integer("batch", run.batch, 1, 2**31)
     checks.integer("context", run.context, 1, 2**31)
@@ -156,7 +155,7 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Bits]) -> dict[str, Any
             "fits": other.fits(gpu),
             "largest_context": other.largest_context(gpu),
         }
-        for name, other in ((name, replace(run, bits=bits)) for name, bits in others.items())
+        for name, other in ((name, replace(run, sizes=sizes)) for name, sizes in others.items())
     ]
     return {
         "parameters": config.n_params,

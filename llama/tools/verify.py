@@ -6,10 +6,8 @@ known checksum is read.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
-import json
 import os
 import re
 import zipfile
@@ -40,13 +38,11 @@ def verify(path: Path) -> Iterator[Finding]:
             sums += read_checksums(checklist)
         except Exception as error:
             yield failure("sums", checklist.name, error)
-    yield from find_missing(path, files, sums)
     yield from (check("files", file, describe) for file in files)
     yield from (check("crc32", file, check_archive) for file in files if file.suffix in TORCH)
     sums += [(file, value, "the hub") for file in files if (value := hub_checksum(file))]
     for file, value, source in sums:
-        if os.path.isfile(file):
-            yield check(ALGORITHMS[len(value)], file, partial(compare, expected=value, source=source))
+        yield check(ALGORITHMS[len(value)], file, partial(compare, expected=value, source=source))
     known = {file for file, *_ in sums}
     wanted = [file for file in files if file.suffix in (*WEIGHTS, ".model") or file.name == "tokenizer.json"]
     if bare := [file.name for file in wanted if file not in known]:
@@ -63,38 +59,14 @@ def check(group: str, file: Path, look: Callable[[Path], str]) -> Finding:
 
 
 # --------------------------------------------------------------------------------------------------------- the files
-def format_of(path: Path) -> str:
-    """The format by the names of the files, some of which may be missing: Hugging Face, Meta or GGUF."""
-    if not path.is_dir():
-        return "GGUF"
-    names = {file.name for file in path.iterdir()}
-    is_meta = "config.json" not in names and any(re.fullmatch(r"params.json|checklist.chk|.*\.pth", x) for x in names)
-    return "Meta" if is_meta else "Hugging Face"
-
-
 def find_files(path: Path) -> list[Path]:
     """The existing files of the checkpoint at `path`: weights, documents, tokenizer, checklists."""
     if not path.is_dir():  # all files of a set
         return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))
     found = sorted(path.iterdir())
-    if format_of(path) == "Meta" and not (path / "tokenizer.model").exists():  # LLaMA 1 and 2 have it in the parent
+    if not any((path / name).exists() for name in ("tokenizer.model", "tokenizer.json")):  # as in Meta's Llama 1 and 2
         found += sorted(path.absolute().parent.glob("tokenizer*"))
     return [file for file in found if file.suffix in (*WEIGHTS, ".json", ".model", ".chk") and file.is_file()]
-
-
-def find_missing(path: Path, files: list[Path], sums: list[Sum]) -> Iterator[Finding]:
-    """Compare the files that exist with checklists and indexes. The target of a broken link does not exist."""
-    folder = path if path.is_dir() else path.parent
-    needed = {file: f"{source} lists it" for file, _, source in sums}
-    for file in (file for file in files if file.name.endswith(".index.json")):
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # opening the checkpoint reports it
-            names = set(json.loads(file.read_bytes())["weight_map"].values())
-            needed |= dict.fromkeys((folder / name for name in names), f"{file.name} names it")
-    missing = {file.name: f"is missing: {why}" for file, why in needed.items() if not os.path.exists(file)}
-    for name, message in missing.items():
-        yield Finding("fail", "files", name, message)
-    if not missing:
-        yield Finding("ok", "files", path.absolute().name, f"{format_of(path)}, no file is known to be missing")
 
 
 def describe(file: Path) -> str:
@@ -145,7 +117,9 @@ def hub_checksum(file: Path) -> str | None:
 
 
 def compare(file: Path, expected: str, source: str) -> str:
-    """Compute the checksum of a file. Raises DamagedError if it is not the expected one."""
+    """Compute the checksum of a file. Raises CheckpointError if it is not the expected one."""
+    if not file.exists():
+        raise CheckpointError(f"the file is missing, but {source} lists it")
     algorithm, head = ALGORITHMS[len(expected)], b"blob %d\0" % file.stat().st_size
     with open(file, "rb") as opened:
         found = hashlib.file_digest(opened, partial(hashlib.sha1, head) if algorithm == "git" else algorithm)
