@@ -120,6 +120,20 @@ def test_generate_runs_a_folder_of_meta(clearllama: Run, meta: Path) -> None:
     assert b"chat format: llama3" in typed.stderr
 
 
+def test_a_suffix_fills_in_the_middle(clearllama: Run, tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path / "code", "codellama-7b")
+    result = clearllama("generate", "-m", str(folder), "def f(x):", "--suffix", "return y", "--json", *FAST)
+    assert result.returncode == 0, result.stderr
+    ids = llama.load_tokenizer(folder).encode_infill("def f(x):", "return y")
+    assert json.loads(result.stdout)["prompt_tokens"] == len(ids)
+    plain = make_tiny.make(tmp_path / "plain", "llama-2-7b")
+    result = clearllama("generate", "-m", str(plain), "def f(x):", "--suffix", "return y", *FAST)
+    assert result.returncode == 1
+    assert b"infill" in result.stderr
+    result = clearllama("generate", "-m", str(plain), "a", "--suffix", "b", "--system", "c", *FAST)
+    assert result.returncode == 2
+
+
 @pytest.mark.slow
 def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bare"

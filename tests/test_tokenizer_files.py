@@ -159,11 +159,16 @@ def code_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return [open_tokenizer(path), from_metadata(piece_metadata(library), "tiny"), opened(found)], library
 
 
-def test_infill_tokens_are_control_tokens(code_llama: tuple[list[Any], Any]) -> None:
+def test_infill_ids_are_those_of_code_llamas_formula(code_llama: tuple[list[Any], Any]) -> None:
     kinds, library = code_llama
+    pre, suf, mid, eot = map(library.piece_to_id, INFILL)
+    for prefix, suffix in (("def f(x):\n    return ", "\n\nprint()"), ("", ""), ("  a", "  b"), ("naïve", "漢")):
+        after = library.encode("☺" + suffix)[len(library.encode("☺")) :]
+        for ours in kinds:
+            assert ours.encode_infill(prefix, suffix) == [1, pre, *library.encode(prefix), suf, *after, mid]
+            assert {library.eos_id(), eot} <= ours.stop_ids
     for ours in kinds:
         assert set(INFILL) <= ours.control.keys()
-        assert {library.eos_id(), library.piece_to_id(INFILL[3])} <= ours.stop_ids
         for text in ("<PRE>", "a <SUF> b", " <MID><MID>", "x<step>", "▁<PRE>", "the quick  <SUF>", "<step> <step>"):
             ids = ours.encode(text)
             assert not set(ids) & set(ours.control.values()), text

@@ -42,7 +42,6 @@ SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenM
 REMOVED = {  # command and options that were removed -> what to do instead
     "clearllama --print-completion": "shtab prints a script: shtab --shell bash llama.cli.build_parser",
     "generate --fresh": "delete the output file to start over",
-    "generate --suffix": "vLLM and llama.cpp fill in the middle with Code Llama",
     "generate --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
     "chat --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
     "chat --drop-oldest": "chat always drops the oldest turns when the context is full",

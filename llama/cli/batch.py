@@ -29,7 +29,7 @@ from .output import Id, Output, record_of
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING, *ENDS, *GRAMMARS)
 NOT_WITH_PROMPTS = (
-    *("text", "prompt", "file", "parse_special", "json"),
+    *("text", "prompt", "file", "suffix", "parse_special", "json"),
     *("draft", "draft_tokens", "load_session", "save_session"),
 )
 

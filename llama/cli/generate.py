@@ -29,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--system", "TEXT", "a system message"),
         ("--raw", None, "continue the prompt without a chat template"),
         ("--parse-special", None, "with --raw: control strings in the prompt, such as <|im_end|>, are control tokens"),
+        ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
         ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
         *arguments.CHAT,
     )
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = ranks.first(args, lambda: streams.read_prompt(args))
     if args.logprobs and not args.json:
         raise UsageError("--logprobs needs --json or --prompts")
+    if args.suffix is not None and (args.system is not None or args.chat_format != "auto" or args.parse_special):
+        raise UsageError("--suffix continues plain text: leave --system, --chat-format and --parse-special out")
     if args.parse_special and not args.raw:
         raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
     options = arguments.sampling_options(args)
@@ -67,13 +70,17 @@ def run(args: argparse.Namespace) -> int:
     raw = loading.pick_form(args, llm)
     with answers.saving(args, lambda: session, llm.model):
         ids = ranks.first(args, lambda: encode(args, llm, prompt, raw))
-        answers.write(args, prompt, partial(llm.stream_ids, ids, continues=raw, **options))
+        continues = raw or args.suffix is not None
+        answers.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 
 
 def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> list[int]:
     """The ids of a prompt. Reports how it is encoded."""
     tokenizer = llm.tokenizer
+    if args.suffix is not None:
+        streams.info(args, "filling in the text between prompt and suffix")
+        return tokenizer.encode_infill(prompt, args.suffix)
     if raw:
         kind = "text with control tokens" if args.parse_special else "plain text"
         form = f"the prompt is continued as {kind} ({loading.why_raw(args, llm)})"

@@ -32,7 +32,7 @@ SHARED = ("model", "max_tokens", "n", "seed", *ENDS, "stream", "stream_options",
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
         "chat_template_kwargs")  # fmt: skip
 CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *SAMPLING)
-TEXT_FIELDS = ("prompt", "echo", "prompt_cache_key", *SHARED, *SAMPLING)
+TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *SAMPLING)
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
 
@@ -114,7 +114,9 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     call.logprobs = "logprobs" in body
     call.top = checks.integer("logprobs", body.get("logprobs", 0), 0, MOST_LOGPROBS)
     echo = checks.boolean("echo", body.get("echo", False))
-    ids = _prompts(body.get("prompt"), call.n, llm)
+    if echo and "suffix" in body:
+        raise UsageError("echo can't be combined with suffix")
+    ids = _prompts(body.get("prompt"), body.get("suffix"), call.n, llm)
     if echo:
         call.echoed = [llm.tokenizer.decode(one) for one in ids]
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
@@ -188,15 +190,18 @@ def _check_characters(count: int, llm: Llama) -> None:
         )
 
 
-def _prompts(prompt: Any, n: int, llm: Llama) -> list[list[int]]:
+def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
     """The ids of `prompt`: a text, ids, or a list of either."""
     several, ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list), []
+    if not isinstance(suffix, str | None):
+        raise UsageError(f"suffix must be a string, got {shown(suffix)}")
     checks.integer("the number of prompts times n", len(prompt) * n if several else n, 1, MOST_PROMPTS)
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
-            _check_characters(len(one), llm)
-            ids.append(_fitting(llm.tokenizer.encode_prompt(one), llm))
-        elif isinstance(one, list) and one:
+            _check_characters(len(one) + len(suffix or ""), llm)
+            found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
+            ids.append(_fitting(found, llm))
+        elif isinstance(one, list) and one and suffix is None:
             last = llm.model.config.vocab_size - 1
             ids.append([checks.integer("a token id of prompt", id, 0, last) for id in _fitting(one, llm)])
         else:

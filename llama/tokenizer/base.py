@@ -15,7 +15,7 @@ from typing import Any
 
 from ..checks import known_ids, shown
 from ..errors import TokenizerError, UsageError
-from .common import Named, looks_control, named_token, stop_ids, written_by
+from .common import MID, PRE, SUF, Named, looks_control, named_token, stop_ids, written_by
 
 # Unicode's White_Space, which the `tokenizers` library strips; Python's strip() also removes four control characters
 WHITE_SPACE = "".join(one for one in map(chr, range(0x3001)) if one.isspace() and not "\x1c" <= one <= "\x1f")
@@ -191,6 +191,18 @@ class Tokenizer(ABC):
                 piece = piece.rstrip(WHITE_SPACE)
             ids += self._encode_after_control(_valid(piece)) if i else self._encode(_valid(piece))
         return ids
+
+    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
+        """Ids of a Code Llama prompt for the text between a prefix and a suffix.
+
+        The order is prefix, suffix, middle, as in meta-llama/codellama llama/generation.py (infilling_prompt_tokens).
+        Raises TokenizerError if the vocabulary has no infill tokens.
+        """
+        if not {PRE, SUF, MID} <= self.control.keys():
+            raise TokenizerError(f"this vocabulary has no infill ids ({PRE} {SUF} {MID}), as Code Llama's has")
+        pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
+        before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
+        return [self._required(self.bos_id, "begin"), pre, *before, suf, *after, mid]
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""

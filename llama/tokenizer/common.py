@@ -16,10 +16,13 @@ LLAMA3_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Control tokens in every SentencePiece vocabulary that has them, whatever their type in the file: Code Llama's infill
-# tokens (meta-llama/codellama llama/tokenizer.py), and <step>, which separates messages of Code Llama 70B Instruct
-EOT = "\u2581<EOT>"
-CODE_LLAMA_CONTROL = frozenset({"\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", EOT, "<step>"})
+# Code Llama's infill tokens: before the prefix, the suffix and the middle, and after the middle
+# (meta-llama/codellama llama/tokenizer.py)
+PRE, SUF, MID, EOT = "\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>"
+
+# Control tokens in every SentencePiece vocabulary that has them, whatever their type in the file. <step> separates the
+# messages of Code Llama 70B Instruct.
+CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
 
 # Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
 END_NAMES = (

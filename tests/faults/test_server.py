@@ -177,12 +177,13 @@ ABSURD: dict[str, list[Any]] = {
     "top_k": [2**40],
     "logit_bias": [{"1": 10**9}, {"-1": 0}, {"01": 0}, {"1": "1"}, {"999": 1}],
     "prompt": [["a"] * 2000, [10**6], [1, "a"], ["a", 1], "x" * 40_000, [1] * 9000],
+    "suffix": ["x"],
 }
 
 
 @pytest.mark.parametrize("field", ABSURD)
 def test_absurd_values_are_refused_by_name(server: Running, field: str) -> None:
-    named = {"prompt": ("prompt", "token"), "stop": ("stop string",)}.get(field, (field,))
+    named = {"prompt": ("prompt", "token"), "stop": ("stop string",), "suffix": ("infill",)}.get(field, (field,))
     for value in ABSURD[field]:
         status, text, _ = ask(server, TEXT, {"prompt": "a", "max_tokens": 1, field: value})
         refusal(status, text, *named)
@@ -196,6 +197,7 @@ NAMES = {
     "tools": ("tool",),
     "stop": ("stop string",),
     "prompt": ("text", "token id"),
+    "suffix": ("infill",),
 }
 
 
