@@ -112,7 +112,7 @@ class AdaptedCheckpoint(Checkpoint):
         head_dim, weight = self.config.head_dim, None
         for one, _ in self._adapters:
             if name in one.replaced:
-                complete = to_layout(name, one.replaced[name], head_dim, "half", self.layout)
+                complete = to_layout(name, one.replaced[name], head_dim, one.layout, self.layout)
                 weight = complete[rows] if complete.dim() == 1 else complete[rows, columns]
         if weight is None:
             weight = self.base.piece(self._source(name), rows, columns)
@@ -122,7 +122,7 @@ class AdaptedCheckpoint(Checkpoint):
         for one, scale in self._adapters:
             if name in one.low_rank:
                 low = one.low_rank[name]
-                up = to_layout(name, low.up, head_dim, "half", self.layout)[rows].float()
+                up = to_layout(name, low.up, head_dim, one.layout, self.layout)[rows].float()
                 down, step = low.down[:, columns].float(), max(1, PIECE // merged.shape[1])
                 for first in range(0, len(merged), step):  # in pieces, to save memory
                     merged[first : first + step].addmm_(up[first : first + step], down, alpha=scale * low.scale)
@@ -157,7 +157,7 @@ def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
     """A hash of the adapters' contents and scales; it does not depend on their paths."""
     digest = hashlib.sha256()
     for adapter, scale in adapters:
-        digest.update(f"half {scale!r}\n".encode())
+        digest.update(f"{adapter.layout} {scale!r}\n".encode())
         for name, tensor in sorted(adapter.tensors.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             digest.update(raw_bytes(tensor).data)

@@ -23,7 +23,7 @@ MANY = {"action": "append"}  # an option that may be repeated
 ADAPTER = (
     "--adapter",
     "PATH[:SCALE]",
-    "merge a LoRA adapter (a PEFT folder) into the weights; may be repeated (default scale: 1)",
+    "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
     {**MANY, "default": []},
 )
 TOKENIZER = (
