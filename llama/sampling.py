@@ -7,7 +7,7 @@ same one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -182,13 +182,20 @@ def extreme(logits: Tensor) -> Tensor:
     return torch.where(low > -LARGEST_LOGIT, top, low)
 
 
-def edit(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
-    """The logits (.., V) after penalties, bias and processors, with -inf for tokens that `allowed` (V,) excludes.
+# The stages between the model's logits and the draw. Greedy sampling ends after the fourth.
+ORDER = ("penalties", "logit_bias", "processors", "grammar", "temperature", "top_k", "top_p", "min_p")
 
-    Raises UsageError if the parameters depend on the text and it is missing, or if the processors exclude every token
-    that `allowed` leaves.
+
+def stages(
+    logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield "model" and the logits (.., V) in float32, then each stage of ORDER that is in use and the logits after it.
+
+    A token that a stage excludes has the logit -inf from there on. Raises UsageError if the parameters depend on the
+    text and it is missing, or if the processors exclude every token that `allowed` (V,) leaves.
     """
     logits = logits.float()
+    yield "model", logits
     if not params.plain:
         if text is None:
             raise UsageError("penalties, logit_bias and processors need the text so far: pass text=History(ids, start)")
@@ -197,14 +204,24 @@ def edit(logits: Tensor, params: SamplingParams, text: History | None = None, al
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
             answer = text.ids[..., text.start :]
             logits = count_penalties(logits, answer, params.presence_penalty, params.frequency_penalty)
+        yield "penalties", logits
         if params.logit_bias:
-            logits = add_bias(logits, *params.bias)
-        logits = process(logits, text.ids, params.processors)
+            yield "logit_bias", (logits := add_bias(logits, *params.bias))
+        yield "processors", (logits := process(logits, text.ids, params.processors))
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)
         if params.processors and bool(logits.amax() == -torch.inf):
             raise UsageError("the processors exclude every token that the grammar allows")
-    return logits
+        yield "grammar", logits
+    if params.greedy:
+        return
+    yield "temperature", (logits := logits / params.temperature)
+    if params.top_k > 0:
+        yield "top_k", (logits := top_k(logits, params.top_k))
+    if params.top_p < 1:
+        yield "top_p", (logits := top_p(logits, params.top_p))
+    if params.min_p > 0:
+        yield "min_p", min_p(logits, params.min_p)
 
 
 def probs(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
@@ -213,16 +230,9 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
     text is needed unless params.plain; allowed (V,) bool is a mask; processors see one row. Greedy parameters give a
     one-hot distribution; of equal logits, the lowest id is chosen.
     """
-    logits = edit(logits, params, text, allowed)
+    *_, (_, logits) = stages(logits, params, text, allowed)
     if params.greedy:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / params.temperature
-    if params.top_k > 0:
-        logits = top_k(logits, params.top_k)
-    if params.top_p < 1:
-        logits = top_p(logits, params.top_p)
-    if params.min_p > 0:
-        logits = min_p(logits, params.min_p)
     return logits.softmax(-1)
 
 
@@ -243,15 +253,17 @@ def choose(
     generator: torch.Generator | None = None,
     logprobs: bool = False,
     allowed: Tensor | None = None,
+    report: Callable[[str, Tensor], object] | None = None,
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make this function wait for the
-    device. NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
+    text and allowed are those of `probs`; report is called with each of `stages`. Only a bias, a processor or `allowed`
+    may make this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it
+    (`generate.check_extreme`).
     """
-    if params.greedy:
-        next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,): the first of equal logits
-    else:
-        next_id = sample(probs(logits, params, text, allowed)[None], generator)  # (1,)
+    for stage, edited in stages(logits, params, text, allowed):
+        if report is not None:
+            report(stage, edited)
+    next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)
