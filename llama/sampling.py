@@ -182,7 +182,7 @@ def extreme(logits: Tensor) -> Tensor:
     return torch.where(low > -LARGEST_LOGIT, top, low)
 
 
-# The stages between the model's logits and the draw. Greedy sampling ends after the fourth.
+# The stages between the logits of the model and the draw. Greedy sampling ends after the fourth.
 ORDER = ("penalties", "logit_bias", "processors", "grammar", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -207,7 +207,8 @@ def stages(
         yield "penalties", logits
         if params.logit_bias:
             yield "logit_bias", (logits := add_bias(logits, *params.bias))
-        yield "processors", (logits := process(logits, text.ids, params.processors))
+        if params.processors:
+            yield "processors", (logits := process(logits, text.ids, params.processors))
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)
         if params.processors and bool(logits.amax() == -torch.inf):
