@@ -30,7 +30,6 @@ from .intervene import Intervention
 from .measures import turns
 from .patching import LEGEND, cell
 
-
 RECORDED = ("resid_post", "pattern", "rot_q", "rot_k", "z", "mlp_out")  # sites of each layer
 
 
@@ -244,18 +243,27 @@ def trace(
         with (intervention or Intervention()).on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)
-            lens = logit_lens(model, seen.hidden, logits)
-            effects = direct_effects(model, seen, readout(model, seen, int(logits[-1].argmax())))
-            inv_freq, factor = model.rope.frequencies(len(ids))
-            config = model.config
-        if not bool((change.logits if change else logits).isfinite().all()):
-            raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
-        if not bool(logits.isfinite().all()):
-            raise NumericalError(
-                "the logits are not finite under this intervention, but they are finite without it; choose another one"
-            )
-        maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
-    return Trace(tokens[0], logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, config, change)
+            found = evaluate(model, ids, seen, logits, change)
+    if not bool((change.logits if change else logits).isfinite().all()):
+        raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
+    if not bool(logits.isfinite().all()):
+        raise NumericalError(
+            "the logits are not finite under this intervention, but they are finite without it; choose another one"
+        )
+    return found
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Transformer, ids: Sequence[int], seen: Recording, logits: Tensor, change: Change | None = None
+) -> Trace:
+    """What follows from the record of a pass over a text and its logits (T, V)."""
+    lens = logit_lens(model, seen.hidden, logits)
+    effects = direct_effects(model, seen, readout(model, seen, int(logits[-1].argmax())))
+    inv_freq, factor = model.rope.frequencies(len(ids))
+    maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
+    tokens = torch.tensor(ids, device=logits.device)
+    return Trace(tokens, logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, model.config, change)
 
 
 # 40 tokens of the default model. The answer is Paris; its form can be copied from the sentences before.
