@@ -1,4 +1,4 @@
-"""clearllama serve: an HTTP server with an OpenAI-compatible API."""
+"""clearllama serve: a page for a browser and an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import os
 import socket
+import webbrowser
 from pathlib import Path
 
 from ..checks import integer
@@ -25,12 +26,13 @@ NUMBERS = {
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "serve",
-        description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
-        " /v1/models, and also /health and /metrics (docs/guides/serving.md). Requests are answered together, in one"
-        " batch.",
+        description="Serve a model: a page at / to chat with it and to look inside its answers (docs/guides/inside.md),"
+        " and an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and /v1/models, and also /health and"
+        " /metrics (docs/guides/serving.md). Requests are answered together, in one batch.",
         usage="%(prog)s [options]",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
     parser.add_argument("--no-auth", action="store_true", help="with --host: accept other machines without a key")
     parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
@@ -73,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect
-    streams.info(args, f"serving {name} at http://{address}/v1; Ctrl-C stops the server")
+    streams.info(args, f"serving {name} at http://{address}/ (API: /v1); Ctrl-C stops the server")
+    if args.open:
+        webbrowser.open(f"http://{address}/".replace("0.0.0.0", "127.0.0.1"))
     try:
         server.run([listener])
     finally:

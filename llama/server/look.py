@@ -164,6 +164,9 @@ class Looks:
         if constraint is not None:
             for id in asked.answer:
                 constraint.advance(id)
+        if ids[-1] in tokenizer.stop_ids:
+            yield {"end": "stop"}
+            return
         kept, hidden = yield from self._feed(ids, asked.off)
         generator = random_generator(params, kept.cache.device)
         history = history_of(ids, len(prompt), params, self.n_vocab, kept.cache.device)
@@ -245,8 +248,8 @@ class Looks:
             "lens": self._lens(lens, token),
             "heads": [self._looked(divmod(i, heads.shape[1]), heads, weights) for i in best],
         }
-        if asked.head is not None:
-            found["head"] = self._head(*asked.head, asked.key, seen, weights, kept)
+        layer, head = asked.head or divmod(int(heads.argmax()), heads.shape[1])
+        found["head"] = self._head(layer, head, asked.key, seen, weights, kept)
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         kept.ids = ids[:-1]
         yield found

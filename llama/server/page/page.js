@@ -1,0 +1,793 @@
+/* The page of `clearllama serve`: a chat whose every token can be opened.
+
+   Turns form a tree. A turn is a question, the ids of its prompt and the tokens of its answer; every other answer to it
+   (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted. */
+"use strict";
+
+const DEFAULTS = { temperature: 0.8, top_k: 0, top_p: 0.95, min_p: 0.05, repetition_penalty: 1, max_tokens: 512, seed: "" };
+const NAMES = { temperature: "Temperature", top_k: "Top-k", top_p: "Top-p", min_p: "Min-p", repetition_penalty: "Repetition penalty",
+  max_tokens: "Longest answer", seed: "Seed" };
+const STAGES = { logit_bias: "the bias", processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
+  min_p: "min-p", greedy: "temperature 0" };
+const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
+const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
+const WAITS = 150; // ms from the last step to the request for the inside of a token
+
+let card = null; // the model, from /v1/models
+let settings = { ...DEFAULTS, system: "", schema: "", marks: true };
+let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
+let chosen = null; // {turn, i}: the open token
+let against = null, head = null, key = null; // chosen in the panel; null: the best one
+let inside = null; // what /look/inside returned for it
+let running = null; // {turn, abort, done, decoder}
+const seen = new Map(); // request -> inside
+
+// ------------------------------------------------------------------------------------------------------------ the server
+class Refused extends Error {}
+
+async function call(path, body, signal) {
+  for (;;) {
+    const headers = { "Content-Type": "application/json" };
+    if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
+    const response = await fetch(path, { signal, headers, ...(body && { method: "POST", body: JSON.stringify(body) }) });
+    if (response.ok) return response;
+    const message = (await response.json().catch(() => ({}))).error?.message ?? `the server answered ${response.status}`;
+    if (response.status === 401) await askKey();
+    else if (response.status === 429) await countdown(Number(response.headers.get("Retry-After")) || 2, signal);
+    else throw new Refused(message);
+  }
+}
+
+/** The events of a stream. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) yield JSON.parse(part.slice(6));
+  }
+}
+
+function pause(ms, signal) {
+  return new Promise((resolve, reject) => {
+    signal?.throwIfAborted();
+    signal?.addEventListener("abort", () => reject(signal.reason), { once: true });
+    setTimeout(resolve, ms);
+  });
+}
+
+async function countdown(seconds, signal) {
+  for (; seconds > 0; seconds--) {
+    say(`The server is busy with other looks: trying again in ${seconds} s.`);
+    await pause(1000, signal);
+  }
+  say("");
+}
+
+function askKey() {
+  id("key-value").value = "";
+  id("key").showModal();
+  return new Promise((resolve) => id("key").addEventListener("close", () => {
+    sessionStorage.setItem("clearllama-key", id("key-value").value);
+    resolve();
+  }, { once: true }));
+}
+
+/** What must be equal for ids and looks to stay valid. */
+function identity() {
+  const { n_layers, n_heads, head_dim, vocab_size, parameters, weights } = card.meta;
+  return [card.id, n_layers, n_heads, head_dim, vocab_size, parameters, weights].join(" ");
+}
+
+async function connect() {
+  card = (await (await call("v1/models")).json()).data[0];
+  const { weights, template, sampling } = card.meta;
+  DEFAULTS.temperature = sampling.temperature ?? DEFAULTS.temperature;
+  for (const name of ["top_k", "top_p", "min_p", "repetition_penalty"]) {
+    if (Object.keys(sampling).length) DEFAULTS[name] = sampling[name] ?? { top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1 }[name];
+  }
+  if (!sessionStorage.getItem("clearllama-settings")) Object.assign(settings, DEFAULTS);
+  put("about", make("b", {}, card.id), ` · ${weights}`);
+  document.title = `${card.id} · clearllama`;
+  id("question").placeholder = template ? "Ask…" : "Begin a text, and the model continues it…";
+  put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
+async function gone(turn) {
+  banner("The server does not answer. The text is kept; this page tries again every two seconds.");
+  for (;;) {
+    await pause(2000);
+    if (await fetch("health").then((response) => response.ok, () => false)) break;
+  }
+  await connect();
+  draw();
+  if (turns[1] && turns.slice(1).some((one) => one.model !== identity())) {
+    banner(`Another model came back: ${card.id}. Looks into the answers of the first one are off.`);
+  } else {
+    banner("");
+    if (turn && turn.end === "gone" && !running) branch(turn, turn.tokens, { how: "resumed" });
+  }
+}
+
+function banner(text) {
+  put("banner", text);
+  id("banner").hidden = !text;
+}
+
+function say(text) {
+  put("status", text);
+}
+
+// -------------------------------------------------------------------------------------------------------------- the tree
+/** The turns that are shown, from the first to the last. */
+function path() {
+  const shown = [];
+  for (let one = turns[0]; one.children.length;) shown.push(one = turns[one.children[one.active]]);
+  return shown;
+}
+
+function add(parent, fields) {
+  const turn = { n: turns.length, parent, children: [], active: 0, question: "", prompt: [], tokens: [], end: null, off: [],
+    source: null, from: 0, ...fields };
+  turns.push(turn);
+  turns[parent].active = turns[parent].children.push(turn.n) - 1;
+  return turn;
+}
+
+function ids(tokens) {
+  return tokens.map((one) => one.id);
+}
+
+/** The bytes of a token, as numbers; none if it is a control token. */
+function bytes(one) {
+  return one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text);
+}
+
+/** The text of tokens, without control tokens. */
+function textOf(tokens) {
+  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
+}
+
+function messages(turn) {
+  const before = [];
+  for (let one = turns[turn.parent]; one.n; one = turns[one.parent]) {
+    before.unshift({ role: "user", content: one.question }, { role: "assistant", content: textOf(one.tokens) });
+  }
+  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  return [...system, ...before, { role: "user", content: turn.question }];
+}
+
+function used() {
+  const last = path().at(-1);
+  return last ? last.prompt.length + last.tokens.length : 0;
+}
+
+async function ask(question, parent = path().at(-1)?.n ?? 0, how = "question") {
+  if (!question.trim() || !card) return;
+  if (how === "question" && used() + 8 >= card.meta.context) {
+    say(`The context is full: ${used().toLocaleString("en")} of ${card.meta.context.toLocaleString("en")} tokens. Nothing was sent;`
+      + " begin a new conversation, or edit an earlier question.");
+    return;
+  }
+  await stop();
+  id("question").value = "";
+  fit();
+  await run(add(parent, { question, how, sampling: sampling(), seed: settings.seed === "" ? seed() : Number(settings.seed) }));
+}
+
+/** Another answer to the question of a turn, which begins with these tokens. */
+async function branch(turn, tokens, fields) {
+  await stop();
+  const { parent, question, prompt, seed, off, model } = turn;
+  if (model !== identity()) return;
+  const own = { question, prompt, tokens: [...tokens], sampling: turn.sampling, seed, off, source: turn.n, from: tokens.length };
+  await run(add(parent, { ...own, ...fields }));
+}
+
+function seed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
+}
+
+function sampling() {
+  const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, schema } = settings;
+  const format = schema.trim() && { response_format: { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } } };
+  return { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, ...format };
+}
+
+/** End the answer in progress; what is there stays. */
+async function stop() {
+  running?.abort.abort();
+  await running?.done;
+}
+
+function run(turn) {
+  const abort = new AbortController();
+  running = { turn, abort };
+  running.done = stream(turn, abort.signal).finally(() => {
+    running = null;
+    id("reading").hidden = true;
+    save();
+    draw();
+    look();
+  });
+  if (chosen && !path().includes(turns[chosen.turn])) unselect();
+  draw();
+  id("scroll").scrollTop = id("scroll").scrollHeight;
+  id(`answer-${turn.n}`).focus({ preventScroll: true });
+  return running.done;
+}
+
+async function stream(turn, signal) {
+  Object.assign(turn, { model: identity(), end: null, error: "" });
+  const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : { prompt: turn.question };
+  const more = turn.tokens.length ? { answer: ids(turn.tokens) } : {};
+  try {
+    say("The answer begins.");
+    const response = await call("look/answer", { ...text, ...more, ...turn.sampling, seed: turn.seed, off: turn.off }, signal);
+    for await (const event of events(response)) receive(turn, event);
+    if (!turn.end) throw new TypeError("the connection ended");
+    say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]);
+  } catch (error) {
+    turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
+    turn.error = error.message;
+    say(turn.end === "stopped" ? "Stopped." : error instanceof Refused ? error.message : "");
+    if (turn.end === "gone") gone(turn);
+  }
+}
+
+function receive(turn, event) {
+  if (event.error) throw new Refused(event.error.message);
+  if (event.prompt) Object.assign(turn, { prompt: event.prompt, seed: event.seed });
+  id("reading").hidden = !event.read || event.read === event.of;
+  if (event.read) id("reading").value = event.read / event.of;
+  if (event.end) turn.end = event.end;
+  if (event.id === undefined) return;
+  const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
+  turn.tokens.push(event);
+  id(`answer-${turn.n}`)?.append(tokenNode(turn, turn.tokens.length - 1));
+  if (below < 80) scroll.scrollTop = scroll.scrollHeight;
+  count();
+}
+
+// -------------------------------------------------------------------------------------------------------------- the chat
+/** A button with a text and what it does. */
+function press(text, action, attributes = {}) {
+  const button = make("button", { type: "button", ...attributes }, text);
+  button.addEventListener("click", action);
+  return button;
+}
+
+/** A text as it is, but for characters that change the direction of others or have no width. */
+function plain(text) {
+  return text.split(/([\n\t\u200c\u200d])/).map((part, i) => (i % 2 ? part : harmless(part))).join("");
+}
+
+/** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
+function tokenNode(turn, i) {
+  const one = turn.tokens[i];
+  if (i === 0) decoders.set(turn.n, new TextDecoder("utf-8", { ignoreBOM: true }));
+  const text = one.control ? one.text : decoders.get(turn.n).decode(Uint8Array.from(bytes(one)), { stream: true });
+  const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
+  const first = turn.source !== null && i === difference(turn);
+  const classes = ["t", one.control || !text ? "chip" : level, first ? "first" : "", /^\n/.test(text) ? "line" : ""].filter(Boolean);
+  const node = make("span", { class: classes.join(" "), id: `t${turn.n}-${i}`, role: "option", "aria-selected": "false" });
+  node.append(text ? plain(text) : bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" "));
+  if (one.control) node.append(make("small", {}, ` ${share(one.p)}`));
+  node.title = first ? "the first token that differs from the branch before" : "";
+  return node;
+}
+const decoders = new Map(); // of the turns that are shown
+
+/** The first token that differs from the answer that a branch comes from. */
+function difference(turn) {
+  const before = turns[turn.source].tokens;
+  const i = turn.tokens.findIndex((one, k) => one.id !== before[k]?.id);
+  return i < before.length ? i : -1;
+}
+
+function describe(turn) {
+  const { temperature, top_k, top_p, min_p, response_format } = turn.sampling;
+  const filters = [top_k && `top-k ${top_k}`, top_p < 1 && `top-p ${top_p}`, min_p && `min-p ${min_p}`, response_format && "JSON schema"];
+  const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}`;
+  const end = { stopped: "stopped", length: "largest length", context: "context full", gone: "server gone", error: turn.error }[turn.end];
+  return [off, `seed ${turn.seed}`, `T ${temperature}`, ...filters, end].filter(Boolean).join(" · ");
+}
+
+function turnNode(turn) {
+  const siblings = turns[turn.parent].children, place = siblings.indexOf(turn.n), busy = running?.turn === turn;
+  const asked = make("div", { class: "asked" }, make("p", { class: "who" }, card.meta.template ? "You" : "Text"),
+    make("p", { class: "question", dir: "auto" }, plain(turn.question)), press("edit", () => edit(turn), { class: "quiet" }));
+  const move = (by, label, sign) => press(sign, () => step(turn, by), { "aria-label": label, class: "quiet" });
+  const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
+    make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
+  const answer = make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
+    "aria-label": "answer; arrow keys choose a token" });
+  answer.append(...turn.tokens.map((_, i) => tokenNode(turn, i)));
+  const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
+  const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
+    press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
+    press("again", () => again(turn), { class: "quiet", title: "another seed" }),
+    ...(resumable ? [press("continue", () => branch(turn, turn.tokens, { how: "continue" }), { class: "quiet" })] : [])];
+  const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
+  return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
+    make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answer, foot);
+}
+
+function draw() {
+  const shown = path();
+  id("empty").hidden = shown.length > 0;
+  const focused = document.activeElement?.id;
+  put("chat", ...shown.map(turnNode));
+  document.body.classList.toggle("marks", settings.marks);
+  if (shown.length && !chosen && shown.at(-1).tokens.length) {
+    id("chat").append(make("p", { class: "hint" }, settings.marks ? "Underlined words were unlikely. Click any word to open it."
+      : "Click any word to open it."));
+  }
+  if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
+  id("send").textContent = running ? "Stop" : "Send";
+  count();
+  mark();
+}
+
+function count() {
+  put("count", card ? `${used().toLocaleString("en")} / ${card.meta.context.toLocaleString("en")} tokens` : "");
+}
+
+/** Show the next or previous branch of a turn. */
+function step(turn, by) {
+  const parent = turns[turn.parent], last = parent.children.length;
+  parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
+  const shown = turns[parent.children[parent.active]];
+  if (chosen && !path().includes(turns[chosen.turn])) {
+    if (chosen.i < shown.tokens.length && shown.parent === turns[chosen.turn].parent) chosen = { turn: shown.n, i: chosen.i };
+    else unselect();
+  }
+  draw();
+  id(`answer-${shown.n}`).focus({ preventScroll: true });
+  if (chosen) select(chosen.turn, chosen.i);
+  save();
+}
+
+function again(turn) {
+  branch(turn, [], { seed: seed(), sampling: sampling(), how: "again", ...(turn.model !== identity() && { prompt: [] }) });
+}
+
+function edit(turn) {
+  const field = make("textarea", { "aria-label": "edit the question", rows: 2 });
+  field.value = turn.question;
+  const send = () => (field.value.trim() ? ask(field.value, turn.parent, "edit") : null);
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing) return;
+    if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
+    if (event.key === "Escape") { event.stopPropagation(); draw(); id(`answer-${turn.n}`).focus(); }
+  });
+  const box = id(`turn-${turn.n}`).querySelector(".asked");
+  box.replaceChildren(make("p", { class: "who" }, "You"), field, make("p", { class: "buttons" }, press("Send", send), press("Cancel", draw)));
+  field.focus();
+}
+
+// ------------------------------------------------------------------------------------------------------------- the panel
+function select(n, i) {
+  const turn = turns[n];
+  if (i < 0 || i >= turn.tokens.length) return;
+  if (chosen?.turn !== n || chosen.i !== i) against = head = key = null;
+  chosen = { turn: n, i };
+  id("chat").querySelector(".hint")?.remove();
+  id("panel").hidden = false;
+  document.body.classList.add("open");
+  mark();
+  id(`t${n}-${i}`).scrollIntoView({ block: "nearest" });
+  drawWords();
+  drawPrompt();
+  look();
+}
+
+function unselect() {
+  chosen = inside = null;
+  id("panel").hidden = true;
+  document.body.classList.remove("open");
+  mark();
+}
+
+function mark() {
+  for (const node of document.querySelectorAll(".t.chosen")) {
+    node.classList.remove("chosen");
+    node.setAttribute("aria-selected", "false");
+    node.parentElement.removeAttribute("aria-activedescendant");
+  }
+  const node = chosen && id(`t${chosen.turn}-${chosen.i}`);
+  if (!node) return;
+  node.classList.add("chosen");
+  node.setAttribute("aria-selected", "true");
+  node.parentElement.setAttribute("aria-activedescendant", node.id);
+}
+
+/** A token as it is named in sentences. */
+function named(one) {
+  if (one.control) return make("span", { class: "token control" }, one.text);
+  return one.bytes ? token(`<${one.bytes.map((byte) => byte.toString(16).toUpperCase()).join(" ")}>`) : token(one.text);
+}
+
+function openTurn() {
+  return turns[chosen.turn];
+}
+
+function drawWords() {
+  const turn = openTurn(), one = turn.tokens[chosen.i];
+  put("chosen", named(one), make("small", {}, ` token ${chosen.i + 1} of ${turn.tokens.length}`));
+  const bar = (p) => {
+    const fill = make("span", { class: "fill" });
+    fill.style.width = `${100 * p}%`;
+    return make("span", { class: "track" }, fill);
+  };
+  put("alternatives", ...one.top.map((other, k) => {
+    const drawn = other.cut ? [make("span", { class: "cut" }, `cut by ${STAGES[other.cut] ?? other.cut}`)] : [make("span", { class: "p" }, share(other.q)), bar(other.q)];
+    const taken = other.id === one.id;
+    const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), named(other), make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), bar(other.p)),
+      make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀ chosen") : ""));
+    return row;
+  }));
+  const rest = Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0));
+  put("words-note", `All other words together: ${share(rest)}. “Model” is the probability the model computed; the word was then drawn from the`
+    + " probabilities on the right, after temperature and filters. Click a word to go on with it.");
+}
+
+/** Go on with the k-th alternative of the open token. */
+function take(k) {
+  const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
+  if (!other || other.id === one.id) return;
+  const at = chosen.i, taken = { ...other, top: one.top };
+  branch(turn, [...turn.tokens.slice(0, at), taken], { how: "alternative", from: at });
+  select(turns.length - 1, at);
+}
+
+function drawPrompt() {
+  const { prompt } = openTurn();
+  put("prompt-tokens", ...prompt.map((one, i) => {
+    const node = make("span", { class: one.control ? "token control" : "token", title: `${i}: id ${one.id}` });
+    node.append(one.control ? one.text : one.text === undefined ? "�" : plain(one.text));
+    return node;
+  }));
+  put("prompt-count", `${prompt.length} tokens; the answer has ${openTurn().tokens.length}.`);
+}
+
+let waiting = 0, request = null;
+/** Ask for the inside of the open token, unless it is known. */
+function look() {
+  clearTimeout(waiting);
+  request?.abort();
+  if (!chosen) return;
+  const turn = openTurn(), one = turn.tokens[chosen.i];
+  const wait = (text) => {
+    inside = null;
+    put("waiting", text);
+    id("waiting").hidden = !text;
+    id("panel").classList.toggle("unknown", Boolean(text));
+  };
+  if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
+  if (running) return wait("The inside is computed when the answer is complete.");
+  const rival = against ?? one.top.find((other) => other.id !== one.id)?.id;
+  const body = { ids: [...ids(turn.prompt), ...ids(turn.tokens.slice(0, chosen.i))], token: one.id, against: rival, off: turn.off };
+  if (head) body.head = head;
+  if (head && key !== null) body.key = key;
+  const name = JSON.stringify(body);
+  if (seen.has(name)) {
+    wait("");
+    return drawInside(seen.get(name));
+  }
+  if (inside === null) wait("…");
+  request = new AbortController();
+  const { signal } = request;
+  waiting = setTimeout(async () => {
+    try {
+      const found = await (await call("look/inside", body, signal)).json();
+      seen.set(name, found);
+      wait("");
+      drawInside(found);
+    } catch (error) {
+      if (signal.aborted) return;
+      wait(error instanceof Refused ? error.message : "The server does not answer.");
+      if (!(error instanceof Refused)) gone(null);
+    }
+  }, inside === null ? WAITS : 0);
+}
+
+/** The token at a position of the text: of the prompt or of the answer. */
+function at(position) {
+  const { prompt, tokens } = openTurn();
+  return position < prompt.length ? prompt[position] : tokens[position - prompt.length];
+}
+
+function drawInside(found) {
+  inside = found;
+  const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
+  const others = one.top.filter((other) => other.id !== one.id);
+  put("this", named(one));
+  put("against", ...others.map((other) => make("option", { value: other.id }, other.bytes ? `<${other.bytes}>` : visible(other.text))));
+  id("against").value = against ?? others[0]?.id;
+  const best = found.heads.filter((other) => other.effect > 0)[0] ?? found.heads[0];
+  put("summary", make("b", {}, `Head ${best.head.join(".")}`), best.effect > 0 ? " adds most, and it looked at " : " has the largest effect, and it looked at ",
+    ...looked(best.looks), ".");
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const rest = found.difference - embedding - heads - mlps;
+  put("sums", `Logit difference ${plus(found.difference)}: all heads ${plus(heads)}, MLPs ${plus(mlps)}, embedding ${plus(embedding)}`
+    + `${Math.abs(rest) > 0.02 ? `, rounding ${plus(rest)}` : ""}.${drift}`);
+  const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
+  put("heads", ...found.heads.map((other) => {
+    const fill = make("span", { class: other.effect < 0 ? "fill less" : "fill" });
+    fill.style.width = `${(100 * Math.abs(other.effect)) / most}%`;
+    const open = press("", () => { head = other.head; key = null; tab("head"); look(); }, { class: "name", "aria-current": same(other.head, found.head.head) });
+    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, plus(other.effect)), make("span", { class: "track" }, fill),
+      make("span", { class: "looks" }, "looks at ", ...looked(other.looks.slice(0, 1))));
+    return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
+      press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
+  }));
+  put("measured", "");
+  drawHead();
+  drawLens();
+}
+
+function same(a, b) {
+  return a[0] === b[0] && a[1] === b[1];
+}
+
+/** What a head attends to most, as nodes. */
+function looked(looks) {
+  const [[first, weight], second] = looks;
+  const name = (position) => (position === 0 ? "the first token" : named(at(position)));
+  const nodes = [name(first), ` ${share(weight)}`];
+  return second && second[1] > 0.1 ? [...nodes, " and ", name(second[0]), ` ${share(second[1])}`] : nodes;
+}
+
+async function measure(one) {
+  const turn = openTurn(), off = [...turn.off, one], { p, token: { id: token_ } } = inside;
+  put("measured", "…");
+  const body = { ids: [...ids(turn.prompt), ...ids(turn.tokens.slice(0, chosen.i))], token: token_, off };
+  const found = await (await call("look/inside", body)).json();
+  put("measured", "Probability of ", named(found.token), `: ${share(p)} → `, make("b", {}, share(found.p)), ` without head ${one.join(".")}.`);
+}
+
+function switchOff(one) {
+  const turn = openTurn();
+  branch(turn, [], { off: [...turn.off, one], how: `without ${one.join(".")}` });
+}
+
+function drawHead() {
+  const { head: at_, weights, scores, key: k } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
+  put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
+  put("head-reads", "Before ", named(at(S)), ", it stood at ", named(at(S - 1)), " and attended to these tokens. The first token has ",
+    `${share(weights[0])}${weights[0] > 0.5 ? ": a head that finds nothing rests there" : ""}.`);
+  const most = Math.max(...weights);
+  put("row", ...weights.map((weight, position) => {
+    const node = named(at(position)), colour = shade(Math.sqrt(weight / most));
+    node.style.background = rgb(colour);
+    node.style.color = readable(colour);
+    node.title = `${position}: weight ${share(weight)}, score ${figures(scores[position])}`;
+    node.dataset.key = position;
+    if (position === k) node.classList.add("key");
+    return node;
+  }));
+  put("key-title", named(at(k)));
+  id("off").textContent = `Switch head ${name} off and answer again`;
+  id("distance").max = Math.max(64, 2 * (S - 1 - k), S - 1);
+  id("distance").value = S - 1 - k;
+  drawPairs();
+}
+
+/** What each pair adds to the score at a distance: Re(q conj(k) e^(i d w)) factor^2 / sqrt(D). */
+function pairs({ q, k, frequencies, factor }, distance) {
+  return frequencies.map((w, i) => {
+    const [a, b, c, d] = [q[2 * i], q[2 * i + 1], k[2 * i], k[2 * i + 1]], [x, y] = [a * c + b * d, b * c - a * d];
+    return ((x * Math.cos(distance * w) - y * Math.sin(distance * w)) * factor ** 2) / Math.sqrt(q.length);
+  });
+}
+
+function drawPairs() {
+  const found = inside.head, S = found.weights.length, real = S - 1 - found.key, distance = Number(id("distance").value);
+  const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
+  put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${figures(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
+  put("at", `${distance} apart: score ${figures(score)}`);
+  const low = Math.min(0, ...values), high = Math.max(...values, 1e-6);
+  const plot = chart("pairs", { height: 130, yMax: high - low, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
+  const width = plot.width / values.length;
+  values.forEach((value, i) => plot.svg.append(make("rect", { class: value < 0 ? "less" : "bar", x: plot.left + width * (i + 0.12), width: width * 0.76,
+    y: plot.y(Math.max(value, 0) - low), height: Math.max(0.5, plot.y(Math.min(value, 0) - low) - plot.y(Math.max(value, 0) - low)) },
+  make("title", {}, `pair ${i}: ${figures(value)}, ${degrees(found.frequencies[i])} a token`))));
+  plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(-low), y2: plot.y(-low) }));
+  put("pairs", plot.svg);
+}
+
+function drawLens() {
+  const one = openTurn().tokens[chosen.i], cells = (row) => row.top.map((other) => {
+    const node = make("span", { class: other.id === one.id ? "guess right" : "guess" }, named(other), ` ${share(other.p)}`);
+    node.style.opacity = 0.55 + 0.45 * Math.min(1, other.p * 2);
+    return node;
+  });
+  put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of "), named(one)),
+    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
+      make("b", {}, row.rank.toLocaleString("en")))));
+}
+
+function tab(name) {
+  id("panel").dataset.tab = name;
+  for (const button of id("tabs").children) button.setAttribute("aria-pressed", button.dataset.tab === name);
+  if (inside) drawPairs(); // a hidden chart has no width
+}
+
+// ------------------------------------------------------------------------------------- settings, export, import, restore
+const FIELDS = Object.keys(DEFAULTS);
+
+function fillSettings(values) {
+  put("fields", ...FIELDS.map((name) => {
+    const field = make("input", { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder: name === "seed" ? "random" : "" });
+    field.value = values[name];
+    return make("label", {}, NAMES[name], field);
+  }));
+  id("system").value = values.system;
+  id("schema").value = values.schema;
+  id("marks").checked = values.marks;
+}
+
+function readSettings() {
+  for (const name of FIELDS) {
+    const { value } = id(`set-${name}`);
+    settings[name] = name === "seed" ? value : value === "" ? DEFAULTS[name] : Number(value);
+  }
+  Object.assign(settings, { system: id("system").value, schema: id("schema").value, marks: id("marks").checked });
+  try {
+    if (settings.schema.trim()) JSON.parse(settings.schema);
+  } catch (error) {
+    settings.schema = "";
+    say(`The schema is not JSON, so it is not used: ${error.message}`);
+  }
+  sessionStorage.setItem("clearllama-settings", JSON.stringify(settings));
+  draw();
+}
+
+function save() {
+  try {
+    sessionStorage.setItem("clearllama-turns", JSON.stringify(turns));
+  } catch {
+    say("This conversation is too long for the browser to keep over a reload; export it.");
+  }
+}
+
+function restore() {
+  Object.assign(settings, JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}"));
+  turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
+}
+
+function download(name, text, type) {
+  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+const EXPORTS = {
+  json: () => download("clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"),
+  md: () => download("clearllama.md", path().map((one) => `**${one.question}**\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"),
+  curl() {
+    const last = path().at(-1), quoted = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
+    download("clearllama.sh", `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${quoted}'\n`, "text/x-shellscript");
+  },
+  async html() {
+    const last = path().at(-1);
+    put("exported", "The page is being computed: about ten seconds.");
+    download("trace.html", await (await call("look/page", { ids: [...ids(last.prompt), ...ids(last.tokens)] })).text(), "text/html");
+    put("exported", "");
+  },
+};
+
+async function load(file) {
+  try {
+    const found = JSON.parse(await file.text());
+    if (!Array.isArray(found.turns) || !found.turns.every((one, n) => one.n === n && Array.isArray(one.children))) throw new Error("it has no turns");
+    await stop();
+    turns = found.turns;
+    unselect();
+    draw();
+    save();
+    id("export").close();
+  } catch (error) {
+    put("exported", `${file.name} is not an export of this page: ${error.message}`);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- the start
+function fit() {
+  const field = id("question");
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight + 2, 180)}px`;
+}
+
+function submit() {
+  if (running) stop();
+  else ask(id("question").value);
+}
+
+const KEYS = {
+  Escape: () => (running ? stop() : unselect()),
+  ArrowLeft: () => moveBy(-1),
+  ArrowRight: () => moveBy(1),
+  "[": () => current() && step(current(), -1),
+  "]": () => current() && step(current(), 1),
+  e: () => current() && edit(current()),
+  r: () => current() && again(current()),
+  o: () => inside && switchOff(inside.head.head),
+};
+
+function current() {
+  return chosen ? openTurn() : path().at(-1);
+}
+
+function moveBy(by) {
+  const focused = document.activeElement?.id?.match(/^answer-(\d+)$/)?.[1];
+  const turn = focused ? turns[focused] : current();
+  if (turn) select(turn.n, chosen?.turn === turn.n ? chosen.i + by : by > 0 ? 0 : turn.tokens.length - 1);
+}
+
+function keydown(event) {
+  if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing) return;
+  if (event.target.closest("input, textarea, select, dialog")) return;
+  const action = /^[1-9]$/.test(event.key) ? () => chosen && take(Number(event.key) - 1) : KEYS[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+}
+
+async function start() {
+  restore();
+  id("ask").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
+  id("question").addEventListener("input", fit);
+  id("question").addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running) stop();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!running) submit();
+  });
+  id("chat").addEventListener("click", (event) => {
+    const found = event.target.closest(".t")?.id.match(/^t(\d+)-(\d+)$/);
+    if (found) select(Number(found[1]), Number(found[2]));
+  });
+  id("row").addEventListener("click", (event) => {
+    const found = event.target.closest("[data-key]");
+    if (!found) return;
+    [head, key] = [inside.head.head, Number(found.dataset.key)];
+    look();
+  });
+  id("close").addEventListener("click", unselect);
+  for (const button of document.querySelectorAll("[data-step]")) button.addEventListener("click", () => moveBy(Number(button.dataset.step)));
+  for (const button of id("tabs").children) button.addEventListener("click", () => tab(button.dataset.tab));
+  id("against").addEventListener("change", () => { against = Number(id("against").value); look(); });
+  id("distance").addEventListener("input", drawPairs);
+  id("off").addEventListener("click", () => switchOff(inside.head.head));
+  id("open-settings").addEventListener("click", () => { fillSettings(settings); id("settings").showModal(); });
+  id("defaults").addEventListener("click", () => fillSettings({ ...settings, ...DEFAULTS }));
+  id("settings").addEventListener("close", readSettings);
+  id("open-export").addEventListener("click", () => { put("exported", ""); id("export").showModal(); });
+  for (const button of document.querySelectorAll("[data-export]")) {
+    button.addEventListener("click", () => path().length && Promise.resolve(EXPORTS[button.dataset.export]()).catch((error) => put("exported", error.message)));
+  }
+  id("import").addEventListener("change", () => load(id("import").files[0]));
+  id("new").addEventListener("click", async () => { await stop(); unselect(); turns = [{ n: 0, children: [], active: 0 }]; save(); draw(); id("question").focus(); });
+  document.addEventListener("keydown", keydown);
+  addEventListener("pagehide", save);
+  addEventListener("resize", () => inside && drawPairs());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => inside && drawHead());
+  tab(innerWidth < 1000 ? "words" : "why");
+  try {
+    await connect();
+    draw();
+    if (turns[1] && turns.slice(1).some((one) => one.model !== identity())) banner(`This conversation is from another model than ${card.id}; looks into it are off.`);
+  } catch (error) {
+    if (error instanceof Refused) banner(error.message);
+    else gone(null);
+  }
+  document.documentElement.dataset.ready = "";
+}
+
+start();
