@@ -146,6 +146,10 @@ function bytes(one) {
   return one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text);
 }
 
+function hex(one) {
+  return bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
+}
+
 /** The text of tokens, without control tokens. */
 function textOf(tokens) {
   return new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
@@ -211,9 +215,12 @@ function run(turn) {
     id("reading").hidden = true;
     save();
     draw();
-    look();
+    if (chosen && chosen.turn === turn.source) select(turn.n, Math.max(0, difference(turn)));
+    else if (chosen) select(chosen.turn, chosen.i);
   });
-  if (chosen && !path().includes(turns[chosen.turn])) unselect();
+  const opened = chosen && chosen.turn === turn.source;
+  if (opened && chosen.i < turn.tokens.length) chosen.turn = turn.n;
+  else if (chosen && !opened) unselect();
   draw();
   id("scroll").scrollTop = id("scroll").scrollHeight;
   id(`answer-${turn.n}`).focus({ preventScroll: true });
@@ -274,8 +281,9 @@ function tokenNode(turn, i) {
   const first = turn.source !== null && i === difference(turn);
   const classes = ["t", one.control || !text ? "chip" : level, first ? "first" : "", /^\n/.test(text) ? "line" : ""].filter(Boolean);
   const node = make("span", { class: classes.join(" "), id: `t${turn.n}-${i}`, role: "option", "aria-selected": "false" });
-  node.append(text ? plain(text) : bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" "));
-  if (one.control) node.append(make("small", {}, ` ${share(one.p)}`));
+  const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
+  node.append(word && space, make("span", { class: "w" }, word || space));
+  if (one.control) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
   node.title = first ? "the first token that differs from the branch before" : "";
   return node;
 }
@@ -405,10 +413,14 @@ function mark() {
   node.parentElement.setAttribute("aria-activedescendant", node.id);
 }
 
+function signed(x) {
+  return (x < 0 ? "−" : "+") + Math.abs(x).toFixed(2);
+}
+
 /** A token as it is named in sentences. */
 function named(one) {
   if (one.control) return make("span", { class: "token control" }, one.text);
-  return one.bytes ? token(`<${one.bytes.map((byte) => byte.toString(16).toUpperCase()).join(" ")}>`) : token(one.text);
+  return one.bytes ? token(`<${hex(one)}>`) : token(one.text);
 }
 
 function openTurn() {
@@ -428,7 +440,7 @@ function drawWords() {
     const taken = other.id === one.id;
     const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
     row.append(make("kbd", {}, k < 9 ? k + 1 : ""), named(other), make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), bar(other.p)),
-      make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀ chosen") : ""));
+      make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀", make("span", { class: "wide" }, " chosen")) : ""));
     return row;
   }));
   const rest = Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0));
@@ -440,9 +452,7 @@ function drawWords() {
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  const at = chosen.i, taken = { ...other, top: one.top };
-  branch(turn, [...turn.tokens.slice(0, at), taken], { how: "alternative", from: at });
-  select(turns.length - 1, at);
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { how: "alternative", from: chosen.i });
 }
 
 function drawPrompt() {
@@ -507,22 +517,22 @@ function drawInside(found) {
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
   const others = one.top.filter((other) => other.id !== one.id);
   put("this", named(one));
-  put("against", ...others.map((other) => make("option", { value: other.id }, other.bytes ? `<${other.bytes}>` : visible(other.text))));
+  put("against", ...others.map((other) => make("option", { value: other.id }, other.bytes ? hex(other) : visible(other.text))));
   id("against").value = against ?? others[0]?.id;
   const best = found.heads.filter((other) => other.effect > 0)[0] ?? found.heads[0];
   put("summary", make("b", {}, `Head ${best.head.join(".")}`), best.effect > 0 ? " adds most, and it looked at " : " has the largest effect, and it looked at ",
     ...looked(best.looks), ".");
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
   const rest = found.difference - embedding - heads - mlps;
-  put("sums", `Logit difference ${plus(found.difference)}: all heads ${plus(heads)}, MLPs ${plus(mlps)}, embedding ${plus(embedding)}`
-    + `${Math.abs(rest) > 0.02 ? `, rounding ${plus(rest)}` : ""}.${drift}`);
+  put("sums", `Logit difference ${signed(found.difference)}: all heads ${signed(heads)}, MLPs ${signed(mlps)}, embedding ${signed(embedding)}`
+    + `${Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : ""}.${drift}`);
   const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
   put("heads", ...found.heads.map((other) => {
     const fill = make("span", { class: other.effect < 0 ? "fill less" : "fill" });
     fill.style.width = `${(100 * Math.abs(other.effect)) / most}%`;
     const open = press("", () => { head = other.head; key = null; tab("head"); look(); }, { class: "name", "aria-current": same(other.head, found.head.head) });
-    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, plus(other.effect)), make("span", { class: "track" }, fill),
-      make("span", { class: "looks" }, "looks at ", ...looked(other.looks.slice(0, 1))));
+    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), make("span", { class: "track" }, fill),
+      make("span", { class: "looks" }, "→ ", ...looked(other.looks.slice(0, 1))));
     return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
       press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
   }));
@@ -538,7 +548,7 @@ function same(a, b) {
 /** What a head attends to most, as nodes. */
 function looked(looks) {
   const [[first, weight], second] = looks;
-  const name = (position) => (position === 0 ? "the first token" : named(at(position)));
+  const name = (position) => (position === 0 ? "first token" : named(at(position)));
   const nodes = [name(first), ` ${share(weight)}`];
   return second && second[1] > 0.1 ? [...nodes, " and ", name(second[0]), ` ${share(second[1])}`] : nodes;
 }
@@ -591,6 +601,7 @@ function drawPairs() {
   const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
   put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${figures(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
   put("at", `${distance} apart: score ${figures(score)}`);
+  if (!id("pairs").clientWidth) return; // it is hidden
   const low = Math.min(0, ...values), high = Math.max(...values, 1e-6);
   const plot = chart("pairs", { height: 130, yMax: high - low, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
   const width = plot.width / values.length;
