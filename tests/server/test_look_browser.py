@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -82,9 +80,17 @@ def configure(tab: Page, schema: str = "", **fields: Any) -> None:
     tab.click("#apply")
 
 
+def until(tab: Page, expression: str) -> None:
+    """Wait until an expression is true. `wait_for_function` needs eval in the page, which its policy blocks."""
+    end = time.monotonic() + 60
+    while not tab.evaluate(expression):
+        assert time.monotonic() < end, expression
+        tab.wait_for_timeout(20)
+
+
 def settle(tab: Page) -> dict[str, Any]:
     """Wait for the end of the answer, and for the inside of the open token. Returns the last turn that is shown."""
-    tab.wait_for_function("!running && (!chosen || inside)")
+    until(tab, "!running && (!chosen || inside)")
     turn: dict[str, Any] = tab.evaluate("path().at(-1)")
     return turn
 
@@ -93,12 +99,17 @@ def ask(tab: Page, question: str, **fields: Any) -> dict[str, Any]:
     configure(tab, **{"max_tokens": 24, "seed": 5, **fields})
     tab.fill("#question", question)
     tab.press("#question", "Enter")
-    tab.wait_for_function("path().length && path().at(-1).question !== undefined")
+    until(tab, "path().length && path().at(-1).question !== undefined")
     return settle(tab)
 
 
 def ids_of(tokens: list[dict[str, Any]]) -> list[int]:
     return [one["id"] for one in tokens]
+
+
+def told(turn: dict[str, Any]) -> list[int]:
+    """The ids of an answer without the stop id, as in `Completion.tokens`."""
+    return ids_of(turn["tokens"][:-1] if turn["end"] == "stop" else turn["tokens"])
 
 
 def share(p: float) -> str:
@@ -120,11 +131,11 @@ def body_of(tab: Page, act: Callable[[], object]) -> dict[str, Any]:
 
 
 def open_token(tab: Page, turn: dict[str, Any], i: int) -> None:
-    tab.click(f"#t{turn['n']}-{i} .w", force=True)
+    tab.evaluate(f"select({turn['n']}, {i})")
     settle(tab)
 
 
-# --------------------------------------------------------------------------------------------------------- the default run
+# ---------------------------------------------------------------------------------------------------- the default run
 def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     """Ask, open a word, see its alternatives, take one, switch off the head that adds most."""
     tab = show()
@@ -132,9 +143,10 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     tab.click("#samples button >> nth=0")
     turn = settle(tab)
     question = turn["question"]
-    assert ids_of(turn["tokens"])[:24] == chat(tiny_llm, question, seed=5, max_new_tokens=24)
+    assert told(turn) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
 
-    open_token(tab, turn, 3)
+    tab.click(f"#t{turn['n']}-3 .w")
+    settle(tab)
     one, prompt = turn["tokens"][3], ids_of(turn["prompt"])
     logits = tiny_llm.model(torch.tensor([prompt + ids_of(turn["tokens"][:3])]))[0, -1, : tiny_llm.tokenizer.n_vocab]
     p = logits.softmax(-1)
@@ -161,7 +173,7 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert body["off"] == [head]
     off = settle(tab)
     with ablated(tiny_llm.model, [tuple(head)]):
-        assert ids_of(off["tokens"])[:24] == chat(tiny_llm, question, seed=5, max_new_tokens=24)
+        assert told(off) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
     assert tab.inner_text(".place") == "3/3"
     assert f"without head {head[0]}.{head[1]}" in tab.inner_text(".foot")
     first = next(i for i, (a, b) in enumerate(zip(off["tokens"], branch["tokens"], strict=False)) if a["id"] != b["id"])
@@ -169,7 +181,7 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
 
 
 def test_text_of_others_stays_text(show: Open) -> None:
-    tab = show()
+    tab = show(expected="requires 'TrustedHTML'")
     turn = ask(tab, NASTY)
     data = {"turns": tab.evaluate("turns")}
     data["turns"][1]["tokens"][2] |= {"text": NASTY, "id": 7}
@@ -188,7 +200,7 @@ def test_text_of_others_stays_text(show: Open) -> None:
 def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, scheme: Any) -> None:
     tab = show(viewport=PHONE, color_scheme=scheme, has_touch=True)
     check_looks(tab, "the empty page")
-    turn = ask(tab, "a " * 40 + "x" * 200)
+    turn = ask(tab, "a " * 12 + "x" * 90)
     check_looks(tab, "the answer")
     i = next(i for i, one in enumerate(turn["tokens"]) if re.fullmatch("[!-~]", one.get("text", "")))
     tab.tap(f"#t{turn['n']}-{i} .w")
@@ -202,12 +214,12 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
 
 CONTRAST = """() => {
   const number = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
+  const linear = (c) => c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b) + 0.05;
   const faint = [];
   for (const node of document.querySelectorAll("body *")) {
     const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-    if (!own || !node.checkVisibility({ opacityProperty: true, visibilityProperty: true }) || node.closest("svg, option")) continue;
+    if (!own || !node.checkVisibility({ visibilityProperty: true }) || node.closest("svg, option")) continue;
     let opacity = 1, back = null;
     for (let one = node; one; one = one.parentElement) {
       const style = getComputedStyle(one);
@@ -218,7 +230,7 @@ CONTRAST = """() => {
     back ??= number(getComputedStyle(document.body).backgroundColor);
     const ink = number(getComputedStyle(node).color).map((c, i) => i < 3 ? c * opacity + back[i] * (1 - opacity) : c);
     const [a, b] = [light(ink), light(back)], ratio = Math.max(a, b) / Math.min(a, b);
-    if (ratio < 4.5) faint.push(`${node.tagName} ${node.className} ${node.textContent.slice(0, 20)} ${ratio.toFixed(1)}`);
+    if (ratio < 4.5) faint.push(`${node.className} ${node.textContent.slice(0, 20)} ${ratio.toFixed(1)}`);
   }
   return faint;
 }"""
@@ -232,27 +244,28 @@ def check_looks(tab: Page, what: str) -> None:
     assert tab.evaluate(CONTRAST) == [], what
 
 
-# ---------------------------------------------------------------------------------------------------------- the long run
+# --------------------------------------------------------------------------------------------------------- the long run
 @SLOW
 def test_shown_probabilities_and_cuts_are_the_servers(show: Open, server: Running) -> None:
     tab = show()
     schema = json.dumps({"type": "object", "properties": {"n": {"enum": [1, 27]}}, "required": ["n"]})
-    turn = ask(tab, "Count.", schema=schema, temperature=1.2, top_k=6, top_p=0.9, min_p=0.1)
-    completions = server.client().completions
-    ids = [ids_of(turn["prompt"]) + ids_of(turn["tokens"])]
-    found: Any = completions.create(model="tiny", prompt=ids, echo=True, logprobs=0, max_tokens=0)
-    logprobs = found.choices[0].logprobs.token_logprobs[len(turn["prompt"]) :]
-    seen = set()
     names = {"grammar": "the JSON schema", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p"}
-    for i, one in enumerate(turn["tokens"]):
-        open_token(tab, turn, i)
-        rows = tab.locator("#alternatives .row")
-        assert rows.locator("..").locator(".taken .p").first.inner_text() == share(round(math.exp(logprobs[i]), 6))
-        for k, other in enumerate(one["top"]):
-            if "cut" in other:
-                seen.add(other["cut"])
-                assert rows.nth(k).locator(".cut").inner_text() == f"cut by {names[other['cut']]}"
-    assert seen >= {"grammar", "top_k"}
+    seen = set()
+    for options in ({"schema": schema}, {"top_k": 6}, {"top_k": 0, "min_p": 0.3}):
+        turn = ask(tab, "Count.", max_tokens=8, temperature=1.2, top_p=0.7, **options)
+        ids = [ids_of(turn["prompt"]) + ids_of(turn["tokens"])]
+        completions = server.client().completions
+        found: Any = completions.create(model="tiny", prompt=ids, echo=True, logprobs=0, max_tokens=0)
+        logprobs = found.choices[0].logprobs.token_logprobs[len(turn["prompt"]) :]
+        for i, one in enumerate(turn["tokens"]):
+            open_token(tab, turn, i)
+            rows = tab.locator("#alternatives .row")
+            assert tab.locator("#alternatives .taken .p").first.inner_text() == share(round(math.exp(logprobs[i]), 6))
+            for k, other in enumerate(one["top"]):
+                if "cut" in other:
+                    seen.add(other["cut"])
+                    assert rows.nth(k).locator(".cut").inner_text() == f"cut by {names[other['cut']]}"
+    assert seen == {*names}
 
 
 @SLOW
@@ -343,7 +356,7 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
     tab.click("#tabs [data-tab=why]")
     for key in (0, 5, len(text) - 1):
         tab.click(f"#row [data-key='{key}']")
-        tab.wait_for_function(f"inside?.head.key === {key}")
+        until(tab, f"inside?.head.key === {key}")
         found = tab.evaluate("inside.head")
         score = found["scores"][key]
         assert int(tab.input_value("#distance")) == len(text) - 1 - key
@@ -352,9 +365,9 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
         )
         shown = [
             float(x.replace("−", "-"))
-            for x in re.findall(r"score ([−\d.]+\d)", tab.inner_text("#rope-reads") + tab.inner_text("#at"))
+            for x in re.findall(r"score (−?[\d.]*\d(?:e−?\d+)?)", tab.inner_text("#rope-reads") + tab.inner_text("#at"))
         ]
-        assert shown[0] == shown[1] == pytest.approx(score, rel=0.01)
+        assert shown[0] == shown[1] == pytest.approx(score, abs=0.0051)
         heights = tab.eval_on_selector_all(
             "#pairs rect", "(all) => all.map((e) => [e.getAttribute('class'), Number(e.getAttribute('height'))])"
         )
@@ -364,7 +377,7 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
     assert tab.inner_text("#at").startswith("3 apart")
     before, head = turn["tokens"][6]["p"], tab.evaluate("inside.heads[0].head")
     tab.locator("#heads >> text=measure").first.click()
-    tab.wait_for_function("id('measured').textContent.includes('without')")
+    until(tab, "id('measured').textContent.includes('without')")
     with ablated(tiny_llm.model, [tuple(head)]):
         p = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab].softmax(-1)
     after = float(p[turn["tokens"][6]["id"]])
@@ -390,23 +403,20 @@ def test_the_key_stays_in_the_tab(browser: Browser, show: Open, tiny_llm: Llama)
         context.close()
 
 
+SLOWLY = """
+import sys, time
+from llama import cli
+from llama.server.look import Looks
+drawn = Looks._drawn
+Looks._drawn = lambda *arguments, **options: time.sleep(0.03) or drawn(*arguments, **options)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def serve(file: Path, port: int, name: str) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "llama",
-        "serve",
-        "-m",
-        str(file),
-        "--port",
-        str(port),
-        "--name",
-        name,
-        "--dtype",
-        "float32",
-        "--quiet",
-    ]
-    process = subprocess.Popen(command)
+    """Start a server of a tiny model that takes 30 ms for a token, in a process that can be killed."""
+    options = ["serve", "-m", str(file), "--port", str(port), "--name", name, "--dtype", "float32", "--quiet"]
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *options])
     while True:
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
@@ -424,11 +434,8 @@ def test_a_server_that_goes_away_and_comes_back(show: Open, tiny_gguf: Path) -> 
     try:
         tab = show(f"http://127.0.0.1:{port}", expected="ERR_|Failed to load|net::")
         configure(tab, max_tokens=200, seed=5)
-        tab.route("**/look/answer", lambda route: route.continue_())
         tab.fill("#question", "Go on.")
-        process.send_signal(signal.SIGSTOP) if os.name == "posix" else None
         tab.press("#question", "Enter")
-        process.send_signal(signal.SIGCONT)
         tab.wait_for_selector(".t")
         process.kill()
         process.wait()
@@ -438,10 +445,11 @@ def test_a_server_that_goes_away_and_comes_back(show: Open, tiny_gguf: Path) -> 
         assert tab.locator(".t").count() == len(turn["tokens"])
         process = serve(tiny_gguf, port, "first")
         tab.wait_for_selector("#banner", state="hidden")
-        if turn["end"] == "gone":
-            tab.wait_for_function(f"path().at(-1).n !== {turn['n']}")
-            resumed = settle(tab)
-            assert ids_of(resumed["tokens"])[: len(turn["tokens"])] == ids_of(turn["tokens"])
+        until(tab, f"path().at(-1).n !== {turn['n']}")
+        resumed = settle(tab)
+        count = len(turn["tokens"])
+        assert 0 < count < len(resumed["tokens"])
+        assert ids_of(resumed["tokens"])[:count] == ids_of(turn["tokens"])
         process.kill()
         process.wait()
         tab.evaluate("select(path()[0].n, 1)")
@@ -513,7 +521,7 @@ def test_tabs_are_independent_and_a_conversation_survives(show: Open, tmp_path: 
         assert part in Path(other.value.path()).read_text()
     second.click("#open-export")
     second.set_input_files("#import", file)
-    second.wait_for_function("!id('export').open")
+    until(second, "!id('export').open")
     assert second.evaluate("turns") == turns
     assert second.inner_text("#chat") == text
 
@@ -561,16 +569,15 @@ def test_the_first_minute_by_keyboard(show: Open) -> None:
 @SLOW
 def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -> None:
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu", max_seq_len=2300)
+    llm.tokenizer.stop_ids = frozenset()
     with running(llm) as server:
         tab = show(server.url)
         tab.evaluate(
-            "window.tasks = []; new PerformanceObserver((list) => tasks.push(...list.getEntries().map((one) => one.duration)))"
-            ".observe({ type: 'longtask' })"
+            "window.tasks = []; new PerformanceObserver((list) => tasks.push(...list.getEntries()"
+            ".map((one) => one.duration))).observe({ type: 'longtask' })"
         )
         turn = ask(tab, "Go on.", max_tokens=2000, temperature=1.5, top_p=1, min_p=0)
-        while len(turn["tokens"]) < 1000:
-            tab.click("text=again")
-            turn = settle(tab)
+        assert len(turn["tokens"]) == 2000
         assert [task for task in tab.evaluate("tasks") if task > 100] == []
 
 
@@ -585,7 +592,7 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         open_token(tab, turn, i)
         assert "Head 23.4 adds most, and it looked at ·Japan" in tab.inner_text("#summary")
         tab.locator("#heads >> text=measure").first.click()
-        tab.wait_for_function("id('measured').textContent.includes('without')")
+        until(tab, "id('measured').textContent.includes('without')")
         assert "without head 23.4" in tab.inner_text("#measured")
         kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
         tab.keyboard.press(str(kyoto + 1))

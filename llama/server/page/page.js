@@ -131,7 +131,7 @@ function path() {
 
 function add(parent, fields) {
   const turn = { n: turns.length, parent, children: [], active: 0, question: "", prompt: [], tokens: [], end: null, off: [],
-    source: null, from: 0, ...fields };
+    source: null, first: null, ...fields };
   turns.push(turn);
   turns[parent].active = turns[parent].children.push(turn.n) - 1;
   return turn;
@@ -187,7 +187,7 @@ async function branch(turn, tokens, fields) {
   await stop();
   const { parent, question, prompt, seed, off, model } = turn;
   if (model !== identity()) return;
-  const own = { question, prompt, tokens: [...tokens], sampling: turn.sampling, seed, off, source: turn.n, from: tokens.length };
+  const own = { question, prompt, tokens: [...tokens], sampling: turn.sampling, seed, off, source: turn.n };
   await run(add(parent, { ...own, ...fields }));
 }
 
@@ -198,7 +198,7 @@ function seed() {
 function sampling() {
   const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, schema } = settings;
   const format = schema.trim() && { response_format: { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } } };
-  return { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, ...format };
+  return { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens: Math.min(max_tokens, card.meta.context), ...format };
 }
 
 /** End the answer in progress; what is there stays. */
@@ -215,7 +215,7 @@ function run(turn) {
     id("reading").hidden = true;
     save();
     draw();
-    if (chosen && chosen.turn === turn.source) select(turn.n, Math.max(0, difference(turn)));
+    if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? 0);
     else if (chosen) select(chosen.turn, chosen.i);
   });
   const opened = chosen && chosen.turn === turn.source;
@@ -252,9 +252,19 @@ function receive(turn, event) {
   if (event.read) id("reading").value = event.read / event.of;
   if (event.end) turn.end = event.end;
   if (event.id === undefined) return;
-  const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
-  turn.tokens.push(event);
-  id(`answer-${turn.n}`)?.append(tokenNode(turn, turn.tokens.length - 1));
+  const i = turn.tokens.push(event) - 1, before = turns[turn.source]?.tokens[i];
+  if (before && turn.first === null && before.id !== event.id) turn.first = i;
+  if (i === drawn) requestAnimationFrame(() => grow(turn));
+}
+
+let drawn = 0; // tokens of the running answer in the document
+/** Draw the tokens that came since the last frame: one layout for all of them. */
+function grow(turn) {
+  const answer = id(`answer-${turn.n}`), scroll = id("scroll");
+  if (running?.turn !== turn || !answer) return;
+  const below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
+  answer.append(...turn.tokens.slice(drawn).map((_, i) => tokenNode(turn, drawn + i)));
+  drawn = turn.tokens.length;
   if (below < 80) scroll.scrollTop = scroll.scrollHeight;
   count();
 }
@@ -278,7 +288,7 @@ function tokenNode(turn, i) {
   if (i === 0) decoders.set(turn.n, new TextDecoder("utf-8", { ignoreBOM: true }));
   const text = one.control ? one.text : decoders.get(turn.n).decode(Uint8Array.from(bytes(one)), { stream: true });
   const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
-  const first = turn.source !== null && i === difference(turn);
+  const first = i === turn.first;
   const classes = ["t", one.control || !text ? "chip" : level, first ? "first" : "", /^\n/.test(text) ? "line" : ""].filter(Boolean);
   const node = make("span", { class: classes.join(" "), id: `t${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
@@ -288,13 +298,6 @@ function tokenNode(turn, i) {
   return node;
 }
 const decoders = new Map(); // of the turns that are shown
-
-/** The first token that differs from the answer that a branch comes from. */
-function difference(turn) {
-  const before = turns[turn.source].tokens;
-  const i = turn.tokens.findIndex((one, k) => one.id !== before[k]?.id);
-  return i < before.length ? i : -1;
-}
 
 function describe(turn) {
   const { temperature, top_k, top_p, min_p, response_format } = turn.sampling;
@@ -314,6 +317,7 @@ function turnNode(turn) {
   const answer = make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
     "aria-label": "answer; arrow keys choose a token" });
   answer.append(...turn.tokens.map((_, i) => tokenNode(turn, i)));
+  if (busy) drawn = turn.tokens.length;
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
   const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
@@ -413,9 +417,10 @@ function mark() {
   node.parentElement.setAttribute("aria-activedescendant", node.id);
 }
 
-function signed(x) {
-  return (x < 0 ? "−" : "+") + Math.abs(x).toFixed(2);
+function fixed(x, plus = "") {
+  return (x < 0 ? "−" : plus) + Math.abs(x).toFixed(2);
 }
+const signed = (x) => fixed(x, "+");
 
 /** A token as it is named in sentences. */
 function named(one) {
@@ -440,7 +445,7 @@ function drawWords() {
     const taken = other.id === one.id;
     const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
     row.append(make("kbd", {}, k < 9 ? k + 1 : ""), named(other), make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), bar(other.p)),
-      make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀", make("span", { class: "wide" }, " chosen")) : ""));
+      make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀", make("span", { class: "more" }, " chosen")) : ""));
     return row;
   }));
   const rest = Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0));
@@ -452,7 +457,7 @@ function drawWords() {
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { how: "alternative", from: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { how: "alternative", first: chosen.i });
 }
 
 function drawPrompt() {
@@ -576,7 +581,7 @@ function drawHead() {
     const node = named(at(position)), colour = shade(Math.sqrt(weight / most));
     node.style.background = rgb(colour);
     node.style.color = readable(colour);
-    node.title = `${position}: weight ${share(weight)}, score ${figures(scores[position])}`;
+    node.title = `${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
     node.dataset.key = position;
     if (position === k) node.classList.add("key");
     return node;
@@ -599,24 +604,23 @@ function pairs({ q, k, frequencies, factor }, distance) {
 function drawPairs() {
   const found = inside.head, S = found.weights.length, real = S - 1 - found.key, distance = Number(id("distance").value);
   const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
-  put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${figures(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
-  put("at", `${distance} apart: score ${figures(score)}`);
+  put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
+  put("at", `${distance} apart: score ${fixed(score)}`);
   if (!id("pairs").clientWidth) return; // it is hidden
   const low = Math.min(0, ...values), high = Math.max(...values, 1e-6);
   const plot = chart("pairs", { height: 130, yMax: high - low, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
   const width = plot.width / values.length;
   values.forEach((value, i) => plot.svg.append(make("rect", { class: value < 0 ? "less" : "bar", x: plot.left + width * (i + 0.12), width: width * 0.76,
     y: plot.y(Math.max(value, 0) - low), height: Math.max(0.5, plot.y(Math.min(value, 0) - low) - plot.y(Math.max(value, 0) - low)) },
-  make("title", {}, `pair ${i}: ${figures(value)}, ${degrees(found.frequencies[i])} a token`))));
+  make("title", {}, `pair ${i}: ${fixed(value)}, ${degrees(found.frequencies[i])} a token`))));
   plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(-low), y2: plot.y(-low) }));
   put("pairs", plot.svg);
 }
 
 function drawLens() {
   const one = openTurn().tokens[chosen.i], cells = (row) => row.top.map((other) => {
-    const node = make("span", { class: other.id === one.id ? "guess right" : "guess" }, named(other), ` ${share(other.p)}`);
-    node.style.opacity = 0.55 + 0.45 * Math.min(1, other.p * 2);
-    return node;
+    const level = other.p < 0.25 ? " faint" : "";
+    return make("span", { class: `guess${other.id === one.id ? " right" : level}` }, named(other), ` ${share(other.p)}`);
   });
   put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of "), named(one)),
     ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
