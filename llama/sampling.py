@@ -1,8 +1,4 @@
-"""From logits to a token: filters, then probabilities, then one draw. Pure functions over (.., V).
-
-`probs` is separate from `sample`, so that code that needs the distribution (speculative decoding, for one) uses the
-same one.
-"""
+"""From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions."""
 
 from __future__ import annotations
 
@@ -182,17 +178,13 @@ def extreme(logits: Tensor) -> Tensor:
     return torch.where(low > -LARGEST_LOGIT, top, low)
 
 
-# The stages between the logits of the model and the draw. Greedy sampling ends after the fourth.
-ORDER = ("penalties", "logit_bias", "processors", "grammar", "temperature", "top_k", "top_p", "min_p")
-
-
 def stages(
     logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield "model" and the logits (.., V) in float32, then each stage of ORDER that is in use and the logits after it.
+    """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    A token that a stage excludes has the logit -inf from there on. Raises UsageError if the parameters depend on the
-    text and it is missing, or if the processors exclude every token that `allowed` (V,) leaves.
+    A stage excludes a token by the logit -inf. Raises UsageError if the parameters depend on the text and it is
+    missing, or if the processors exclude every token that `allowed` (V,) leaves.
     """
     logits = logits.float()
     yield "model", logits
@@ -202,13 +194,12 @@ def stages(
         if params.repetition_penalty != 1:
             logits = repetition_penalty(logits, text.ids, params.repetition_penalty)
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            answer = text.ids[..., text.start :]
-            logits = count_penalties(logits, answer, params.presence_penalty, params.frequency_penalty)
+            penalties = params.presence_penalty, params.frequency_penalty
+            logits = count_penalties(logits, text.ids[..., text.start :], *penalties)
         yield "penalties", logits
         if params.logit_bias:
             yield "logit_bias", (logits := add_bias(logits, *params.bias))
-        if params.processors:
-            yield "processors", (logits := process(logits, text.ids, params.processors))
+        yield "processors", (logits := process(logits, text.ids, params.processors))
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)
         if params.processors and bool(logits.amax() == -torch.inf):
@@ -254,17 +245,15 @@ def choose(
     generator: torch.Generator | None = None,
     logprobs: bool = False,
     allowed: Tensor | None = None,
-    report: Callable[[str, Tensor], object] | None = None,
+    report: Callable[[str, Tensor], object] = lambda stage, logits: None,
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    text and allowed are those of `probs`; report is called with each of `stages`. Only a bias, a processor or `allowed`
-    may make this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it
-    (`generate.check_extreme`).
+    text and allowed are those of `probs`; report gets each of `stages`. Only a bias, a processor or `allowed` may make
+    this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
     """
     for stage, edited in stages(logits, params, text, allowed):
-        if report is not None:
-            report(stage, edited)
+        report(stage, edited)
     next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)

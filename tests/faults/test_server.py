@@ -539,7 +539,7 @@ def test_offsets_count_the_characters_of_the_text(server: Running, llm: Llama) -
 
 
 # --------------------------------------------------------------------------------- L06: addresses, keys, many clients
-PATHS = "/ /v1 //v1/models /v1//models /v1/models;x /docs /%ff /../../etc/passwd /V1/models /metrics/"
+PATHS = "/v1 //v1/models /v1//models /v1/models;x /docs /%ff /../../etc/passwd /V1/models /metrics/"
 
 
 def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
@@ -829,7 +829,7 @@ class Command:
         args = ("serve", "-m", str(model), *options.split())
         self.forked, self.pid = forked, forked.start(args, before=before, seconds=seconds)
         until(lambda: "Ctrl-C" in self.errors)
-        self.port = int(re.search(r":(\d+)/v1", self.errors)[1])  # type: ignore[index]
+        self.port = int(re.search(r":(\d+)/ ", self.errors)[1])  # type: ignore[index]
 
     @property
     def errors(self) -> str:
