@@ -4,9 +4,10 @@
    (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted. */
 "use strict";
 
-const DEFAULTS = { temperature: 0.8, top_k: 0, top_p: 0.95, min_p: 0.05, repetition_penalty: 1, max_tokens: 512, seed: "" };
-const NAMES = { temperature: "Temperature", top_k: "Top-k", top_p: "Top-p", min_p: "Min-p", repetition_penalty: "Repetition penalty",
-  max_tokens: "Longest answer", seed: "Seed" };
+// name: [label, default, what an empty field says]; other kinds of fields than numbers are in index.html
+const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
+  min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
+  seed: ["Seed", "", "random"] };
 const STAGES = { logit_bias: "the bias", processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
   min_p: "min-p", greedy: "temperature 0" };
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
@@ -14,13 +15,29 @@ const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of
 const WAITS = 150; // ms from the last step to the request for the inside of a token
 
 let card = null; // the model, from /v1/models
-let settings = { ...DEFAULTS, system: "", schema: "", marks: true };
+let settings = { system: "", schema: "", marks: true };
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // {turn, i}: the open token
 let against = null, head = null, key = null; // chosen in the panel; null: the best one
 let inside = null; // what /look/inside returned for it
-let running = null; // {turn, abort, done, decoder}
+let editing = null; // the turn whose question is being edited
+let running = null; // {turn, abort, done}
+let lost = false; // whether the server is gone
 const seen = new Map(); // request -> inside
+
+const ids = (tokens) => tokens.map((one) => one.id);
+const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
+const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
+const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
+const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
+const same = (a, b) => a[0] === b[0] && a[1] === b[1];
+const seed = () => crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
+const thousands = (n) => n.toLocaleString("en");
+const say = (text) => put("status", text);
+const openTurn = () => turns[chosen.turn];
+const current = () => (chosen ? openTurn() : path().at(-1));
+const before = (turn, i) => [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]; // the ids before a token of the answer
+const defaults = () => Object.fromEntries(Object.entries(FIELDS).map(([name, [, value]]) => [name, value]));
 
 // ------------------------------------------------------------------------------------------------------------ the server
 class Refused extends Error {}
@@ -33,8 +50,11 @@ async function call(path, body, signal) {
     if (response.ok) return response;
     const message = (await response.json().catch(() => ({}))).error?.message ?? `the server answered ${response.status}`;
     if (response.status === 401) await askKey();
-    else if (response.status === 429) await countdown(Number(response.headers.get("Retry-After")) || 2, signal);
-    else throw new Refused(message);
+    else if (response.status !== 429) throw new Refused(message);
+    else for (let seconds = Number(response.headers.get("Retry-After")) || 2; seconds > 0; seconds--) {
+      say(`The server is busy with other looks: trying again in ${seconds} s.`);
+      await pause(1000, signal);
+    }
   }
 }
 
@@ -58,14 +78,6 @@ function pause(ms, signal) {
   });
 }
 
-async function countdown(seconds, signal) {
-  for (; seconds > 0; seconds--) {
-    say(`The server is busy with other looks: trying again in ${seconds} s.`);
-    await pause(1000, signal);
-  }
-  say("");
-}
-
 function askKey() {
   id("key-value").value = "";
   id("key").showModal();
@@ -83,33 +95,12 @@ function identity() {
 
 async function connect() {
   card = (await (await call("v1/models")).json()).data[0];
-  const { weights, template, sampling } = card.meta;
-  DEFAULTS.temperature = sampling.temperature ?? DEFAULTS.temperature;
-  for (const name of ["top_k", "top_p", "min_p", "repetition_penalty"]) {
-    if (Object.keys(sampling).length) DEFAULTS[name] = sampling[name] ?? { top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1 }[name];
-  }
-  if (!sessionStorage.getItem("clearllama-settings")) Object.assign(settings, DEFAULTS);
+  const { weights, template, sampling } = card.meta, off = { top_k: 0, top_p: 1, min_p: 0 };
+  settings = { ...defaults(), ...(Object.keys(sampling).length && { ...off, ...sampling }), ...settings };
   put("about", make("b", {}, card.id), ` · ${weights}`);
   document.title = `${card.id} · clearllama`;
   id("question").placeholder = template ? "Ask…" : "Begin a text, and the model continues it…";
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
-}
-
-/** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
-async function gone(turn) {
-  banner("The server does not answer. The text is kept; this page tries again every two seconds.");
-  for (;;) {
-    await pause(2000);
-    if (await fetch("health").then((response) => response.ok, () => false)) break;
-  }
-  await connect();
-  draw();
-  if (turns[1] && turns.slice(1).some((one) => one.model !== identity())) {
-    banner(`Another model came back: ${card.id}. Looks into the answers of the first one are off.`);
-  } else {
-    banner("");
-    if (turn && turn.end === "gone" && !running) branch(turn, turn.tokens, { how: "resumed" });
-  }
 }
 
 function banner(text) {
@@ -117,8 +108,24 @@ function banner(text) {
   id("banner").hidden = !text;
 }
 
-function say(text) {
-  put("status", text);
+/** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
+async function gone(turn) {
+  if (lost) return;
+  lost = true;
+  banner("The server does not answer. The text is kept; this page tries again every two seconds.");
+  for (;;) {
+    await pause(2000);
+    if (await fetch("health").then((response) => response.ok, () => false)) break;
+  }
+  lost = false;
+  await connect();
+  draw();
+  if (turns[1] && turns.slice(1).some((one) => one.model !== identity())) {
+    banner(`Another model came back: ${card.id}. Looks into the answers of the first one are off.`);
+  } else {
+    banner("");
+    if (turn && turn.end === "gone" && !running) branch(turn, turn.tokens, {});
+  }
 }
 
 // -------------------------------------------------------------------------------------------------------------- the tree
@@ -137,63 +144,49 @@ function add(parent, fields) {
   return turn;
 }
 
-function ids(tokens) {
-  return tokens.map((one) => one.id);
-}
-
-/** The bytes of a token, as numbers; none if it is a control token. */
-function bytes(one) {
-  return one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text);
-}
-
-function hex(one) {
-  return bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
-}
-
-/** The text of tokens, without control tokens. */
-function textOf(tokens) {
-  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
-}
-
 function messages(turn) {
-  const before = [];
+  const earlier = [];
   for (let one = turns[turn.parent]; one.n; one = turns[one.parent]) {
-    before.unshift({ role: "user", content: one.question }, { role: "assistant", content: textOf(one.tokens) });
+    earlier.unshift({ role: "user", content: one.question }, { role: "assistant", content: textOf(one.tokens) });
   }
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  return [...system, ...before, { role: "user", content: turn.question }];
+  return [...system, ...earlier, { role: "user", content: turn.question }];
 }
 
+/** The tokens of the conversation that is shown. */
 function used() {
   const last = path().at(-1);
   return last ? last.prompt.length + last.tokens.length : 0;
 }
 
-async function ask(question, parent = path().at(-1)?.n ?? 0, how = "question") {
+async function ask(question, parent = path().at(-1)?.n ?? 0) {
   if (!question.trim() || !card) return;
-  if (how === "question" && used() + 8 >= card.meta.context) {
-    say(`The context is full: ${used().toLocaleString("en")} of ${card.meta.context.toLocaleString("en")} tokens. Nothing was sent;`
+  if (!editing && used() + 8 >= card.meta.context) {
+    say(`The context is full: ${thousands(used())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
       + " begin a new conversation, or edit an earlier question.");
     return;
   }
-  await stop();
+  while (running) await stop();
+  leave();
+  await run(add(parent, { question, sampling: sampling(), seed: settings.seed === "" ? seed() : Number(settings.seed) }));
+}
+
+/** Empty the field of the question. */
+function leave() {
+  editing = null;
   id("question").value = "";
   fit();
-  await run(add(parent, { question, how, sampling: sampling(), seed: settings.seed === "" ? seed() : Number(settings.seed) }));
 }
 
 /** Another answer to the question of a turn, which begins with these tokens. */
 async function branch(turn, tokens, fields) {
-  await stop();
-  const { parent, question, prompt, seed, off, model } = turn;
-  if (model !== identity()) return;
-  const own = { question, prompt, tokens: [...tokens], sampling: turn.sampling, seed, off, source: turn.n };
-  await run(add(parent, { ...own, ...fields }));
+  while (running) await stop();
+  const { question, prompt, seed, off, sampling } = turn;
+  if (turn.model !== identity()) return;
+  await run(add(turn.parent, { question, prompt, tokens: [...tokens], sampling, seed, off, source: turn.n, ...fields }));
 }
-
-function seed() {
-  return crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
-}
+const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() });
+const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one] });
 
 function sampling() {
   const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, schema } = settings;
@@ -252,8 +245,8 @@ function receive(turn, event) {
   if (event.read) id("reading").value = event.read / event.of;
   if (event.end) turn.end = event.end;
   if (event.id === undefined) return;
-  const i = turn.tokens.push(event) - 1, before = turns[turn.source]?.tokens[i];
-  if (before && turn.first === null && before.id !== event.id) turn.first = i;
+  const i = turn.tokens.push(event) - 1, other = turns[turn.source]?.tokens[i];
+  if (other && turn.first === null && other.id !== event.id) turn.first = i;
   if (i === drawn) requestAnimationFrame(() => grow(turn));
 }
 
@@ -266,17 +259,10 @@ function grow(turn) {
   answer.append(...turn.tokens.slice(drawn).map((_, i) => tokenNode(turn, drawn + i)));
   drawn = turn.tokens.length;
   if (below < 80) scroll.scrollTop = scroll.scrollHeight;
-  count();
+  put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
 }
 
 // -------------------------------------------------------------------------------------------------------------- the chat
-/** A button with a text and what it does. */
-function press(text, action, attributes = {}) {
-  const button = make("button", { type: "button", ...attributes }, text);
-  button.addEventListener("click", action);
-  return button;
-}
-
 /** A text as it is, but for characters that change the direction of others or have no width. */
 function plain(text) {
   return text.split(/([\n\t\u200c\u200d])/).map((part, i) => (i % 2 ? part : harmless(part))).join("");
@@ -285,7 +271,7 @@ function plain(text) {
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
 function tokenNode(turn, i) {
   const one = turn.tokens[i];
-  if (i === 0) decoders.set(turn.n, new TextDecoder("utf-8", { ignoreBOM: true }));
+  if (i === 0) decoders.set(turn.n, decoder());
   const text = one.control ? one.text : decoders.get(turn.n).decode(Uint8Array.from(bytes(one)), { stream: true });
   const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
   const first = i === turn.first;
@@ -322,7 +308,7 @@ function turnNode(turn) {
   const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "another seed" }),
-    ...(resumable ? [press("continue", () => branch(turn, turn.tokens, { how: "continue" }), { class: "quiet" })] : [])];
+    ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
     make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answer, foot);
@@ -340,12 +326,8 @@ function draw() {
   }
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
-  count();
+  put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
   mark();
-}
-
-function count() {
-  put("count", card ? `${used().toLocaleString("en")} / ${card.meta.context.toLocaleString("en")} tokens` : "");
 }
 
 /** Show the next or previous branch of a turn. */
@@ -363,22 +345,12 @@ function step(turn, by) {
   save();
 }
 
-function again(turn) {
-  branch(turn, [], { seed: seed(), sampling: sampling(), how: "again", ...(turn.model !== identity() && { prompt: [] }) });
-}
-
 function edit(turn) {
-  const field = make("textarea", { "aria-label": "edit the question", rows: 2 });
-  field.value = turn.question;
-  const send = () => (field.value.trim() ? ask(field.value, turn.parent, "edit") : null);
-  field.addEventListener("keydown", (event) => {
-    if (event.isComposing) return;
-    if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
-    if (event.key === "Escape") { event.stopPropagation(); draw(); id(`answer-${turn.n}`).focus(); }
-  });
-  const box = id(`turn-${turn.n}`).querySelector(".asked");
-  box.replaceChildren(make("p", { class: "who" }, "You"), field, make("p", { class: "buttons" }, press("Send", send), press("Cancel", draw)));
-  field.focus();
+  editing = turn;
+  id("question").value = turn.question;
+  id("question").focus();
+  fit();
+  say("Editing: Enter sends the changed question as another branch, Esc leaves it.");
 }
 
 // ------------------------------------------------------------------------------------------------------------- the panel
@@ -417,34 +389,20 @@ function mark() {
   node.parentElement.setAttribute("aria-activedescendant", node.id);
 }
 
-function fixed(x, plus = "") {
-  return (x < 0 ? "−" : plus) + Math.abs(x).toFixed(2);
-}
-const signed = (x) => fixed(x, "+");
-
 /** A token as it is named in sentences. */
 function named(one) {
   if (one.control) return make("span", { class: "token control" }, one.text);
   return one.bytes ? token(`<${hex(one)}>`) : token(one.text);
 }
 
-function openTurn() {
-  return turns[chosen.turn];
-}
-
 function drawWords() {
   const turn = openTurn(), one = turn.tokens[chosen.i];
   put("chosen", named(one), make("small", {}, ` token ${chosen.i + 1} of ${turn.tokens.length}`));
-  const bar = (p) => {
-    const fill = make("span", { class: "fill" });
-    fill.style.width = `${100 * p}%`;
-    return make("span", { class: "track" }, fill);
-  };
   put("alternatives", ...one.top.map((other, k) => {
-    const drawn = other.cut ? [make("span", { class: "cut" }, `cut by ${STAGES[other.cut] ?? other.cut}`)] : [make("span", { class: "p" }, share(other.q)), bar(other.q)];
+    const drawn = other.cut ? [make("span", { class: "cut" }, `cut by ${STAGES[other.cut] ?? other.cut}`)] : [make("span", { class: "p" }, share(other.q)), track(other.q)];
     const taken = other.id === one.id;
     const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
-    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), named(other), make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), bar(other.p)),
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), named(other), make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), track(other.p)),
       make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀", make("span", { class: "more" }, " chosen")) : ""));
     return row;
   }));
@@ -457,7 +415,7 @@ function drawWords() {
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { how: "alternative", first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { first: chosen.i });
 }
 
 function drawPrompt() {
@@ -486,9 +444,7 @@ function look() {
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
   const rival = against ?? one.top.find((other) => other.id !== one.id)?.id;
-  const body = { ids: [...ids(turn.prompt), ...ids(turn.tokens.slice(0, chosen.i))], token: one.id, against: rival, off: turn.off };
-  if (head) body.head = head;
-  if (head && key !== null) body.key = key;
+  const body = { ids: before(turn, chosen.i), token: one.id, against: rival, off: turn.off, head, key }; // null is as absent
   const name = JSON.stringify(body);
   if (seen.has(name)) {
     wait("");
@@ -533,10 +489,8 @@ function drawInside(found) {
     + `${Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : ""}.${drift}`);
   const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
   put("heads", ...found.heads.map((other) => {
-    const fill = make("span", { class: other.effect < 0 ? "fill less" : "fill" });
-    fill.style.width = `${(100 * Math.abs(other.effect)) / most}%`;
     const open = press("", () => { head = other.head; key = null; tab("head"); look(); }, { class: "name", "aria-current": same(other.head, found.head.head) });
-    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), make("span", { class: "track" }, fill),
+    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"),
       make("span", { class: "looks" }, "→ ", ...looked(other.looks.slice(0, 1))));
     return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
       press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
@@ -544,10 +498,6 @@ function drawInside(found) {
   put("measured", "");
   drawHead();
   drawLens();
-}
-
-function same(a, b) {
-  return a[0] === b[0] && a[1] === b[1];
 }
 
 /** What a head attends to most, as nodes. */
@@ -561,14 +511,8 @@ function looked(looks) {
 async function measure(one) {
   const turn = openTurn(), off = [...turn.off, one], { p, token: { id: token_ } } = inside;
   put("measured", "…");
-  const body = { ids: [...ids(turn.prompt), ...ids(turn.tokens.slice(0, chosen.i))], token: token_, off };
-  const found = await (await call("look/inside", body)).json();
+  const found = await (await call("look/inside", { ids: before(turn, chosen.i), token: token_, off })).json();
   put("measured", "Probability of ", named(found.token), `: ${share(p)} → `, make("b", {}, share(found.p)), ` without head ${one.join(".")}.`);
-}
-
-function switchOff(one) {
-  const turn = openTurn();
-  branch(turn, [], { off: [...turn.off, one], how: `without ${one.join(".")}` });
 }
 
 function drawHead() {
@@ -578,9 +522,7 @@ function drawHead() {
     `${share(weights[0])}${weights[0] > 0.5 ? ": a head that finds nothing rests there" : ""}.`);
   const most = Math.max(...weights);
   put("row", ...weights.map((weight, position) => {
-    const node = named(at(position)), colour = shade(Math.sqrt(weight / most));
-    node.style.background = rgb(colour);
-    node.style.color = readable(colour);
+    const node = shaded(named(at(position)), shade(Math.sqrt(weight / most)));
     node.title = `${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
     node.dataset.key = position;
     if (position === k) node.classList.add("key");
@@ -607,13 +549,10 @@ function drawPairs() {
   put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
   put("at", `${distance} apart: score ${fixed(score)}`);
   if (!id("pairs").clientWidth) return; // it is hidden
-  const low = Math.min(0, ...values), high = Math.max(...values, 1e-6);
-  const plot = chart("pairs", { height: 130, yMax: high - low, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
-  const width = plot.width / values.length;
-  values.forEach((value, i) => plot.svg.append(make("rect", { class: value < 0 ? "less" : "bar", x: plot.left + width * (i + 0.12), width: width * 0.76,
-    y: plot.y(Math.max(value, 0) - low), height: Math.max(0.5, plot.y(Math.min(value, 0) - low) - plot.y(Math.max(value, 0) - low)) },
-  make("title", {}, `pair ${i}: ${fixed(value)}, ${degrees(found.frequencies[i])} a token`))));
-  plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(-low), y2: plot.y(-low) }));
+  const low = Math.min(0, ...values), high = Math.max(...values, low + 1e-6);
+  const plot = chart("pairs", { height: 130, yMin: low, yMax: high, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
+  bars(plot, values, { tooltip: (i) => `pair ${i}: ${fixed(values[i])}, ${degrees(found.frequencies[i])} a token` });
+  plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
   put("pairs", plot.svg);
 }
 
@@ -624,7 +563,7 @@ function drawLens() {
   });
   put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of "), named(one)),
     ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
-      make("b", {}, row.rank.toLocaleString("en")))));
+      make("b", {}, thousands(row.rank)))));
 }
 
 function tab(name) {
@@ -634,27 +573,24 @@ function tab(name) {
 }
 
 // ------------------------------------------------------------------------------------- settings, export, import, restore
-const FIELDS = Object.keys(DEFAULTS);
-
 function fillSettings(values) {
-  put("fields", ...FIELDS.map((name) => {
-    const field = make("input", { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder: name === "seed" ? "random" : "" });
+  put("fields", ...Object.entries(FIELDS).map(([name, [label, , placeholder = ""]]) => {
+    const field = make("input", { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder });
     field.value = values[name];
-    return make("label", {}, NAMES[name], field);
+    return make("label", {}, label, field);
   }));
-  id("system").value = values.system;
-  id("schema").value = values.schema;
+  for (const name of ["system", "schema"]) id(name).value = values[name];
   id("marks").checked = values.marks;
 }
 
 function readSettings() {
-  for (const name of FIELDS) {
-    const { value } = id(`set-${name}`);
-    settings[name] = name === "seed" ? value : value === "" ? DEFAULTS[name] : Number(value);
+  for (const [name, [, value]] of Object.entries(FIELDS)) {
+    const text = id(`set-${name}`).value;
+    settings[name] = text === "" ? value : Number(text);
   }
   Object.assign(settings, { system: id("system").value, schema: id("schema").value, marks: id("marks").checked });
   try {
-    if (settings.schema.trim()) JSON.parse(settings.schema);
+    JSON.parse(settings.schema.trim() || "{}");
   } catch (error) {
     settings.schema = "";
     say(`The schema is not JSON, so it is not used: ${error.message}`);
@@ -669,11 +605,6 @@ function save() {
   } catch {
     say("This conversation is too long for the browser to keep over a reload; export it.");
   }
-}
-
-function restore() {
-  Object.assign(settings, JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}"));
-  turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
 }
 
 function download(name, text, type) {
@@ -692,7 +623,7 @@ const EXPORTS = {
   async html() {
     const last = path().at(-1);
     put("exported", "The page is being computed: about ten seconds.");
-    download("trace.html", await (await call("look/page", { ids: [...ids(last.prompt), ...ids(last.tokens)] })).text(), "text/html");
+    download("trace.html", await (await call("look/page", { ids: before(last) })).text(), "text/html");
     put("exported", "");
   },
 };
@@ -719,11 +650,6 @@ function fit() {
   field.style.height = `${Math.min(field.scrollHeight + 2, 180)}px`;
 }
 
-function submit() {
-  if (running) stop();
-  else ask(id("question").value);
-}
-
 const KEYS = {
   Escape: () => (running ? stop() : unselect()),
   ArrowLeft: () => moveBy(-1),
@@ -734,10 +660,6 @@ const KEYS = {
   r: () => current() && again(current()),
   o: () => inside && switchOff(inside.head.head),
 };
-
-function current() {
-  return chosen ? openTurn() : path().at(-1);
-}
 
 function moveBy(by) {
   const focused = document.activeElement?.id?.match(/^answer-(\d+)$/)?.[1];
@@ -755,14 +677,19 @@ function keydown(event) {
 }
 
 async function start() {
-  restore();
-  id("ask").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
+  Object.assign(settings, JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}"));
+  turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
+  id("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running) stop();
+    else ask(id("question").value, editing?.parent);
+  });
   id("question").addEventListener("input", fit);
   id("question").addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running) stop();
+    if (event.key === "Escape") editing && !running ? (leave(), say("")) : stop();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!running) submit();
+    if (!running) ask(id("question").value, editing?.parent);
   });
   id("chat").addEventListener("click", (event) => {
     const found = event.target.closest(".t")?.id.match(/^t(\d+)-(\d+)$/);
@@ -781,7 +708,7 @@ async function start() {
   id("distance").addEventListener("input", drawPairs);
   id("off").addEventListener("click", () => switchOff(inside.head.head));
   id("open-settings").addEventListener("click", () => { fillSettings(settings); id("settings").showModal(); });
-  id("defaults").addEventListener("click", () => fillSettings({ ...settings, ...DEFAULTS }));
+  id("defaults").addEventListener("click", () => fillSettings({ ...settings, ...defaults() }));
   id("settings").addEventListener("close", readSettings);
   id("open-export").addEventListener("click", () => { put("exported", ""); id("export").showModal(); });
   for (const button of document.querySelectorAll("[data-export]")) {

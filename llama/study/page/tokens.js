@@ -28,6 +28,12 @@ function visible(text) {
   return parts(text).map(([part]) => part).join("");
 }
 
+/** A number with two decimals. */
+function fixed(x, plus = "") {
+  return (x < 0 ? "−" : plus) + Math.abs(x).toFixed(2);
+}
+const signed = (x) => fixed(x, "+");
+
 /** A number with its sign. */
 function plus(x) {
   return (x < 0 ? "−" : "+") + figures(Math.abs(x));
@@ -49,6 +55,27 @@ function make(tag, attributes = {}, ...children) {
 function token(content) {
   const node = make("span", { class: "token", dir: "auto" });
   for (const [part, sign] of parts(content)) node.append(sign ? make("span", { class: "mark" }, part) : part);
+  return node;
+}
+
+/** A button with a text and what it does. */
+function press(text, action, attributes = {}) {
+  const button = make("button", { type: "button", ...attributes }, text);
+  button.addEventListener("click", action);
+  return button;
+}
+
+/** A bar for a share of the width. */
+function track(part, kind = "fill") {
+  const fill = make("div", { class: kind });
+  fill.style.width = `${100 * part}%`;
+  return make("div", { class: "track" }, fill);
+}
+
+/** A node with a background, and a text colour that can be read on it. */
+function shaded(node, colour) {
+  node.style.background = rgb(colour);
+  node.style.color = readable(colour);
   return node;
 }
 
@@ -80,10 +107,10 @@ function readable(colour) {
 }
 
 /** An empty chart with its axes: the svg, y of a value, and the box of the plot. */
-function chart(name, { height, yMax, yTicks, yLabel, xLabel, left = 52, right = 10, top = 20, bottom = 34 }) {
+function chart(name, { height, yMin = 0, yMax, yTicks, yLabel, xLabel, left = 52, right = 10, top = 20, bottom = 34 }) {
   const width = id(name).clientWidth;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${yLabel}; ${xLabel}` });
-  const y = (value) => height - bottom - (value / yMax) * (height - top - bottom);
+  const y = (value) => height - bottom - ((value - yMin) / (yMax - yMin)) * (height - top - bottom);
   for (const tick of yTicks) {
     svg.append(make("line", { class: "axis", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
       make("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, figures(tick)));
@@ -105,9 +132,9 @@ function axisLabels(plot, count, label = (i) => i) {
 function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, tooltip = (i) => figures(values[i]) } = {}) {
   const step = plot.width / values.length;
   values.forEach((value, i) => {
-    const top = plot.y(value);
-    plot.svg.append(make("rect", { class: i === marked ? "chosen" : cls, x: plot.left + step * (i + inset),
-      width: Math.max(0.5, step * (1 - 2 * inset)), y: top, height: Math.max(0, plot.bottom - top) },
+    const top = plot.y(Math.max(0, value)), kind = i === marked ? "chosen" : value < 0 ? "less" : cls;
+    plot.svg.append(make("rect", { class: kind, x: plot.left + step * (i + inset),
+      width: Math.max(0.5, step * (1 - 2 * inset)), y: top, height: Math.max(0, plot.y(Math.min(0, value)) - top) },
     make("title", {}, tooltip(i))));
   });
 }

@@ -115,10 +115,8 @@ function start() {
     const rows = ids.map((predicted, i) => [predicted, p[i]]);
     if (actual !== undefined && !ids.includes(actual)) rows.push([actual, actualP]);
     put(name, ...rows.map(([predicted, share_]) => {
-      const fill = make("div", { class: "fill" });
-      fill.style.width = `${(100 * share_) / largest}%`;
       return make("div", { class: predicted === actual ? "prediction actual" : "prediction" }, token(text(predicted)),
-        make("div", { class: "track" }, fill), make("span", { class: "p" }, share(share_)));
+        track(share_ / largest), make("span", { class: "p" }, share(share_)));
     }));
   }
 
@@ -440,9 +438,7 @@ function start() {
     const t = chosen.token, shade = ramp();
     put("row-title", "What ", token(at(t)), " attends to in this head");
     put("row", ...Array.from({ length: t + 1 }, (_, s) => {
-      const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = token(at(s));
-      node.style.background = rgb(shade(value));
-      node.style.color = readable(shade(value));
+      const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = shaded(token(at(s)), shade(value));
       if (s === t) node.classList.add("chosen");
       node.title = `${s}: ${share(value ** 2)}`;
       node.addEventListener("click", () => choose({ token: s }));
@@ -561,11 +557,10 @@ function start() {
 
   function buildChoices(name, options, key) {
     const buttons = Object.entries(options).filter(([, option]) => option.of !== null).map(([value, option]) => {
-      const button = make("button", { type: "button", "aria-pressed": chosen[key] === value }, option.label);
-      button.addEventListener("click", () => {
+      const button = press(option.label, () => {
         for (const other of buttons) other.setAttribute("aria-pressed", other === button);
         choose({ [key]: value });
-      });
+      }, { "aria-pressed": chosen[key] === value });
       return button;
     });
     put(name, ...buttons);
