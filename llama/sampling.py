@@ -183,8 +183,7 @@ def stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    A stage excludes a token by the logit -inf. Raises UsageError if the parameters depend on the text and it is
-    missing, or if the processors exclude every token that `allowed` (V,) leaves.
+    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors and `allowed` (V,) leave no token.
     """
     logits = logits.float()
     yield "model", logits
@@ -194,8 +193,9 @@ def stages(
         if params.repetition_penalty != 1:
             logits = repetition_penalty(logits, text.ids, params.repetition_penalty)
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            penalties = params.presence_penalty, params.frequency_penalty
-            logits = count_penalties(logits, text.ids[..., text.start :], *penalties)
+            logits = count_penalties(
+                logits, text.ids[..., text.start :], params.presence_penalty, params.frequency_penalty
+            )
         yield "penalties", logits
         if params.logit_bias:
             yield "logit_bias", (logits := add_bias(logits, *params.bias))

@@ -18,7 +18,8 @@ let card = null; // the model, from /v1/models
 let settings = { system: "", schema: "", marks: true };
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // {turn, i}: the open token
-let against = null, head = null, key = null; // chosen in the panel; null: the best one
+const BEST = { against: null, head: null, key: null };
+let asked = BEST; // what is chosen in the panel; null: the best one
 let inside = null; // what /look/inside returned for it
 let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
@@ -357,7 +358,7 @@ function edit(turn) {
 function select(n, i) {
   const turn = turns[n];
   if (i < 0 || i >= turn.tokens.length) return;
-  if (chosen?.turn !== n || chosen.i !== i) against = head = key = null;
+  if (chosen?.turn !== n || chosen.i !== i) asked = BEST;
   chosen = { turn: n, i };
   id("chat").querySelector(".hint")?.remove();
   id("panel").hidden = false;
@@ -430,7 +431,8 @@ function drawPrompt() {
 
 let waiting = 0, request = null;
 /** Ask for the inside of the open token, unless it is known. */
-function look() {
+function look(changes = {}) {
+  asked = { ...asked, ...changes };
   clearTimeout(waiting);
   request?.abort();
   if (!chosen) return;
@@ -443,8 +445,8 @@ function look() {
   };
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
-  const rival = against ?? one.top.find((other) => other.id !== one.id)?.id;
-  const body = { ids: before(turn, chosen.i), token: one.id, against: rival, off: turn.off, head, key }; // null is as absent
+  const against = asked.against ?? one.top.find((other) => other.id !== one.id)?.id;
+  const body = { ids: before(turn, chosen.i), token: one.id, off: turn.off, ...asked, against }; // null is as absent
   const name = JSON.stringify(body);
   if (seen.has(name)) {
     wait("");
@@ -479,7 +481,7 @@ function drawInside(found) {
   const others = one.top.filter((other) => other.id !== one.id);
   put("this", named(one));
   put("against", ...others.map((other) => make("option", { value: other.id }, other.bytes ? hex(other) : visible(other.text))));
-  id("against").value = against ?? others[0]?.id;
+  id("against").value = asked.against ?? others[0]?.id;
   const best = found.heads.filter((other) => other.effect > 0)[0] ?? found.heads[0];
   put("summary", make("b", {}, `Head ${best.head.join(".")}`), best.effect > 0 ? " adds most, and it looked at " : " has the largest effect, and it looked at ",
     ...looked(best.looks), ".");
@@ -489,7 +491,7 @@ function drawInside(found) {
     + `${Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : ""}.${drift}`);
   const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
   put("heads", ...found.heads.map((other) => {
-    const open = press("", () => { head = other.head; key = null; tab("head"); look(); }, { class: "name", "aria-current": same(other.head, found.head.head) });
+    const open = press("", () => pickHead(other.head), { class: "name", "aria-current": same(other.head, found.head.head) });
     open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"),
       make("span", { class: "looks" }, "→ ", ...looked(other.looks.slice(0, 1))));
     return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
@@ -498,6 +500,11 @@ function drawInside(found) {
   put("measured", "");
   drawHead();
   drawLens();
+}
+
+function pickHead(head) {
+  tab(id("panel").dataset.tab === "why" && innerWidth >= 1000 ? "why" : "head");
+  look({ head, key: null });
 }
 
 /** What a head attends to most, as nodes. */
@@ -613,34 +620,48 @@ function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
+// [name, content, type] of an export; last is the last turn that is shown
 const EXPORTS = {
-  json: () => download("clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"),
-  md: () => download("clearllama.md", path().map((one) => `**${one.question}**\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"),
-  curl() {
-    const last = path().at(-1), quoted = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
-    download("clearllama.sh", `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${quoted}'\n`, "text/x-shellscript");
+  json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
+  md: () => ["clearllama.md", path().map((one) => `**${one.question}**\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"),
+    "text/markdown"],
+  curl(last) {
+    const body = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
+    return ["clearllama.sh", `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${body}'\n`, "text/plain"];
   },
-  async html() {
-    const last = path().at(-1);
-    put("exported", "The page is being computed: about ten seconds.");
-    download("trace.html", await (await call("look/page", { ids: before(last) })).text(), "text/html");
-    put("exported", "");
-  },
+  html: async (last) => ["trace.html", await (await call("look/page", { ids: before(last) })).text(), "text/html"],
 };
+
+async function exportAs(kind) {
+  if (!path().length) return;
+  put("exported", kind === "html" ? "The page is being computed: about ten seconds." : "");
+  try {
+    download(...(await EXPORTS[kind](path().at(-1))));
+    put("exported", "");
+  } catch (error) {
+    put("exported", error.message);
+  }
+}
 
 async function load(file) {
   try {
     const found = JSON.parse(await file.text());
-    if (!Array.isArray(found.turns) || !found.turns.every((one, n) => one.n === n && Array.isArray(one.children))) throw new Error("it has no turns");
-    await stop();
-    turns = found.turns;
-    unselect();
-    draw();
-    save();
+    if (!found.turns?.every((one, n) => one.n === n && Array.isArray(one.children))) throw new Error("it has no turns");
+    await replace(found.turns);
     id("export").close();
   } catch (error) {
     put("exported", `${file.name} is not an export of this page: ${error.message}`);
   }
+}
+
+/** Show another conversation. */
+async function replace(others) {
+  while (running) await stop();
+  unselect();
+  turns = others;
+  save();
+  draw();
+  id("question").focus();
 }
 
 // ------------------------------------------------------------------------------------------------------------- the start
@@ -650,6 +671,17 @@ function fit() {
   field.style.height = `${Math.min(field.scrollHeight + 2, 180)}px`;
 }
 
+const CLICKS = {
+  close: unselect,
+  off: () => switchOff(inside.head.head),
+  new: () => replace([{ n: 0, children: [], active: 0 }]),
+  defaults: () => fillSettings({ ...settings, ...defaults() }),
+  "open-export": () => id("export").showModal(),
+  "open-settings"() {
+    fillSettings(settings);
+    id("settings").showModal();
+  },
+};
 const KEYS = {
   Escape: () => (running ? stop() : unselect()),
   ArrowLeft: () => moveBy(-1),
@@ -697,25 +729,16 @@ async function start() {
   });
   id("row").addEventListener("click", (event) => {
     const found = event.target.closest("[data-key]");
-    if (!found) return;
-    [head, key] = [inside.head.head, Number(found.dataset.key)];
-    look();
+    if (found) look({ head: inside.head.head, key: Number(found.dataset.key) });
   });
-  id("close").addEventListener("click", unselect);
+  for (const [name, action] of Object.entries(CLICKS)) id(name).addEventListener("click", action);
   for (const button of document.querySelectorAll("[data-step]")) button.addEventListener("click", () => moveBy(Number(button.dataset.step)));
   for (const button of id("tabs").children) button.addEventListener("click", () => tab(button.dataset.tab));
-  id("against").addEventListener("change", () => { against = Number(id("against").value); look(); });
+  for (const button of document.querySelectorAll("[data-export]")) button.addEventListener("click", () => exportAs(button.dataset.export));
+  id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
   id("distance").addEventListener("input", drawPairs);
-  id("off").addEventListener("click", () => switchOff(inside.head.head));
-  id("open-settings").addEventListener("click", () => { fillSettings(settings); id("settings").showModal(); });
-  id("defaults").addEventListener("click", () => fillSettings({ ...settings, ...defaults() }));
   id("settings").addEventListener("close", readSettings);
-  id("open-export").addEventListener("click", () => { put("exported", ""); id("export").showModal(); });
-  for (const button of document.querySelectorAll("[data-export]")) {
-    button.addEventListener("click", () => path().length && Promise.resolve(EXPORTS[button.dataset.export]()).catch((error) => put("exported", error.message)));
-  }
   id("import").addEventListener("change", () => load(id("import").files[0]));
-  id("new").addEventListener("click", async () => { await stop(); unselect(); turns = [{ n: 0, children: [], active: 0 }]; save(); draw(); id("question").focus(); });
   document.addEventListener("keydown", keydown);
   addEventListener("pagehide", save);
   addEventListener("resize", () => inside && drawPairs());
