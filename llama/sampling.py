@@ -183,19 +183,17 @@ def stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors and `allowed` (V,) leave no token.
+    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors and `allowed` leave no token.
     """
-    logits = logits.float()
-    yield "model", logits
+    yield "model", (logits := logits.float())
     if not params.plain:
         if text is None:
             raise UsageError("penalties, logit_bias and processors need the text so far: pass text=History(ids, start)")
         if params.repetition_penalty != 1:
             logits = repetition_penalty(logits, text.ids, params.repetition_penalty)
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            logits = count_penalties(
-                logits, text.ids[..., text.start :], params.presence_penalty, params.frequency_penalty
-            )
+            counted = text.ids[..., text.start :], params.presence_penalty, params.frequency_penalty
+            logits = count_penalties(logits, *counted)
         yield "penalties", logits
         if params.logit_bias:
             yield "logit_bias", (logits := add_bias(logits, *params.bias))
