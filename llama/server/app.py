@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
+from pathlib import Path
 from queue import Full
 from typing import Any, TypeVar
 
@@ -50,15 +50,10 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
-# path -> file in the package, content type. The page needs no key; what it shows does
-PAGE = {
-    "/": ("server/page/index.html", "text/html; charset=utf-8"),
-    "/page.css": ("server/page/page.css", "text/css; charset=utf-8"),
-    "/page.js": ("server/page/page.js", "text/javascript; charset=utf-8"),
-    "/shared.css": ("study/page/shared.css", "text/css; charset=utf-8"),
-    "/shared.js": ("study/page/shared.js", "text/javascript; charset=utf-8"),
-    "/tokens.js": ("study/page/tokens.js", "text/javascript; charset=utf-8"),
-}
+# path -> file in the package. The page needs no key; what it shows does
+PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
+PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.js")}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"
     " 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script';"
@@ -67,6 +62,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
 Parsed = TypeVar("Parsed")
 DISCONNECTED = 499  # the status in the log if the client disconnected
@@ -168,7 +164,7 @@ class Server:
         call = await self._call(request, parse)
         answers = Answers(self, call, chat=parse is parse_chat)
         if call.stream:
-            return Stream(answers)
+            return Stream(answers.events(), answers.cancel)
         return JSONResponse(await _undisturbed(request, answers.whole(), answers.cancel))
 
     async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Parsed]) -> Parsed:
@@ -195,15 +191,15 @@ class Server:
 
     # ----------------------------------------------------------------------------------------- the page and its looks
     async def page(self, request: Request) -> Response:
-        file, kind = PAGE[request.url.path]
-        return Response((files("llama") / file).read_bytes(), headers={"Content-Type": kind, **PAGE_HEADERS})
+        file = PACKAGE / PAGE[request.url.path]
+        return Response(file.read_bytes(), media_type=KINDS[file.suffix], headers=PAGE_HEADERS)
 
     async def look_answer(self, request: Request) -> Response:
-        asked = await self._call(request, parse_answer)
-        return Stream(LookEvents(self._look(self.looks.answer(asked)), self.limits.seconds))
+        look = self._look(self.looks.answer(**await self._call(request, parse_answer)))
+        return Stream(self._events(look), look.cancelled.set)
 
     async def look_inside(self, request: Request) -> Response:
-        look = self._look(self.looks.inside(await self._call(request, parse_inspection)))
+        look = self._look(self.looks.inside(**await self._call(request, parse_inspection)))
         return JSONResponse(await _undisturbed(request, look.last(), look.cancelled.set))
 
     async def look_page(self, request: Request) -> Response:
@@ -212,6 +208,14 @@ class Server:
             look = self._look(self.looks.page(ids))
             render = await _undisturbed(request, look.last(), look.cancelled.set)
             return Response(await asyncio.to_thread(render), media_type="text/html")
+
+    async def _events(self, look: Look) -> AsyncIterator[bytes]:
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for event in look.results():
+                    yield _event(event)
+        except Exception as failed:  # the status has been sent already
+            yield _failure(failed)
 
     def _look(self, steps: Steps) -> Look:
         look = Look(steps)
@@ -234,23 +238,6 @@ async def _undisturbed(request: Request, result: Coroutine[Any, Any, T], cancel:
         whole.cancel()
         gone.cancel()
         cancel()
-
-
-class LookEvents:
-    """The events of a look as server-sent events."""
-
-    def __init__(self, look: Look, seconds: float):
-        self.look, self.seconds, self.cancel = look, seconds, look.cancelled.set
-
-    async def events(self) -> AsyncIterator[bytes]:
-        try:
-            async with asyncio.timeout(self.seconds):
-                async for event in self.look.results():
-                    yield _event(event)
-        except TimeoutError:
-            yield _failure(HTTPException(504, f"the answer took more than {self.seconds:g} s"))
-        except Exception as failed:  # the status has been sent already
-            yield _failure(failed)
 
 
 class Answers:
@@ -324,17 +311,17 @@ class Answers:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events of answers. If the client disconnects, even before the first event, the answers end."""
+    """Server-sent events. If the client disconnects, even before the first event, `cancel` is called."""
 
-    def __init__(self, answers: Answers | LookEvents):
-        super().__init__(answers.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self.answers = answers
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], object]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self.cancel = cancel
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.answers.cancel()
+            self.cancel()
 
 
 class OneLength:

@@ -29,13 +29,14 @@ from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
 from ..errors import LlamaError
 from ..generate import check_extreme, history_of, prefill_chunks, random_generator, room_for
+from ..generation.answer import Prompt
 from ..generation.prefix import shared_prefix
 from ..rope import freqs_cis_at
 from ..sampling import History, choose, extreme
 from ..study import trace, trace_page
 from ..study.intervene import ablated
 from ..text import Llama
-from .requests import LONGEST_LOOK, Answering, Heads, Inspection
+from .requests import LONGEST_LOOK, Heads
 
 log = logging.getLogger(__name__)
 
@@ -154,22 +155,24 @@ class Looks:
             yield {"read": len(kept.ids), "of": len(ids)}
 
     @torch.inference_mode()
-    def answer(self, asked: Answering) -> Steps:
-        """The events of an answer: the prompt, how far it is read, each token, the end."""
-        request, model, tokenizer = asked.prompt.request, self.model, self.llm.tokenizer
-        params, constraint, prompt = request.params, request.constraint, list(request.prompt)
-        ids = [*prompt, *asked.answer]
+    def answer(self, prompt: Prompt, answer: list[int], off: Heads, top: int) -> Steps:
+        """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
+
+        off  heads that are switched off;  top  alternatives for each token
+        """
+        model, tokenizer, start = self.model, self.llm.tokenizer, len(prompt.request.prompt)
+        params, constraint, ids = prompt.request.params, prompt.request.constraint, [*prompt.request.prompt, *answer]
         room = min(room_for(model, ids, params, None), self.longest - len(ids))
-        yield {"prompt": [self.token(id) for id in prompt], "seed": params.seed}
+        yield {"prompt": [self.token(id) for id in ids[:start]], "seed": params.seed}
         if constraint is not None:
-            for id in asked.answer:
+            for id in answer:
                 constraint.advance(id)
         if ids[-1] in tokenizer.stop_ids:
             yield {"end": "stop"}
             return
-        kept, hidden = yield from self._feed(ids, asked.off)
+        kept, hidden = yield from self._feed(ids, off)
         generator = random_generator(params, kept.cache.device)
-        history = history_of(ids, len(prompt), params, self.n_vocab, kept.cache.device)
+        history = history_of(ids, start, params, self.n_vocab, kept.cache.device)
         reports: deque[dict[str, Tensor]] = deque()  # of tokens that are not yielded yet
 
         def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,)
@@ -187,16 +190,15 @@ class Looks:
         steps = model.runner.decode(model, model.output(hidden)[0].float(), kept.cache, room, pick)
         with contextlib.closing(steps):
             while True:
-                with self._switched(asked.off):
+                with self._switched(off):
                     found = next(steps, None)
                 if found is None:
                     yield {"end": "context" if len(ids) >= self.longest else "length"}
                     return
-                id, top = found
                 kept.ids = ids[: kept.cache.length]
-                self._check(top, ids)
-                ids.append(id)
-                yield self._drawn(id, reports.popleft(), asked.top, greedy=params.greedy)
+                self._check(found[1], ids)
+                ids.append(id := found[0])
+                yield self._drawn(id, reports.popleft(), top, greedy=params.greedy)
                 if id in tokenizer.stop_ids:
                     yield {"end": "stop"}
                     return
@@ -222,34 +224,49 @@ class Looks:
         return {**rows[ids.index(id)], "top": rows}
 
     @torch.inference_mode()
-    def inside(self, asked: Inspection) -> Steps:
-        """What the last of `ids` computes: the lens, direct effects, the best heads, and one head in detail."""
-        ids, off, model = asked.ids, asked.off, self.model
+    def inside(
+        self,
+        ids: list[int],
+        token: int | None,
+        against: int | None,
+        head: tuple[int, int] | None,
+        key: int | None,
+        off: Heads,
+    ) -> Steps:
+        """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
+
+        Effects are on the logit of `token`, by default the most probable one, minus that of `against`, if given.
+        """
+        model = self.model
         kept, _ = yield from self._feed(ids, off, last=1)
         last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
         with self._switched(off), trace.recording(model) as seen:
             logits = model(last, cache=kept.cache)[0, -1, : self.n_vocab]  # (V,)
         self._check(float(extreme(logits)), ids)
-        token = int(logits.argmax()) if asked.token is None else asked.token
+        token = int(logits.argmax()) if token is None else token
         rows = torch.stack([h[-1] for h in seen.hidden])  # (L + 1, C): the embedding, then each layer
         lens = model.output(model.norm(rows)).float()[:, : self.n_vocab]  # (L + 1, V)
-        direction = trace.readout(model, seen, token, asked.against)  # (C,)
+        direction = trace.readout(model, seen, token, against)  # (C,)
         heads = trace.direct_effects(model, seen, direction)  # (L, H)
         mlps = torch.stack([x[-1].float() @ direction for x in seen.rows("mlp_out")])  # (L,)
         sums = {"embedding": rows[0].float() @ direction, "heads": heads.sum(), "mlps": mlps.sum()}
-        difference = logits[token] - (0 if asked.against is None else logits[asked.against])
+        difference = logits[token] - (0 if against is None else logits[against])
         weights = [pattern[:, -1] for pattern in seen.weights]  # (H, S) for each layer
-        best = heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist()
+        strongest = []
+        for at in heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
+            layer, h = divmod(at, heads.shape[1])
+            best = weights[layer][h].topk(min(SHOWN_KEYS, len(ids)))
+            looks = [[i, _short(x)] for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+            strongest.append({"head": [layer, h], "effect": float(heads[layer, h]), "looks": looks})
         found: dict[str, Any] = {
             "token": self.token(token),
             "p": _short(float(logits.softmax(-1)[token])),
             "difference": float(difference),
             "effects": {name: float(value) for name, value in sums.items()},
             "lens": self._lens(lens, token),
-            "heads": [self._looked(divmod(i, heads.shape[1]), heads, weights) for i in best],
+            "heads": strongest,
         }
-        layer, head = asked.head or divmod(int(heads.argmax()), heads.shape[1])
-        found["head"] = self._head(layer, head, asked.key, seen, weights, kept)
+        found["head"] = self._head(head or divmod(int(heads.argmax()), heads.shape[1]), key, seen, weights, kept)
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         kept.ids = ids[:-1]
         yield found
@@ -257,24 +274,21 @@ class Looks:
     def _lens(self, logits: Tensor, token: int) -> list[dict[str, Any]]:
         p = logits.softmax(-1)  # (L + 1, V)
         best, rank = p.topk(SHOWN_ROWS), 1 + (logits > logits[:, token, None]).sum(-1)
-        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        rows = [[{**self.token(id), "p": _short(x)} for id, x in zip(*top, strict=True)] for top in tops]
-        numbers = zip(rows, p[:, token].tolist(), rank.tolist(), strict=True)
-        return [{"top": row, "p": _short(x), "rank": place} for row, x, place in numbers]
-
-    def _looked(self, at: tuple[int, int], effects: Tensor, weights: list[Tensor]) -> dict[str, Any]:
-        layer, head = at
-        best = weights[layer][head].topk(min(SHOWN_KEYS, weights[layer].shape[-1]))
-        keys = [[key, _short(weight)] for key, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-        return {"head": [layer, head], "effect": float(effects[layer, head]), "looks": keys}
+        numbers = zip(best.indices.tolist(), best.values.tolist(), p[:, token].tolist(), rank.tolist(), strict=True)
+        return [
+            {"top": [{**self.token(id), "p": _short(x)} for id, x in zip(row, values, strict=True)], "p": _short(one)}
+            | {"rank": place}
+            for row, values, one, place in numbers
+        ]
 
     def _head(
-        self, layer: int, head: int, key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
+        self, at: tuple[int, int], key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
     ) -> dict[str, Any]:
         """One head at the last token: its weights (S,) and scores (S,), and q and k of one key before their rotation.
 
         The score is the sum over pairs of Re(q_i conj(k_i) e^(i d w_i)) factor^2 / sqrt(D), d tokens apart.
         """
+        layer, head = at
         row, S = weights[layer][head], weights[layer].shape[-1]
         q = seen.rows("rot_q")[layer][-1, head].float()  # (D,)
         keys = kept.cache.layers[layer].floats()[0][0, :, :S].float()  # (KV, S, D)

@@ -135,65 +135,41 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
 
 
 # --------------------------------------------------------------------------------------------------------------- looks
-@dataclass(frozen=True)
-class Answering:
-    """An answer to look into: its prompt, the ids it has already, the heads that are off, alternatives for a token."""
-
-    prompt: Prompt
-    answer: list[int]
-    off: Heads
-    top: int
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What to compute after `ids`: effects on the logit of `token`, minus that of `against`; one head, one of its keys.
-
-    token None is the most probable one; key None is the one with the largest weight.
-    """
-
-    ids: list[int]
-    token: int | None
-    against: int | None
-    head: tuple[int, int] | None
-    key: int | None
-    off: Heads
-
-
-def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> Answering:
-    """Check a body of /look/answer and encode its prompt: messages, a text, or ids. Raises a LlamaError."""
+def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.answer` from a body of /look/answer: messages, a text, or ids. Raises a LlamaError."""
     body = _fields(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
-    options["max_new_tokens"] = _tokens("max_tokens", body.get("max_tokens", -1), llm)
+    options |= {"max_new_tokens": _tokens("max_tokens", body.get("max_tokens", -1), llm), "continues": False}
     if (schema := _response_format(body.get("response_format"))) is not None:
         options["schema"] = schema
-    if sum(name in body for name in ("messages", "prompt", "ids")) != 1:
-        raise UsageError("expected one of messages, prompt and ids")
-    if "messages" in body:
-        _, ids = _conversation(body, None, llm)
-    else:
-        (ids, *_) = _prompts(body["prompt"], None, 1, llm) if "prompt" in body else [_ids("ids", body, llm)]
+    match [name for name in ("messages", "prompt", "ids") if name in body]:
+        case ["messages"]:
+            _, ids = _conversation(body, None, llm)
+        case ["prompt"]:
+            ids = _prompts(body["prompt"], None, 1, llm)[0]
+        case ["ids"]:
+            ids = _ids("ids", body, llm)
+        case _:
+            raise UsageError("expected one of messages, prompt and ids")
     answer = _ids("answer", body, llm) if "answer" in body else []
-    _check_look([*ids, *answer, 0], LONGEST_LOOK)
-    (prompt,) = llm.prepare(ids, {**options, "continues": False})
+    _check_look([*ids, *answer], LONGEST_LOOK - 1)
+    (prompt,) = llm.prepare(ids, options)
     top = checks.integer("top", body.get("top", SHOWN_TOP), 0, MOST_LOGPROBS)
-    return Answering(prompt, answer, _heads("off", body, llm), top)
+    return {"prompt": prompt, "answer": answer, "off": _heads("off", body, llm), "top": top}
 
 
-def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> Inspection:
-    """Check a body of /look/inside. Raises UsageError."""
+def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.inside` from a body of /look/inside. Raises UsageError."""
     body = _fields(body, ("model", "ids", "token", "against", "head", "key", "off"), model)
     ids, last = _check_look(_ids("ids", body, llm), LONGEST_LOOK), llm.tokenizer.n_vocab - 1
-    token, against = (
-        checks.integer(name, body[name], 0, last) if name in body else None for name in ("token", "against")
-    )
-    (head, *_) = _heads("head", {"head": [body["head"]]}, llm) if "head" in body else [None]
-    key = checks.integer("key", body["key"], 0, len(ids) - 1) if "key" in body else None
-    return Inspection(ids, token, against, head, key, _heads("off", body, llm))
+    ends = {"token": last, "against": last, "key": len(ids) - 1}
+    numbers = {name: checks.integer(name, body[name], 0, end) if name in body else None for name, end in ends.items()}
+    (head,) = _heads("head", {"head": [body["head"]]}, llm) if "head" in body else (None,)
+    return {"ids": ids, "head": head, "off": _heads("off", body, llm), **numbers}
 
 
 def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
-    """Check a body of /look/page: the ids of the text. Raises UsageError."""
+    """The ids of a body of /look/page. Raises UsageError."""
     return _check_look(_ids("ids", _fields(body, ("model", "ids"), model), llm), LONGEST_PAGE)
 
 
@@ -214,11 +190,11 @@ def _ids(name: str, body: Mapping[str, Any], llm: Llama) -> list[int]:
 def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
     """Pairs [layer, head], in order."""
     heads, config = body.get(name, []), llm.model.config
-    if not isinstance(heads, list) or not all(isinstance(head, list) and len(head) == 2 for head in heads):
-        raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
-    for layer, head in heads:
-        checks.integer("a layer", layer, 0, config.n_layers - 1)
-        checks.integer("a head", head, 0, config.n_heads - 1)
+    for head in heads if isinstance(heads, list) else [None]:
+        if not isinstance(head, list) or len(head) != 2:
+            raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
+        checks.integer("a layer", head[0], 0, config.n_layers - 1)
+        checks.integer("a head", head[1], 0, config.n_heads - 1)
     return tuple(sorted({(layer, head) for layer, head in heads}))
 
 
