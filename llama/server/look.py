@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event as Flag
@@ -101,14 +101,14 @@ class Looks:
     def meta(self) -> dict[str, Any]:
         """What the page shows about the model."""
         config, dtype = self.model.config, str(self.model.norm.weight.dtype).removeprefix("torch.")
-        quantized = describe_quantization(self.model)
-        sizes = {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
-        sizes |= {"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params}
-        weights = f"{quantized} weights, {dtype} compute" if quantized else dtype
-        where = describe_devices(self.model).replace("cpu", "CPU")
-        chats = self.llm.chat_format is not None or self.llm.chat_template is not None
-        more = {"weights": f"{weights}, {where}", "dtype": dtype, "template": chats, "version": __version__}
-        return {**sizes, **more, "sampling": self.llm.sampling}
+        weights = f"{bits} weights, {dtype} compute" if (bits := describe_quantization(self.model)) else dtype
+        return {
+            **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")},
+            **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
+            "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}",
+            "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
+            **{"version": __version__, "sampling": self.llm.sampling},
+        }
 
     def token(self, id: int) -> dict[str, Any]:
         """A token for JSON: its text, or its bytes if they are not whole characters; control tokens have a name."""
@@ -224,19 +224,14 @@ class Looks:
         return {**rows[ids.index(id)], "top": rows}
 
     @torch.inference_mode()
-    def inside(
-        self,
-        ids: list[int],
-        token: int | None,
-        against: int | None,
-        head: tuple[int, int] | None,
-        key: int | None,
-        off: Heads,
-    ) -> Steps:
+    def inside(self, ids: list[int], off: Heads, chosen: Mapping[str, Any]) -> Steps:
         """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
 
-        Effects are on the logit of `token`, by default the most probable one, minus that of `against`, if given.
+        chosen  token: effects are on its logit, by default that of the most probable one; against: minus that of this
+                one; head: the one in detail, by default the one that adds most; key: one of its keys
         """
+        token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
+        model = self.model
         model = self.model
         kept, _ = yield from self._feed(ids, off, last=1)
         last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
@@ -254,41 +249,37 @@ class Looks:
         weights = [pattern[:, -1] for pattern in seen.weights]  # (H, S) for each layer
         strongest = []
         for at in heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
-            layer, h = divmod(at, heads.shape[1])
-            best = weights[layer][h].topk(min(SHOWN_KEYS, len(ids)))
+            layer, number = divmod(at, heads.shape[1])
+            best = weights[layer][number].topk(min(SHOWN_KEYS, len(ids)))
             looks = [[i, _short(x)] for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-            strongest.append({"head": [layer, h], "effect": float(heads[layer, h]), "looks": looks})
-        found: dict[str, Any] = {
+            strongest.append({"head": [layer, number], "effect": float(heads[layer, number]), "looks": looks})
+        at = head or divmod(int(heads.argmax()), heads.shape[1])
+        found = {
             "token": self.token(token),
             "p": _short(float(logits.softmax(-1)[token])),
             "difference": float(difference),
-            "effects": {name: float(value) for name, value in sums.items()},
-            "lens": self._lens(lens, token),
-            "heads": strongest,
         }
-        found["head"] = self._head(head or divmod(int(heads.argmax()), heads.shape[1]), key, seen, weights, kept)
+        found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
+        found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
-        kept.ids = ids[:-1]
         yield found
 
     def _lens(self, logits: Tensor, token: int) -> list[dict[str, Any]]:
         p = logits.softmax(-1)  # (L + 1, V)
         best, rank = p.topk(SHOWN_ROWS), 1 + (logits > logits[:, token, None]).sum(-1)
-        numbers = zip(best.indices.tolist(), best.values.tolist(), p[:, token].tolist(), rank.tolist(), strict=True)
-        return [
-            {"top": [{**self.token(id), "p": _short(x)} for id, x in zip(row, values, strict=True)], "p": _short(one)}
-            | {"rank": place}
-            for row, values, one, place in numbers
-        ]
+        found = []
+        for ids, values, own, place in zip(*best[::-1], p[:, token].tolist(), rank.tolist(), strict=True):
+            top = [{**self.token(id), "p": _short(x)} for id, x in zip(ids.tolist(), values.tolist(), strict=True)]
+            found.append({"top": top, "p": _short(own), "rank": place})
+        return found
 
     def _head(
-        self, at: tuple[int, int], key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
+        self, layer: int, head: int, key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
     ) -> dict[str, Any]:
         """One head at the last token: its weights (S,) and scores (S,), and q and k of one key before their rotation.
 
         The score is the sum over pairs of Re(q_i conj(k_i) e^(i d w_i)) factor^2 / sqrt(D), d tokens apart.
         """
-        layer, head = at
         row, S = weights[layer][head], weights[layer].shape[-1]
         q = seen.rows("rot_q")[layer][-1, head].float()  # (D,)
         keys = kept.cache.layers[layer].floats()[0][0, :, :S].float()  # (KV, S, D)

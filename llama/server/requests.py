@@ -163,9 +163,12 @@ def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[st
     body = _fields(body, ("model", "ids", "token", "against", "head", "key", "off"), model)
     ids, last = _check_look(_ids("ids", body, llm), LONGEST_LOOK), llm.tokenizer.n_vocab - 1
     ends = {"token": last, "against": last, "key": len(ids) - 1}
-    numbers = {name: checks.integer(name, body[name], 0, end) if name in body else None for name, end in ends.items()}
-    (head,) = _heads("head", {"head": [body["head"]]}, llm) if "head" in body else (None,)
-    return {"ids": ids, "head": head, "off": _heads("off", body, llm), **numbers}
+    chosen: dict[str, Any] = {
+        name: checks.integer(name, body[name], 0, end) for name, end in ends.items() if name in body
+    }
+    if "head" in body:
+        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm)
+    return {"ids": ids, "off": _heads("off", body, llm), "chosen": chosen}
 
 
 def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
