@@ -232,7 +232,6 @@ class Looks:
         """
         token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
         model = self.model
-        model = self.model
         kept, _ = yield from self._feed(ids, off, last=1)
         last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
         with self._switched(off), trace.recording(model) as seen:
@@ -253,12 +252,9 @@ class Looks:
             best = weights[layer][number].topk(min(SHOWN_KEYS, len(ids)))
             looks = [[i, _short(x)] for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
             strongest.append({"head": [layer, number], "effect": float(heads[layer, number]), "looks": looks})
-        at = head or divmod(int(heads.argmax()), heads.shape[1])
-        found = {
-            "token": self.token(token),
-            "p": _short(float(logits.softmax(-1)[token])),
-            "difference": float(difference),
-        }
+        layer, number = head or divmod(int(heads.argmax()), heads.shape[1])
+        p = _short(float(logits.softmax(-1)[token]))
+        found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key

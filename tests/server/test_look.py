@@ -171,6 +171,9 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-3)
     assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
     assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
+    best = max(found["heads"], key=lambda one: one["effect"])
+    assert found["head"]["head"] == best["head"]
+    assert [found["head"]["weights"][key] for key, _ in best["looks"]] == [weight for _, weight in best["looks"]]
     off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
     with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)
@@ -181,7 +184,7 @@ def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llam
     for layer, head, key in ((0, 1, 2), (1, 3, 0), (1, 0, len(ids) - 1)):
         found = post(server, "/look/inside", ids=ids, head=[layer, head], key=key).json()["head"]
         scores, weights = np.array(found["scores"]), np.array(found["weights"])
-        assert len(scores) == len(ids)
+        assert (found["head"], found["key"], len(scores)) == ([layer, head], key, len(ids))
         assert softmax(scores) == pytest.approx(weights, abs=1e-5)
         q, k = (np.array(found[name]).reshape(-1, 2) @ [1, 1j] for name in "qk")
         turned = np.exp(1j * (len(ids) - 1 - key) * np.array(found["frequencies"]))
