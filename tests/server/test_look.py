@@ -16,6 +16,7 @@ import torch
 from llama.generate import generate
 from llama.generation.structured import compile_grammar
 from llama.sampling import SamplingParams
+from llama.study.inside import activations
 from llama.study.intervene import ablated
 from llama.text import Llama
 from tests.server.serving import Running, running
@@ -181,10 +182,13 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
 
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:
     ids = tiny_llm.encode_chat(MESSAGES)
+    with activations(tiny_llm, "pattern.*") as whole:
+        tiny_llm.model(torch.tensor([ids]))
     for layer, head, key in ((0, 1, 2), (1, 3, 0), (1, 0, len(ids) - 1)):
         found = post(server, "/look/inside", ids=ids, head=[layer, head], key=key).json()["head"]
         scores, weights = np.array(found["scores"]), np.array(found["weights"])
         assert (found["head"], found["key"], len(scores)) == ([layer, head], key, len(ids))
+        assert weights.tolist() == pytest.approx(whole[f"pattern.{layer}"][0, head, -1].tolist(), abs=1e-5)
         assert softmax(scores) == pytest.approx(weights, abs=1e-5)
         q, k = (np.array(found[name]).reshape(-1, 2) @ [1, 1j] for name in "qk")
         turned = np.exp(1j * (len(ids) - 1 - key) * np.array(found["frequencies"]))

@@ -31,10 +31,13 @@ const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
-const same = (a, b) => a[0] === b[0] && a[1] === b[1];
 const seed = () => crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
 const thousands = (n) => n.toLocaleString("en");
 const say = (text) => put("status", text);
+const banner = (text) => put("banner", text);
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+/** What must be equal for ids and looks to stay valid. */
+const identity = () => [card.id, ...["n_layers", "n_heads", "vocab_size", "parameters", "weights"].map((name) => card.meta[name])].join(" ");
 const openTurn = () => turns[chosen.turn];
 const current = () => (chosen ? openTurn() : path().at(-1));
 const before = (turn, i) => [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]; // the ids before a token of the answer
@@ -50,13 +53,23 @@ async function call(path, body, signal) {
     const response = await fetch(path, { signal, headers, ...(body && { method: "POST", body: JSON.stringify(body) }) });
     if (response.ok) return response;
     const message = (await response.json().catch(() => ({}))).error?.message ?? `the server answered ${response.status}`;
-    if (response.status === 401) await askKey();
+    if (response.status === 401) await new Promise(askKey);
     else if (response.status !== 429) throw new Refused(message);
     else for (let seconds = Number(response.headers.get("Retry-After")) || 2; seconds > 0; seconds--) {
       say(`The server is busy with other looks: trying again in ${seconds} s.`);
-      await pause(1000, signal);
+      await pause(1000);
+      signal?.throwIfAborted();
     }
   }
+}
+
+function askKey(done) {
+  id("key").onclose = () => {
+    sessionStorage.setItem("clearllama-key", id("key-value").value);
+    done();
+  };
+  id("key-value").value = "";
+  id("key").showModal();
 }
 
 /** The events of a stream. */
@@ -71,29 +84,6 @@ async function* events(response) {
   }
 }
 
-function pause(ms, signal) {
-  return new Promise((resolve, reject) => {
-    signal?.throwIfAborted();
-    signal?.addEventListener("abort", () => reject(signal.reason), { once: true });
-    setTimeout(resolve, ms);
-  });
-}
-
-function askKey() {
-  id("key-value").value = "";
-  id("key").showModal();
-  return new Promise((resolve) => id("key").addEventListener("close", () => {
-    sessionStorage.setItem("clearllama-key", id("key-value").value);
-    resolve();
-  }, { once: true }));
-}
-
-/** What must be equal for ids and looks to stay valid. */
-function identity() {
-  const { n_layers, n_heads, head_dim, vocab_size, parameters, weights } = card.meta;
-  return [card.id, n_layers, n_heads, head_dim, vocab_size, parameters, weights].join(" ");
-}
-
 async function connect() {
   card = (await (await call("v1/models")).json()).data[0];
   const { weights, template, sampling } = card.meta, off = { top_k: 0, top_p: 1, min_p: 0 };
@@ -101,12 +91,10 @@ async function connect() {
   put("about", make("b", {}, card.id), ` · ${weights}`);
   document.title = `${card.id} · clearllama`;
   id("question").placeholder = template ? "Ask…" : "Begin a text, and the model continues it…";
+  const foreign = turns.slice(1).some((one) => one.model !== identity());
+  banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
+  draw();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
-}
-
-function banner(text) {
-  put("banner", text);
-  id("banner").hidden = !text;
 }
 
 /** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
@@ -114,19 +102,11 @@ async function gone(turn) {
   if (lost) return;
   lost = true;
   banner("The server does not answer. The text is kept; this page tries again every two seconds.");
-  for (;;) {
-    await pause(2000);
-    if (await fetch("health").then((response) => response.ok, () => false)) break;
-  }
+  do await pause(2000);
+  while (!(await fetch("health").then((response) => response.ok, () => false)));
   lost = false;
   await connect();
-  draw();
-  if (turns[1] && turns.slice(1).some((one) => one.model !== identity())) {
-    banner(`Another model came back: ${card.id}. Looks into the answers of the first one are off.`);
-  } else {
-    banner("");
-    if (turn && turn.end === "gone" && !running) branch(turn, turn.tokens, {});
-  }
+  if (turn?.end === "gone" && !running) branch(turn, turn.tokens, {});
 }
 
 // -------------------------------------------------------------------------------------------------------------- the tree
@@ -168,15 +148,8 @@ async function ask(question, parent = path().at(-1)?.n ?? 0) {
     return;
   }
   while (running) await stop();
-  leave();
+  [editing, id("question").value] = [null, ""];
   await run(add(parent, { question, sampling: sampling(), seed: settings.seed === "" ? seed() : Number(settings.seed) }));
-}
-
-/** Empty the field of the question. */
-function leave() {
-  editing = null;
-  id("question").value = "";
-  fit();
 }
 
 /** Another answer to the question of a turn, which begins with these tokens. */
@@ -264,11 +237,6 @@ function grow(turn) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- the chat
-/** A text as it is, but for characters that change the direction of others or have no width. */
-function plain(text) {
-  return text.split(/([\n\t\u200c\u200d])/).map((part, i) => (i % 2 ? part : harmless(part))).join("");
-}
-
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
 function tokenNode(turn, i) {
   const one = turn.tokens[i];
@@ -350,7 +318,6 @@ function edit(turn) {
   editing = turn;
   id("question").value = turn.question;
   id("question").focus();
-  fit();
   say("Editing: Enter sends the changed question as another branch, Esc leaves it.");
 }
 
@@ -366,7 +333,6 @@ function select(n, i) {
   mark();
   id(`t${n}-${i}`).scrollIntoView({ block: "nearest" });
   drawWords();
-  drawPrompt();
   look();
 }
 
@@ -378,16 +344,12 @@ function unselect() {
 }
 
 function mark() {
-  for (const node of document.querySelectorAll(".t.chosen")) {
-    node.classList.remove("chosen");
-    node.setAttribute("aria-selected", "false");
-    node.parentElement.removeAttribute("aria-activedescendant");
+  const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
+  for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
+    node.classList.toggle("chosen", node === open);
+    node.setAttribute("aria-selected", node === open);
+    node.parentElement.setAttribute("aria-activedescendant", node === open ? node.id : "");
   }
-  const node = chosen && id(`t${chosen.turn}-${chosen.i}`);
-  if (!node) return;
-  node.classList.add("chosen");
-  node.setAttribute("aria-selected", "true");
-  node.parentElement.setAttribute("aria-activedescendant", node.id);
 }
 
 /** A token as it is named in sentences. */
@@ -407,9 +369,13 @@ function drawWords() {
       make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀", make("span", { class: "more" }, " chosen")) : ""));
     return row;
   }));
-  const rest = Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0));
-  put("words-note", `All other words together: ${share(rest)}. “Model” is the probability the model computed; the word was then drawn from the`
-    + " probabilities on the right, after temperature and filters. Click a word to go on with it.");
+  put("prompt-tokens", ...turn.prompt.map((other, i) => {
+    const node = make("span", { class: other.control ? "token control" : "token", title: `${i}: id ${other.id}` });
+    node.append(other.bytes ? "\ufffd" : plain(other.text));
+    return node;
+  }));
+  put("prompt-count", `${turn.prompt.length} tokens; the answer has ${turn.tokens.length}.`);
+  put("rest", share(Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0))));
 }
 
 /** Go on with the k-th alternative of the open token. */
@@ -419,20 +385,11 @@ function take(k) {
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { first: chosen.i });
 }
 
-function drawPrompt() {
-  const { prompt } = openTurn();
-  put("prompt-tokens", ...prompt.map((one, i) => {
-    const node = make("span", { class: one.control ? "token control" : "token", title: `${i}: id ${one.id}` });
-    node.append(one.control ? one.text : one.text === undefined ? "�" : plain(one.text));
-    return node;
-  }));
-  put("prompt-count", `${prompt.length} tokens; the answer has ${openTurn().tokens.length}.`);
-}
-
 let waiting = 0, request = null;
 /** Ask for the inside of the open token, unless it is known. */
-function look(changes = {}) {
+function look(changes = {}, view = "") {
   asked = { ...asked, ...changes };
+  if (view && innerWidth < 1000) tab(view);
   clearTimeout(waiting);
   request?.abort();
   if (!chosen) return;
@@ -491,7 +448,7 @@ function drawInside(found) {
     + `${Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : ""}.${drift}`);
   const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
   put("heads", ...found.heads.map((other) => {
-    const open = press("", () => pickHead(other.head), { class: "name", "aria-current": same(other.head, found.head.head) });
+    const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
     open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"),
       make("span", { class: "looks" }, "→ ", ...looked(other.looks.slice(0, 1))));
     return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
@@ -500,11 +457,6 @@ function drawInside(found) {
   put("measured", "");
   drawHead();
   drawLens();
-}
-
-function pickHead(head) {
-  tab(id("panel").dataset.tab === "why" && innerWidth >= 1000 ? "why" : "head");
-  look({ head, key: null });
 }
 
 /** What a head attends to most, as nodes. */
@@ -614,12 +566,6 @@ function save() {
   }
 }
 
-function download(name, text, type) {
-  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
-
 // [name, content, type] of an export; last is the last turn that is shown
 const EXPORTS = {
   json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
@@ -636,7 +582,8 @@ async function exportAs(kind) {
   if (!path().length) return;
   put("exported", kind === "html" ? "The page is being computed: about ten seconds." : "");
   try {
-    download(...(await EXPORTS[kind](path().at(-1))));
+    const [download, content, type] = await EXPORTS[kind](path().at(-1));
+    make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();
     put("exported", "");
   } catch (error) {
     put("exported", error.message);
@@ -657,20 +604,15 @@ async function load(file) {
 /** Show another conversation. */
 async function replace(others) {
   while (running) await stop();
+  [turns, editing, id("question").value] = [others, null, ""];
   unselect();
-  turns = others;
+  say("");
   save();
   draw();
   id("question").focus();
 }
 
 // ------------------------------------------------------------------------------------------------------------- the start
-function fit() {
-  const field = id("question");
-  field.style.height = "auto";
-  field.style.height = `${Math.min(field.scrollHeight + 2, 180)}px`;
-}
-
 const CLICKS = {
   close: unselect,
   off: () => switchOff(inside.head.head),
@@ -716,9 +658,8 @@ async function start() {
     if (running) stop();
     else ask(id("question").value, editing?.parent);
   });
-  id("question").addEventListener("input", fit);
   id("question").addEventListener("keydown", (event) => {
-    if (event.key === "Escape") editing && !running ? (leave(), say("")) : stop();
+    if (event.key === "Escape") running ? stop() : editing && replace(turns);
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     if (!running) ask(id("question").value, editing?.parent);
@@ -746,8 +687,6 @@ async function start() {
   tab(innerWidth < 1000 ? "words" : "why");
   try {
     await connect();
-    draw();
-    if (turns[1] && turns.slice(1).some((one) => one.model !== identity())) banner(`This conversation is from another model than ${card.id}; looks into it are off.`);
   } catch (error) {
     if (error instanceof Refused) banner(error.message);
     else gone(null);

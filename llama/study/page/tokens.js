@@ -23,6 +23,11 @@ function harmless(text) {
     (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
 }
 
+/** A complete text as it is, but for characters that change the direction of others or have no width. */
+function plain(text) {
+  return text.split(/([\n\t\u200c\u200d])/).map((part, i) => (i % 2 ? part : harmless(part))).join("");
+}
+
 /** `parts` as one string. */
 function visible(text) {
   return parts(text).map(([part]) => part).join("");

@@ -55,11 +55,6 @@ function aboutSlowPairs(rope) {
   return `${slow.length} of ${total} pairs ${slow.length === 1 ? "does" : "do"} not finish a turn over this text (below the dotted line), so no two tokens have the same angle there. ${angles}`;
 }
 
-/** A complete text: like visible(), but spaces, line ends and tabs are kept. */
-function readableText(text) {
-  return text.split(/([ \n\t])/).map((part) => (part === "" || /[ \n\t]/.test(part) ? part : visible(part))).join("");
-}
-
 // ---------------------------------------------------------------------------------------------------------- the page
 // One long function, since all parts below share the data and the selection.
 function start() {
@@ -591,7 +586,7 @@ function start() {
   const title = headline(data.prompt, answer);
   document.title = `${title.join(" → ")} · clearllama trace`;
   put("title", make("span", { dir: "auto" }, title[0]), make("span", { class: "arrow" }, " → "), make("b", { dir: "auto" }, title[1]));
-  put("prompt", readableText(data.prompt));
+  put("prompt", plain(data.prompt));
   id("prompt").hidden = title[0] === data.prompt; // the title is the complete text
   if (change) {
     put("changes", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
@@ -603,7 +598,7 @@ function start() {
   if (patching) {
     const [other, own] = patching.answers.map(token);
     put("patching-reads", "Here: the logit of ", other, " minus that of ", own, ". The other text: ",
-      readableText(patching.source.join("")));
+      plain(patching.source.join("")));
     id("patching-section").hidden = false;
   }
   id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));
