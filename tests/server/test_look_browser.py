@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import socket
 import subprocess
@@ -579,7 +580,8 @@ def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -
         )
         turn = ask(tab, "Go on.", max_tokens=2000, temperature=1.5, top_p=1, min_p=0)
         assert len(turn["tokens"]) == 2000
-        assert [task for task in tab.evaluate("tasks") if task > 100] == []
+        busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # tasks are measured by the clock
+        assert [task for task in tab.evaluate("tasks") if task > 100 * busy] == []
 
 
 @SLOW

@@ -25,6 +25,7 @@ let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
 let lost = false; // whether the server is gone
 const seen = new Map(); // request -> inside
+const answers = new Map(), decoders = new Map(); // turn -> its element; the decoder of its text
 
 const ids = (tokens) => tokens.map((one) => one.id);
 const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
@@ -221,17 +222,15 @@ function receive(turn, event) {
   if (event.id === undefined) return;
   const i = turn.tokens.push(event) - 1, other = turns[turn.source]?.tokens[i];
   if (other && turn.first === null && other.id !== event.id) turn.first = i;
-  if (i === drawn) requestAnimationFrame(() => grow(turn));
+  frame ||= requestAnimationFrame(() => grow(turn));
 }
 
-let drawn = 0; // tokens of the running answer in the document
+let frame = 0;
 /** Draw the tokens that came since the last frame: one layout for all of them. */
 function grow(turn) {
-  const answer = id(`answer-${turn.n}`), scroll = id("scroll");
-  if (running?.turn !== turn || !answer) return;
-  const below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
-  answer.append(...turn.tokens.slice(drawn).map((_, i) => tokenNode(turn, drawn + i)));
-  drawn = turn.tokens.length;
+  const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
+  frame = 0;
+  answerNode(turn);
   if (below < 80) scroll.scrollTop = scroll.scrollHeight;
   put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
 }
@@ -252,7 +251,15 @@ function tokenNode(turn, i) {
   node.title = first ? "the first token that differs from the branch before" : "";
   return node;
 }
-const decoders = new Map(); // of the turns that are shown
+
+/** The element of an answer, which is kept; new tokens are added. */
+function answerNode(turn) {
+  const node = answers.get(turn.n) ?? make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
+    "aria-label": "answer; arrow keys choose a token" });
+  answers.set(turn.n, node);
+  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i));
+  return node;
+}
 
 function describe(turn) {
   const { temperature, top_k, top_p, min_p, response_format } = turn.sampling;
@@ -269,10 +276,6 @@ function turnNode(turn) {
   const move = (by, label, sign) => press(sign, () => step(turn, by), { "aria-label": label, class: "quiet" });
   const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
     make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
-  const answer = make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
-    "aria-label": "answer; arrow keys choose a token" });
-  answer.append(...turn.tokens.map((_, i) => tokenNode(turn, i)));
-  if (busy) drawn = turn.tokens.length;
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
   const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
@@ -280,7 +283,7 @@ function turnNode(turn) {
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
-    make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answer, foot);
+    make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answerNode(turn), foot);
 }
 
 function draw() {
@@ -606,6 +609,7 @@ async function replace(others) {
   while (running) await stop();
   [turns, editing, id("question").value] = [others, null, ""];
   unselect();
+  answers.clear();
   say("");
   save();
   draw();
