@@ -183,7 +183,7 @@ function run(turn) {
     id("reading").hidden = true;
     save();
     draw();
-    if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? 0);
+    if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
     else if (chosen) select(chosen.turn, chosen.i);
   });
   const opened = chosen && chosen.turn === turn.source;
@@ -293,8 +293,8 @@ function draw() {
   put("chat", ...shown.map(turnNode));
   document.body.classList.toggle("marks", settings.marks);
   if (shown.length && !chosen && shown.at(-1).tokens.length) {
-    id("chat").append(make("p", { class: "hint" }, settings.marks ? "Underlined words were unlikely. Click any word to open it."
-      : "Click any word to open it."));
+    const marks = settings.marks && shown.at(-1).tokens.some((one) => one.p < 0.5 && !one.control);
+    id("chat").append(make("p", { class: "hint" }, `${marks ? "Underlined words were unlikely. " : ""}Click any word to open it.`));
   }
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
@@ -368,8 +368,8 @@ function drawWords() {
     const drawn = other.cut ? [make("span", { class: "cut" }, `cut by ${STAGES[other.cut] ?? other.cut}`)] : [make("span", { class: "p" }, share(other.q)), track(other.q)];
     const taken = other.id === one.id;
     const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
-    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), named(other), make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), track(other.p)),
-      make("span", { class: "both" }, ...drawn, taken ? make("b", {}, "◀", make("span", { class: "more" }, " chosen")) : ""));
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "word" }, named(other), taken ? make("b", {}, " ◀") : ""),
+      make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), track(other.p)), make("span", { class: "both" }, ...drawn));
     return row;
   }));
   put("prompt-tokens", ...turn.prompt.map((other, i) => {
