@@ -19,7 +19,7 @@ let settings = { system: "", schema: "", marks: true };
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // {turn, i}: the open token
 const BEST = { against: null, head: null, key: null };
-let asked = BEST; // what is chosen in the panel; null: the best one
+let asked = BEST; // what is chosen in the panel; null is the best one
 let inside = null; // what /look/inside returned for it
 let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
@@ -34,6 +34,7 @@ const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
 const seed = () => crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
 const thousands = (n) => n.toLocaleString("en");
+const count = () => put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
 const say = (text) => put("status", text);
 const banner = (text) => put("banner", text);
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -232,7 +233,7 @@ function grow(turn) {
   frame = 0;
   answerNode(turn);
   if (below < 80) scroll.scrollTop = scroll.scrollHeight;
-  put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
+  count();
 }
 
 // -------------------------------------------------------------------------------------------------------------- the chat
@@ -298,7 +299,7 @@ function draw() {
   }
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
-  put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
+  count();
   mark();
 }
 
@@ -331,7 +332,6 @@ function select(n, i) {
   if (chosen?.turn !== n || chosen.i !== i) asked = BEST;
   chosen = { turn: n, i };
   id("chat").querySelector(".hint")?.remove();
-  id("panel").hidden = false;
   document.body.classList.add("open");
   mark();
   id(`t${n}-${i}`).scrollIntoView({ block: "nearest" });
@@ -341,7 +341,6 @@ function select(n, i) {
 
 function unselect() {
   chosen = inside = null;
-  id("panel").hidden = true;
   document.body.classList.remove("open");
   mark();
 }
