@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from playwright.sync_api import Browser, Page
 from llama import loader
 from llama.generate import generate
 from llama.sampling import SamplingParams
+from llama.server.look import Looks
 from llama.study.intervene import ablated
 from llama.text import Llama
 from tests.server.serving import Running, running
@@ -291,14 +293,17 @@ def test_a_character_that_is_split_over_tokens_appears_once(show: Open, tiny_llm
 
 
 @SLOW
-def test_stop_keeps_what_is_there_and_continue_goes_on(show: Open, tiny_llm: Llama) -> None:
-    tab = show()
+def test_stop_keeps_what_is_there_and_continue_goes_on(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tab, drawn = show(), Looks._drawn
+    slow = partial(time.sleep, 0.2)
+    monkeypatch.setattr(Looks, "_drawn", lambda *arguments, **options: slow() or drawn(*arguments, **options))
     configure(tab, max_tokens=200, seed=5)
     tab.fill("#question", "Go on.")
     tab.press("#question", "Enter")
     tab.wait_for_selector(".t >> nth=3")
     tab.keyboard.press("Escape")
     turn = settle(tab)
+    monkeypatch.undo()
     assert turn["end"] == "stopped"
     count = len(turn["tokens"])
     assert 4 <= count < 200
