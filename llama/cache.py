@@ -79,6 +79,10 @@ class LayerCache:
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
         return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
+    def floats(self) -> tuple[Tensor, Tensor]:
+        """All keys and all values, (B, KV, slots, D) each."""
+        return self.buffers[0], self.buffers[1]
+
     def resize(self, slots: int) -> None:
         """Resize to a number of slots, keeping the contents."""
         grown = []
@@ -106,6 +110,10 @@ class QuantizedLayerCache(LayerCache):
         (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
         k, v, k_scale, v_scale = self.write([k, v, k_scale, v_scale], positions)
         return QuantizedKV(k, k_scale), QuantizedKV(v, v_scale)
+
+    def floats(self) -> tuple[Tensor, Tensor]:
+        k, v, k_scale, v_scale = self.buffers
+        return QuantizedKV(k, k_scale).dequantize(torch.float32), QuantizedKV(v, v_scale).dequantize(torch.float32)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -202,12 +210,12 @@ class KVCache:
 
     @property
     def k(self) -> Tensor:
-        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values. int8: unscaled."""
-        return torch.stack([layer.buffers[0].to(self.device) for layer in self.layers])
+        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values."""
+        return torch.stack([layer.floats()[0].to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        return torch.stack([layer.buffers[1].to(self.device) for layer in self.layers])
+        return torch.stack([layer.floats()[1].to(self.device) for layer in self.layers])
 
     @property
     def slots(self) -> int:

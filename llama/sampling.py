@@ -1,13 +1,9 @@
-"""From logits to a token: filters, then probabilities, then one draw. Pure functions over (.., V).
-
-`probs` is separate from `sample`, so that code that needs the distribution (speculative decoding, for one) uses the
-same one.
-"""
+"""From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -182,29 +178,40 @@ def extreme(logits: Tensor) -> Tensor:
     return torch.where(low > -LARGEST_LOGIT, top, low)
 
 
-def edit(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
-    """The logits (.., V) after penalties, bias and processors, with -inf for tokens that `allowed` (V,) excludes.
+def stages(
+    logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    Raises UsageError if the parameters depend on the text and it is missing, or if the processors exclude every token
-    that `allowed` leaves.
+    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors and `allowed` leave no token.
     """
-    logits = logits.float()
+    yield "model", (logits := logits.float())
     if not params.plain:
         if text is None:
             raise UsageError("penalties, logit_bias and processors need the text so far: pass text=History(ids, start)")
         if params.repetition_penalty != 1:
             logits = repetition_penalty(logits, text.ids, params.repetition_penalty)
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            answer = text.ids[..., text.start :]
-            logits = count_penalties(logits, answer, params.presence_penalty, params.frequency_penalty)
+            counted = text.ids[..., text.start :], params.presence_penalty, params.frequency_penalty
+            logits = count_penalties(logits, *counted)
+        yield "penalties", logits
         if params.logit_bias:
-            logits = add_bias(logits, *params.bias)
-        logits = process(logits, text.ids, params.processors)
+            yield "logit_bias", (logits := add_bias(logits, *params.bias))
+        yield "processors", (logits := process(logits, text.ids, params.processors))
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)
         if params.processors and bool(logits.amax() == -torch.inf):
             raise UsageError("the processors exclude every token that the grammar allows")
-    return logits
+        yield "grammar", logits
+    if params.greedy:
+        return
+    yield "temperature", (logits := logits / params.temperature)
+    if params.top_k > 0:
+        yield "top_k", (logits := top_k(logits, params.top_k))
+    if params.top_p < 1:
+        yield "top_p", (logits := top_p(logits, params.top_p))
+    if params.min_p > 0:
+        yield "min_p", min_p(logits, params.min_p)
 
 
 def probs(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
@@ -213,16 +220,9 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
     text is needed unless params.plain; allowed (V,) bool is a mask; processors see one row. Greedy parameters give a
     one-hot distribution; of equal logits, the lowest id is chosen.
     """
-    logits = edit(logits, params, text, allowed)
+    *_, (_, logits) = stages(logits, params, text, allowed)
     if params.greedy:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / params.temperature
-    if params.top_k > 0:
-        logits = top_k(logits, params.top_k)
-    if params.top_p < 1:
-        logits = top_p(logits, params.top_p)
-    if params.min_p > 0:
-        logits = min_p(logits, params.min_p)
     return logits.softmax(-1)
 
 
@@ -243,15 +243,15 @@ def choose(
     generator: torch.Generator | None = None,
     logprobs: bool = False,
     allowed: Tensor | None = None,
+    report: Callable[[str, Tensor], object] = lambda stage, logits: None,
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make this function wait for the
-    device. NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
+    text and allowed are those of `probs`; report gets each of `stages`. Only a bias, a processor or `allowed` may make
+    this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
     """
-    if params.greedy:
-        next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,): the first of equal logits
-    else:
-        next_id = sample(probs(logits, params, text, allowed)[None], generator)  # (1,)
+    for stage, edited in stages(logits, params, text, allowed):
+        report(stage, edited)
+    next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)

@@ -2,27 +2,67 @@
 
 usage: python scripts/readme_pictures.py        (CHROMIUM=path to use that browser)
 
-docs/pictures/rope-page-*.png shows the top of `clearllama study --html`, trace-page-*.png that of `trace --html`.
+docs/pictures/rope-page-*.png shows the top of `clearllama study --html`, trace-page-*.png that of `trace --html`,
+look-*.png the page of `clearllama serve` on the default model.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from llama import cli
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 # picture -> the command, and how many pixels of its page are shown
 PAGES = {"rope-page": (["study"], 440), "trace-page": (["trace", "The capital of France is", "--quiet"], 268)}
+
+
+QUESTION, WORD = "What is the capital of Japan?", "Tokyo"
+
+
+def look(browser: Browser, folder: str) -> None:
+    """The server's page: a word with its alternatives, and the head that adds most to it."""
+    command = [sys.executable, "-m", "llama", "serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
+        for theme in ("light", "dark"):
+            page = browser.new_page(
+                viewport={"width": 1200, "height": 720},
+                color_scheme=theme,
+                reduced_motion="reduce",
+                device_scale_factor=2,
+            )
+            page.goto(address)
+            page.click("#open-settings")
+            page.fill("#set-seed", "5")
+            page.click("#apply")
+            page.click(f"#samples >> text={QUESTION}")
+            page.wait_for_selector("text=The answer is complete.")
+            page.click(f".t >> text={WORD}")
+            page.wait_for_selector("#summary >> text=adds most")
+            shoot(page, folder, f"look-words-{theme}")
+            page.locator("#head").scroll_into_view_if_needed()
+            page.evaluate("id('panel').scrollTop += id('head').getBoundingClientRect().top - 70")
+            shoot(page, folder, f"look-head-{theme}")
+        server.terminate()
+
+
+def shoot(page: Page, folder: str, name: str) -> None:
+    page.wait_for_timeout(1000)
+    page.screenshot(path=f"{folder}/shot.png")
+    picture = Image.open(f"{folder}/shot.png").convert("RGB").quantize(256)
+    picture.save(PICTURES / f"{name}.png", optimize=True)
 
 
 def main() -> None:
@@ -42,10 +82,8 @@ def main() -> None:
                     device_scale_factor=2,
                 )
                 page.goto(file.as_uri())
-                page.wait_for_timeout(1000)
-                page.screenshot(path=f"{folder}/shot.png")
-                picture = Image.open(f"{folder}/shot.png").convert("RGB").quantize(256)
-                picture.save(PICTURES / f"{name}-{theme}.png", optimize=True)
+                shoot(page, folder, f"{name}-{theme}")
+        look(browser, folder)
         browser.close()
 
 

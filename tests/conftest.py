@@ -10,6 +10,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred proces
 
 import gc
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from playwright.sync_api import Browser, sync_playwright
 
 from llama import loader
 from llama.hub import models as hub
@@ -65,6 +67,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Return a headless Chromium, which pip does not install. Without one, skip the test, or fail if CI is set."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no Chromium on this machine: apt install chromium")
+    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox does not run as the superuser
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"] if root else [])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="session")

@@ -274,7 +274,7 @@ def test_a_bias_is_added_as_transformers_adds_it(temperature: float) -> None:
         torch.zeros(1, 1, dtype=torch.long), logits
     )
     params = SamplingParams(temperature=temperature, logit_bias=bias)
-    got = sampling.edit(logits[0], params, History(torch.tensor([1]), 1))
+    got = dict(sampling.stages(logits[0], params, History(torch.tensor([1]), 1)))["logit_bias"]
     torch.testing.assert_close(got, expected[0])
     assert int(sampling.choose(logits[0], params, History(torch.tensor([1]), 1))[0]) == 19
 

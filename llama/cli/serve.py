@@ -1,7 +1,7 @@
-"""Serve a model over an OpenAI-compatible HTTP API.
+"""Serve a model: a page to chat with it and to look inside its answers, and an OpenAI-compatible HTTP API.
 
-The paths are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics (docs/guides/serving.md). Requests
-are answered together, in one batch.
+The page is at / (docs/guides/inside.md); the other paths are /v1/chat/completions, /v1/completions, /v1/models, /health
+and /metrics (docs/guides/serving.md). Requests are answered together, in one batch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import webbrowser
 from pathlib import Path
 
 from ..checks import integer
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(
         parser,
         ("--host", "ADDRESS", "address to listen on (default: %(default)s)", {"default": "127.0.0.1"}),
+        ("--open", None, "open the page in the browser"),
         ("--api-key", "FILE", f"a file with the key that clients send (or set {KEY})"),
         ("--no-auth", None, "with --host: accept other machines without a key"),
         ("--name", "NAME", "the model's name in requests (default: the name of its file or folder)"),
@@ -70,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect
-    streams.info(args, f"serving {name} at http://{address}/v1; Ctrl-C stops the server")
+    streams.info(args, f"serving {name} at http://{address}/ (API: /v1); Ctrl-C stops the server")
+    if args.open:
+        webbrowser.open(f"http://{address}/".replace("0.0.0.0", "127.0.0.1"))
     try:
         server.run([listener])
     finally:

@@ -1,4 +1,4 @@
-"""The endpoints: /health, /metrics, /v1/models, /v1/chat/completions and /v1/completions."""
+"""The endpoints: the page at /, /health, /metrics, /v1/models, /v1/chat/completions, /v1/completions and /look."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from queue import Full
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +29,18 @@ from ..generation.answer import Piece
 from ..text import Llama
 from .connections import Limits
 from .engine import Engine
-from .requests import Call, UnknownModel, check_model, parse_body, parse_chat, parse_text
+from .look import Look, Looks, Steps
+from .requests import (
+    Call,
+    UnknownModel,
+    check_model,
+    parse_answer,
+    parse_body,
+    parse_chat,
+    parse_inspection,
+    parse_page,
+    parse_text,
+)
 from .responses import Choice, Spelling, header, merged, usage
 
 log = logging.getLogger(__name__)
@@ -38,6 +50,21 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
+# path -> file in the package. The page needs no key; what it shows does
+PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
+PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.js")}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"
+    " 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script';"
+    " trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+PACKAGE = Path(__file__).parent.parent
+T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 DISCONNECTED = 499  # the status in the log if the client disconnected
 
 
@@ -46,12 +73,12 @@ class Server:
 
     def __init__(self, llm: Llama, engine: Engine, model: str, key: str | None, limits: Limits):
         self.llm, self.engine, self.model, self.key, self.limits = llm, engine, model, key, limits
-        self.spelling = Spelling(llm.tokenizer)
+        self.spelling, self.looks = Spelling(llm.tokenizer), Looks(llm, model)
         self.started = int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
         self.tokens: Counter[str] = Counter()
         self.received = 0  # bytes of bodies that are not parsed yet
-        self.parsing = asyncio.Semaphore(PARSED)
+        self.parsing, self.tracing = asyncio.Semaphore(PARSED), asyncio.Semaphore(1)
 
     def app(self, hosts: list[str] | None, origins: Sequence[str] = ()) -> Starlette:
         """The application. It accepts only `hosts` as values of the Host header; None accepts all.
@@ -61,6 +88,8 @@ class Server:
         get = {"/health": self.health, "/metrics": self.metrics}
         get |= {"/v1/models": self.models, "/v1/models/{id:path}": self.models}
         post = {"/v1/chat/completions": self.chat, "/v1/completions": self.text}
+        post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/page": self.look_page}
+        get |= dict.fromkeys(PAGE, self.page)
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
@@ -78,7 +107,7 @@ class Server:
         async def handle(request: Request) -> Response:
             began = time.perf_counter()
             try:
-                if path != "/health":
+                if path != "/health" and path not in PAGE:
                     self._authorize(request)
                 response: Response = await endpoint(request)
             except ClientDisconnect:
@@ -105,8 +134,8 @@ class Server:
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
-        card = {"id": self.model, "object": "model", "created": self.started, "owned_by": "clearllama"}
-        card["max_model_len"] = self.llm.model.max_seq_len
+        card: dict[str, Any] = {"id": self.model, "object": "model", "created": self.started, "owned_by": "clearllama"}
+        card |= {"max_model_len": self.llm.model.max_seq_len, "meta": self.looks.meta()}
         if "id" not in request.path_params:
             return JSONResponse({"object": "list", "data": [card]})
         check_model(request.path_params["id"], self.model)
@@ -135,20 +164,11 @@ class Server:
         call = await self._call(request, parse)
         answers = Answers(self, call, chat=parse is parse_chat)
         if call.stream:
-            return Stream(answers)
-        whole, gone = asyncio.create_task(answers.whole()), asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not whole.done():
-                raise ClientDisconnect
-            return JSONResponse(whole.result())
-        finally:
-            whole.cancel()
-            gone.cancel()
-            answers.cancel()
+            return Stream(answers.events(), answers.cancel)
+        return JSONResponse(await _undisturbed(request, answers.whole(), answers.cancel))
 
-    async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Call]) -> Call:
-        """The call that a request describes. Raises HTTPException if it is too large or slow, or not JSON."""
+    async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Parsed]) -> Parsed:
+        """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page of another origin can't send this type without permission
             raise HTTPException(415, f"Content-Type must be application/json, got {kind!r:.80}")
@@ -168,6 +188,56 @@ class Server:
             raise HTTPException(408, f"the body did not arrive within {self.limits.receive:g} s") from None
         finally:
             self.received -= len(body)
+
+    # ----------------------------------------------------------------------------------------- the page and its looks
+    async def page(self, request: Request) -> Response:
+        file = PACKAGE / PAGE[request.url.path]
+        return Response(file.read_bytes(), media_type=KINDS[file.suffix], headers=PAGE_HEADERS)
+
+    async def look_answer(self, request: Request) -> Response:
+        look = self._look(self.looks.answer(**await self._call(request, parse_answer)))
+        return Stream(self._events(look), look.cancelled.set)
+
+    async def look_inside(self, request: Request) -> Response:
+        look = self._look(self.looks.inside(**await self._call(request, parse_inspection)))
+        return JSONResponse(await _undisturbed(request, look.last(), look.cancelled.set))
+
+    async def look_page(self, request: Request) -> Response:
+        ids = await self._call(request, parse_page)
+        async with self.tracing:
+            look = self._look(self.looks.page(ids))
+            render = await _undisturbed(request, look.last(), look.cancelled.set)
+            return Response(await asyncio.to_thread(render), media_type="text/html")
+
+    async def _events(self, look: Look) -> AsyncIterator[bytes]:
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for event in look.results():
+                    yield _event(event)
+        except Exception as failed:  # the status has been sent already
+            yield _failure(failed)
+
+    def _look(self, steps: Steps) -> Look:
+        look = Look(steps)
+        try:
+            self.engine.queue.add_look(look)
+        except Full:
+            raise HTTPException(429, "the server is busy with other looks; try again later", RETRY) from None
+        return look
+
+
+async def _undisturbed(request: Request, result: Coroutine[Any, Any, T], cancel: Callable[[], object]) -> T:
+    """The result, unless the client disconnects before it: then raise ClientDisconnect. At the end, call `cancel`."""
+    whole, gone = asyncio.create_task(result), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            raise ClientDisconnect
+        return whole.result()
+    finally:
+        whole.cancel()
+        gone.cancel()
+        cancel()
 
 
 class Answers:
@@ -237,21 +307,21 @@ class Answers:
                 yield _event({**self.head, "choices": [], "usage": counts})
             yield b"data: [DONE]\n\n"
         except Exception as failed:  # the status has been sent already
-            yield _event(json.loads(bytes(_refusal(failed).body)))
+            yield _failure(failed)
 
 
 class Stream(StreamingResponse):
-    """Server-sent events of answers. If the client disconnects, even before the first event, the answers end."""
+    """Server-sent events. If the client disconnects, even before the first event, `cancel` is called."""
 
-    def __init__(self, answers: Answers):
-        super().__init__(answers.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self.answers = answers
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], object]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self.cancel = cancel
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.answers.cancel()
+            self.cancel()
 
 
 class OneLength:
@@ -269,6 +339,10 @@ class OneLength:
 
 def _event(value: Any) -> bytes:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def _failure(failed: Exception) -> bytes:
+    return _event(json.loads(bytes(_refusal(failed).body)))
 
 
 async def _disconnected(request: Request) -> None:

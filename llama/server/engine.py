@@ -1,19 +1,60 @@
-"""The batch of a server: one thread runs the model, and event loops hand it prompts through a queue."""
+"""The batch of a server: one thread runs the model, and event loops hand it prompts and looks through a queue."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from threading import Thread
 
 from ..errors import LlamaError
 from ..generation.answer import Piece, Prompt
 from ..text import Llama
+from .look import Look
 
 log = logging.getLogger(__name__)
 
 Listener = Callable[[Piece | LlamaError], object]  # receives the pieces of an answer; the engine's thread calls it
+WAITING_LOOKS = 8
+
+
+class Prompts(Queue[Prompt | None]):
+    """The prompts that wait, and the looks (look.py): the first one runs, a step at a time, the others wait.
+
+    The steps of a look run in the engine's thread, so that no pass of the batch runs while a look has hooks in the
+    model. While a prompt is fed and nothing else runs, looks wait.
+    """
+
+    def __init__(self, waiting: int):
+        super().__init__(waiting)
+        self.looks: deque[Look] = deque()
+
+    def add_look(self, look: Look) -> None:
+        """Queue a look. Raises queue.Full if WAITING_LOOKS wait already."""
+        with self.not_empty:
+            if sum(not one.cancelled.is_set() for one in self.looks) > WAITING_LOOKS:
+                raise Full
+            self.looks.append(look)
+            self.not_empty.notify()
+
+    def step(self) -> None:
+        """Run one step of the first look, if there is one."""
+        if self.looks and self.looks[0].step():
+            with self.mutex:
+                self.looks.popleft()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Prompt | None:
+        """The next prompt. Runs looks while there is none, if `block` is set."""
+        while True:
+            try:
+                return super().get(False)
+            except Empty:
+                if not block:
+                    raise
+            with self.not_empty:
+                self.not_empty.wait_for(lambda: self.queue or self.looks)
+            self.step()
 
 
 class Engine:
@@ -25,7 +66,7 @@ class Engine:
 
     def __init__(self, llm: Llama, slots: int, waiting: int):
         self.llm, self.slots, self.closed = llm, slots, False
-        self.queue: Queue[Prompt | None] = Queue(waiting)
+        self.queue = Prompts(waiting)
         self.listeners: dict[Prompt, Listener] = {}  # of prompts that wait or run
         self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
@@ -58,10 +99,15 @@ class Engine:
 
     def _run(self) -> None:
         while not self.closed or self.queue.qsize():
+            served: set[Prompt] = set()  # since the last step of a look
             try:
                 for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
                     ended = isinstance(piece, LlamaError) or piece.completion is not None
                     (self.listeners.pop if ended else self.listeners.get)(prompt, _nobody)(piece)
+                    if prompt in served:  # every answer had a piece: a step of the batch is complete
+                        served.clear()
+                        self.queue.step()
+                    served.add(prompt)
             except BaseException as error:  # out of memory, or a panic in a Rust library: continue with a new cache
                 log.error("the batch failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
                 self._fail(LlamaError(f"the model could not be run: {type(error).__name__}"))

@@ -33,7 +33,13 @@ CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", 
         "chat_template_kwargs")  # fmt: skip
 CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *SAMPLING)
 TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *SAMPLING)
+ANSWER_FIELDS = ("model", "messages", "prompt", "ids", "answer", "off", "top", "response_format", "seed", "max_tokens",
+                 "logit_bias", "chat_template_kwargs", *SAMPLING)  # fmt: skip
+LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
+SHOWN_TOP = 10  # alternatives for each token
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
+
+Heads = tuple[tuple[int, int], ...]  # (layer, head)
 
 
 @dataclass
@@ -83,8 +89,6 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     call.top = checks.integer("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if call.top and not call.logprobs:
         raise UsageError("top_logprobs needs logprobs: true")
-    if not isinstance(messages := body.get("messages"), list):
-        raise UsageError(f"messages must be a list of messages, got {shown(messages)}")
     tools = _tools(body)
     schema = _response_format(body.get("response_format"))
     call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
@@ -96,14 +100,20 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top}
     if schema is not None:
         options["schema"] = schema
+    options["continues"], ids = _conversation(body, call.tools, llm)
+    call.prompts = _owned(body, llm.prepare(ids, options, call.n))
+    return call
+
+
+def _conversation(body: Mapping[str, Any], tools: list[dict[str, Any]] | None, llm: Llama) -> tuple[bool, list[int]]:
+    """Whether the answer continues the last message, and the ids of the messages."""
+    if not isinstance(messages := body.get("messages"), list):
+        raise UsageError(f"messages must be a list of messages, got {shown(messages)}")
     messages = check_messages([_message(message) for message in messages])
     if not isinstance(more := body.get("chat_template_kwargs", {}), dict):
         raise UsageError(f"chat_template_kwargs must be an object, got {shown(more)}")
-    _check_characters(len(json.dumps([messages, call.tools, more], ensure_ascii=False)), llm)
-    options["continues"] = continues_answer(messages)
-    ids = llm.encode_chat(messages, call.tools, more)
-    call.prompts = _owned(body, llm.prepare(_fitting(ids, llm), options, call.n))
-    return call
+    _check_characters(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm)
+    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools, more), llm)
 
 
 def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
@@ -122,6 +132,73 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
     call.prompts = _owned(body, [prompt for one in ids for prompt in llm.prepare(one, options, call.n)])
     return call
+
+
+# --------------------------------------------------------------------------------------------------------------- looks
+def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.answer` from a body of /look/answer: messages, a text, or ids. Raises a LlamaError."""
+    body = _fields(body, ANSWER_FIELDS, model)
+    options, _ = _shared(body, llm)
+    options |= {"max_new_tokens": _tokens("max_tokens", body.get("max_tokens", -1), llm), "continues": False}
+    if (schema := _response_format(body.get("response_format"))) is not None:
+        options["schema"] = schema
+    match [name for name in ("messages", "prompt", "ids") if name in body]:
+        case ["messages"]:
+            _, ids = _conversation(body, None, llm)
+        case ["prompt"]:
+            ids = _prompts(body["prompt"], None, 1, llm)[0]
+        case ["ids"]:
+            ids = _ids("ids", body, llm)
+        case _:
+            raise UsageError("expected one of messages, prompt and ids")
+    answer = _ids("answer", body, llm) if "answer" in body else []
+    _check_look([*ids, *answer], LONGEST_LOOK - 1)
+    (prompt,) = llm.prepare(ids, options)
+    top = checks.integer("top", body.get("top", SHOWN_TOP), 0, MOST_LOGPROBS)
+    return {"prompt": prompt, "answer": answer, "off": _heads("off", body, llm), "top": top}
+
+
+def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.inside` from a body of /look/inside. Raises UsageError."""
+    body = _fields(body, ("model", "ids", "token", "against", "head", "key", "off"), model)
+    ids, last = _check_look(_ids("ids", body, llm), LONGEST_LOOK), llm.tokenizer.n_vocab - 1
+    ends = {"token": last, "against": last, "key": len(ids) - 1}
+    chosen: dict[str, Any] = {
+        name: checks.integer(name, body[name], 0, end) for name, end in ends.items() if name in body
+    }
+    if "head" in body:
+        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm)
+    return {"ids": ids, "off": _heads("off", body, llm), "chosen": chosen}
+
+
+def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
+    """The ids of a body of /look/page. Raises UsageError."""
+    return _check_look(_ids("ids", _fields(body, ("model", "ids"), model), llm), LONGEST_PAGE)
+
+
+def _check_look(ids: list[int], most: int) -> list[int]:
+    if len(ids) > most:
+        raise ContextLengthError(f"the text has {len(ids):,} tokens; a look takes at most {most:,}")
+    return ids
+
+
+def _ids(name: str, body: Mapping[str, Any], llm: Llama) -> list[int]:
+    ids = body.get(name)
+    if not isinstance(ids, list) or not ids:
+        raise UsageError(f"{name} must be a list of token ids, got {shown(ids)}")
+    last = llm.model.config.vocab_size - 1
+    return [checks.integer(f"a token id of {name}", id, 0, last) for id in _fitting(ids, llm)]
+
+
+def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
+    """Pairs [layer, head], in order."""
+    heads, config = body.get(name, []), llm.model.config
+    for head in heads if isinstance(heads, list) else [None]:
+        if not isinstance(head, list) or len(head) != 2:
+            raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
+        checks.integer("a layer", head[0], 0, config.n_layers - 1)
+        checks.integer("a head", head[1], 0, config.n_heads - 1)
+    return tuple(sorted({(layer, head) for layer, head in heads}))
 
 
 # ------------------------------------------------------------------------------------------------------- single fields

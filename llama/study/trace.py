@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..engine.linears import make_embedding
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
@@ -28,6 +29,8 @@ from .inside import Activations, activations
 from .intervene import Intervention
 from .measures import turns
 from .patching import LEGEND, cell
+
+RECORDED = ("resid_post", "pattern", "rot_q", "rot_k", "z", "mlp_out")  # sites of each layer
 
 
 # ------------------------------------------------------------------------------------------------- one forward pass
@@ -64,9 +67,9 @@ class Recording:
 
 @contextlib.contextmanager
 def recording(model: Transformer) -> Iterator[Recording]:
-    """Record the next forward pass, which must be of a complete text without a cache."""
+    """Record the next forward pass: of a complete text without a cache, or of the last tokens after a cache."""
     blocks: list[Any] = list(model.layers)
-    with activations(model, ["embed", "resid_post.*", "pattern.*", "rot_q.*", "rot_k.*", "z.*"]) as tensors:
+    with activations(model, ["embed", *(f"{site}.*" for site in RECORDED)]) as tensors:
         yield Recording([block.attention.layer for block in blocks], tensors)
 
 
@@ -133,22 +136,31 @@ def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top
     return Lens(torch.stack(ids), torch.stack(p), torch.stack(rank), torch.stack(kl))
 
 
-def direct_effects(model: Transformer, seen: Recording, answer: int) -> Tensor:
-    """What each head adds to the logit of the id `answer` after the last token: (L, H) float32.
+def readout(model: Transformer, seen: Recording, answer: int, against: int | None = None) -> Tensor:
+    """The vector (C,) float32 whose product with a term of the last hidden state is the term's part of a logit.
 
-    The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state. Its
-    effect is its part of the logit, with the scale of the last norm unchanged (arXiv:2211.00593, section 3.1).
+    The logit is that of the id `answer` after the last token, minus that of `against`, if given. The scale of the last
+    norm is that of the pass (arXiv:2211.00593, section 3.1), so the products of all terms add up to the logit.
     """
-    final = seen.hidden[-1][-1].float()  # (C,)
-    scale = torch.rsqrt(final.square().mean() + model.norm.eps)
+    scale = torch.rsqrt(seen.hidden[-1][-1].float().square().mean() + model.norm.eps)
+    ids = torch.tensor([answer] if against is None else [answer, against], device=model.norm.weight.device)
+    rows = make_embedding(model.output, torch.float32)(ids).float()  # (1 or 2, C): rows of the output matrix
+    row = rows[0] if against is None else rows[0] - rows[1]
+    return row * model.norm.weight.float() * scale
+
+
+def direct_effects(model: Transformer, seen: Recording, direction: Tensor) -> Tensor:
+    """What each head adds to the logit of a `readout` after the last token: (L, H) float32.
+
+    The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state.
+    """
     blocks: list[Any] = list(model.layers)
     effects = []
     for block, z in zip(blocks, seen.rows("z"), strict=True):
         alone = torch.eye(z.shape[1], device=z.device, dtype=z.dtype)[..., None] * z[-1]  # (H, H, D)
         wo, alone = block.attention.wo, alone.flatten(-2)[None]  # (1, H, H * D), as in a forward pass
         added = (wo(alone) - wo(torch.zeros_like(alone)))[0]  # (H, C), without the bias
-        normed = (added.float() * scale).type_as(added) * model.norm.weight  # (H, C)
-        effects.append(model.output(normed)[:, answer].float())
+        effects.append(added.float() @ direction)
     return torch.stack(effects)
 
 
@@ -231,18 +243,27 @@ def trace(
         with (intervention or Intervention()).on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)
-            lens = logit_lens(model, seen.hidden, logits)
-            effects = direct_effects(model, seen, int(logits[-1].argmax()))
-            inv_freq, factor = model.rope.frequencies(len(ids))
-            config = model.config
-        if not bool((change.logits if change else logits).isfinite().all()):
-            raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
-        if not bool(logits.isfinite().all()):
-            raise NumericalError(
-                "the logits are not finite under this intervention, but they are finite without it; choose another one"
-            )
-        maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
-    return Trace(tokens[0], logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, config, change)
+            found = evaluate(model, ids, seen, logits, change)
+    if not bool((change.logits if change else logits).isfinite().all()):
+        raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
+    if not bool(logits.isfinite().all()):
+        raise NumericalError(
+            "the logits are not finite under this intervention, but they are finite without it; choose another one"
+        )
+    return found
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Transformer, ids: Sequence[int], seen: Recording, logits: Tensor, change: Change | None = None
+) -> Trace:
+    """What follows from the record of a pass over a text and its logits (T, V)."""
+    lens = logit_lens(model, seen.hidden, logits)
+    effects = direct_effects(model, seen, readout(model, seen, int(logits[-1].argmax())))
+    inv_freq, factor = model.rope.frequencies(len(ids))
+    maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
+    tokens = torch.tensor(ids, device=logits.device)
+    return Trace(tokens, logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, model.config, change)
 
 
 # 40 tokens of the default model. The answer is Paris; its form can be copied from the sentences before.

@@ -1,14 +1,11 @@
-"""Fixtures of the study's tests: the C++ kernels, a headless Chromium, transformers with the tiny model's weights."""
+"""Fixtures of the study's tests: the C++ kernels, transformers with the tiny model's weights."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 
 from llama.engine import kernels
 from llama.model import Transformer
@@ -24,18 +21,6 @@ def _kernels() -> Iterator[None]:
         if not kernels.ready():
             patch.delitem(tiny.FUNCTIONS, "kernel")
         yield
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no Chromium on this machine: apt install chromium")
-    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox does not run as the superuser
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"] if root else [])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")

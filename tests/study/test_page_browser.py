@@ -1,6 +1,6 @@
 """The page in a browser: pictures follow the controls, and the numbers equal the library's at every setting.
 
-Needs Chromium, which pip does not install; without it these tests are skipped.
+Needs Chromium, which pip does not install; without it these tests are skipped, or fail if CI is set.
 """
 
 from __future__ import annotations

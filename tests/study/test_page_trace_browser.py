@@ -1,6 +1,6 @@
 """The page of a trace in a browser: selection by pointer and keys, and the texts.
 
-Needs Chromium, which pip does not install; without it these tests are skipped.
+Needs Chromium, which pip does not install; without it these tests are skipped, or fail if CI is set.
 """
 
 from __future__ import annotations

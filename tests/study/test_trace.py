@@ -363,7 +363,7 @@ def v8() -> Iterator[MiniRacer]:
       }
       return out;
     }""")
-    context.eval(rope_page.part("shared.js") + (Path(trace_page.__file__).parent / "page.js").read_text())
+    context.eval("".join(map(rope_page.part, ("shared.js", "tokens.js", "../trace_page/page.js"))))
     yield context
     context.close()
 

@@ -14,33 +14,6 @@ function root(bytes, tokens, heads, layer, head, t, s) {
   return bytes[(layer * heads + head) * triangle + (t * (t + 1)) / 2 + s] / 255;
 }
 
-/** Format a probability or weight. */
-function share(p) {
-  if (p >= 0.0995) return p.toFixed(2);
-  if (p >= 0.00095) return p.toFixed(3);
-  return p === 0 ? "0" : p.toExponential(0).replace("-", "−");
-}
-
-/** The parts of a token's text, with invisible characters replaced by signs: [[text, is a sign], ...]. */
-function parts(text) {
-  const signs = new Map([[" ", "·"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"], ["\u00a0", "⍽"], ["", "∅"]]);
-  const inner = text === "" ? [""] : text.match(/[ \n\t\r\u00a0]|[^ \n\t\r\u00a0]+/g);
-  return inner.map((part) => {
-    return signs.has(part) ? [signs.get(part), true] : [harmless(part), false];
-  });
-}
-
-/** Replace control characters, characters without width and those that change the text direction by their codes. */
-function harmless(text) {
-  return text.replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g,
-    (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
-}
-
-/** `parts` as one string. */
-function visible(text) {
-  return parts(text).map(([part]) => part).join("");
-}
-
 /** The end of a text in one line, with at most `most` characters: its last sentence, or its last words. */
 function ending(text, most) {
   const whole = harmless(text.replace(/\s+/g, " ").trim()), letters = Array.from(whole);
@@ -72,11 +45,6 @@ function runningMean(values, count) {
   });
 }
 
-/** A number with its sign. */
-function plus(x) {
-  return (x < 0 ? "−" : "+") + figures(Math.abs(x));
-}
-
 /** How far the pairs that finish no turn are rotated from one token to the next, in words. */
 function aboutSlowPairs(rope) {
   const slow = rope.inv_freq.filter((_, i) => rope.turns[i] < 1), total = rope.turns.length;
@@ -85,11 +53,6 @@ function aboutSlowPairs(rope) {
   const angles = slow.length === 1 ? `It is rotated by ${degrees(slow[0])} from one token to the next.`
     : `From one token to the next, the fastest of them is rotated by ${degrees(Math.max(...slow))} and the slowest by ${degrees(Math.min(...slow))}.`;
   return `${slow.length} of ${total} pairs ${slow.length === 1 ? "does" : "do"} not finish a turn over this text (below the dotted line), so no two tokens have the same angle there. ${angles}`;
-}
-
-/** A complete text: like visible(), but spaces, line ends and tabs are kept. */
-function readableText(text) {
-  return text.split(/([ \n\t])/).map((part) => (part === "" || /[ \n\t]/.test(part) ? part : visible(part))).join("");
 }
 
 // ---------------------------------------------------------------------------------------------------------- the page
@@ -101,7 +64,6 @@ function start() {
   const bytes = unpack(data.maps);
   const text = (id) => data.texts[id];
   const at = (t) => text(tokens.ids[t]);
-  const id = (name) => document.getElementById(name);
   const bits = (nats) => nats / Math.LN2;
   const flat = (nested) => nested.flat(Infinity);
   const answer = text(tokens.next_ids[T - 1][0]); // the most probable token after the text
@@ -111,51 +73,6 @@ function start() {
   // embedding, which has no heads and does not change layer.
   const chosen = { token: T - 1, layer: 0, stage: 1, head: 0, lens: "p", heads: "maps" };
   const sizes = { token: T, layer: L, stage: L + 1, head: H };
-
-  // ------------------------------------------------------------------------------------------------ small helpers
-  /** An element. Strings are added as text nodes, so that no token can become markup. */
-  function make(tag, attributes = {}, ...children) {
-    const svg = ["svg", "g", "rect", "line", "circle", "path", "text", "title"].includes(tag);
-    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    node.append(...children.map((child) => (typeof child === "number" ? String(child) : child)));
-    return node;
-  }
-
-  function token(content) {
-    const node = make("span", { class: "token", dir: "auto" });
-    for (const [part, sign] of parts(content)) node.append(sign ? make("span", { class: "mark" }, part) : part);
-    return node;
-  }
-
-  function put(name, ...children) {
-    id(name).replaceChildren(...children);
-  }
-
-  const colours = () => {
-    const style = getComputedStyle(document.documentElement);
-    const of = (name) => style.getPropertyValue(name).trim();
-    return { paper: of("--paper"), raised: of("--raised"), heat: of("--heat"), ink: of("--ink"), soft: of("--soft"),
-      line: of("--line"), accent: of("--accent"), second: of("--second") };
-  };
-  const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-
-  /** value 0..1 -> [r, g, b] between the background and the heat colour; lightness alone shows the order. */
-  function ramp() {
-    const { raised, heat } = colours();
-    const from = channels(raised), to = channels(heat);
-    return (value) => from.map((c, i) => Math.round(c + (to[i] - c) * Math.min(1, Math.max(0, value))));
-  }
-  const rgb = (colour) => `rgb(${colour.join(",")})`;
-
-  /** The text colour, dark or light, with more contrast on a background (WCAG 2). */
-  function readable(colour) {
-    const light = (channels_) => channels_.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4))
-      .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
-    const { ink, raised } = colours();
-    const contrast = (hex) => Math.max(light(channels(hex)) / light(colour), light(colour) / light(channels(hex)));
-    return contrast(ink) > contrast(raised) ? ink : raised;
-  }
 
   /** Resize a canvas to a height in CSS pixels, for the resolution of the screen. */
   function prepared(name, height) {
@@ -193,10 +110,8 @@ function start() {
     const rows = ids.map((predicted, i) => [predicted, p[i]]);
     if (actual !== undefined && !ids.includes(actual)) rows.push([actual, actualP]);
     put(name, ...rows.map(([predicted, share_]) => {
-      const fill = make("div", { class: "fill" });
-      fill.style.width = `${(100 * share_) / largest}%`;
       return make("div", { class: predicted === actual ? "prediction actual" : "prediction" }, token(text(predicted)),
-        make("div", { class: "track" }, fill), make("span", { class: "p" }, share(share_)));
+        track(share_ / largest), make("span", { class: "p" }, share(share_)));
     }));
   }
 
@@ -238,39 +153,6 @@ function start() {
   }
 
   // ------------------------------------------------------------------------------------------------------- charts
-  /** An empty chart with its axes: the svg, y of a value, and the box of the plot. */
-  function chart(name, { height, yMax, yTicks, yLabel, xLabel, left = 52, right = 10, top = 20, bottom = 34 }) {
-    const width = id(name).clientWidth;
-    const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${yLabel}; ${xLabel}` });
-    const y = (value) => height - bottom - (value / yMax) * (height - top - bottom);
-    for (const tick of yTicks) {
-      svg.append(make("line", { class: "axis", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-        make("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, figures(tick)));
-    }
-    svg.append(make("text", { x: 0, y: 11 }, yLabel),
-      make("text", { x: width - right, y: height - 2, "text-anchor": "end" }, xLabel));
-    return { svg, y, left, width: width - left - right, bottom: height - bottom, height };
-  }
-
-  /** Labels below an axis of `count` values, as many as fit. */
-  function axisLabels(plot, count, label = (i) => i) {
-    const step = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64].find((s) => (plot.width / count) * s >= 26) || 128;
-    for (let i = 0; i < count; i += step) {
-      plot.svg.append(make("text", { x: plot.left + (plot.width * (i + 0.5)) / count, y: plot.bottom + 15,
-        "text-anchor": "middle" }, label(i)));
-    }
-  }
-
-  function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, tooltip = (i) => figures(values[i]) } = {}) {
-    const step = plot.width / values.length;
-    values.forEach((value, i) => {
-      const top = plot.y(value);
-      plot.svg.append(make("rect", { class: i === marked ? "chosen" : cls, x: plot.left + step * (i + inset),
-        width: Math.max(0.5, step * (1 - 2 * inset)), y: top, height: Math.max(0, plot.bottom - top) },
-      make("title", {}, tooltip(i))));
-    });
-  }
-
   function line(plot, values, cls = "line") {
     const step = plot.width / values.length;
     const points = values.map((value, i) => `${(plot.left + step * (i + 0.5)).toFixed(1)},${plot.y(value).toFixed(1)}`);
@@ -551,9 +433,7 @@ function start() {
     const t = chosen.token, shade = ramp();
     put("row-title", "What ", token(at(t)), " attends to in this head");
     put("row", ...Array.from({ length: t + 1 }, (_, s) => {
-      const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = token(at(s));
-      node.style.background = rgb(shade(value));
-      node.style.color = readable(shade(value));
+      const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = shaded(token(at(s)), shade(value));
       if (s === t) node.classList.add("chosen");
       node.title = `${s}: ${share(value ** 2)}`;
       node.addEventListener("click", () => choose({ token: s }));
@@ -672,11 +552,10 @@ function start() {
 
   function buildChoices(name, options, key) {
     const buttons = Object.entries(options).filter(([, option]) => option.of !== null).map(([value, option]) => {
-      const button = make("button", { type: "button", "aria-pressed": chosen[key] === value }, option.label);
-      button.addEventListener("click", () => {
+      const button = press(option.label, () => {
         for (const other of buttons) other.setAttribute("aria-pressed", other === button);
         choose({ [key]: value });
-      });
+      }, { "aria-pressed": chosen[key] === value });
       return button;
     });
     put(name, ...buttons);
@@ -707,7 +586,7 @@ function start() {
   const title = headline(data.prompt, answer);
   document.title = `${title.join(" → ")} · clearllama trace`;
   put("title", make("span", { dir: "auto" }, title[0]), make("span", { class: "arrow" }, " → "), make("b", { dir: "auto" }, title[1]));
-  put("prompt", readableText(data.prompt));
+  put("prompt", plain(data.prompt));
   id("prompt").hidden = title[0] === data.prompt; // the title is the complete text
   if (change) {
     put("changes", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
@@ -719,7 +598,7 @@ function start() {
   if (patching) {
     const [other, own] = patching.answers.map(token);
     put("patching-reads", "Here: the logit of ", other, " minus that of ", own, ". The other text: ",
-      readableText(patching.source.join("")));
+      plain(patching.source.join("")));
     id("patching-section").hidden = false;
   }
   id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));

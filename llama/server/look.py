@@ -1,0 +1,315 @@
+"""Looks into an answer: its tokens with their alternatives, and what the model computes before one of them.
+
+A look is a generator, and each of its steps is one pass of at most 256 tokens. The engine's thread runs the steps
+between those of the batch (engine.py). Hooks change the model for every thread, so a step enters and leaves them before
+it yields; other answers never see them. Looks have their own caches and random generators.
+
+Letters: S keys, H heads, D head_dim, C model dim, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Event as Flag
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..cache import KVCache
+from ..engine.linears import describe_quantization
+from ..engine.nonfinite import locate
+from ..engine.placement import describe_devices
+from ..errors import LlamaError
+from ..generate import check_extreme, history_of, prefill_chunks, random_generator, room_for
+from ..generation.answer import Prompt
+from ..generation.prefix import shared_prefix
+from ..rope import freqs_cis_at
+from ..sampling import History, choose, extreme
+from ..study import trace, trace_page
+from ..study.intervene import ablated
+from ..text import Llama
+from .requests import LONGEST_LOOK, Heads
+
+log = logging.getLogger(__name__)
+
+Steps = Generator[Any, None, None]
+SHOWN_HEADS, SHOWN_KEYS, SHOWN_ROWS = 8, 3, 3  # best heads, keys of each, most probable tokens in a row of the lens
+
+
+class Look:
+    """A look that waits or runs. The engine's thread calls `step`; the event loop that made it reads `results`."""
+
+    def __init__(self, steps: Steps):
+        self.steps, self.cancelled = steps, Flag()
+        self.loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+    def step(self) -> bool:
+        """Run the look up to its next result, and deliver it. Returns whether the look has ended."""
+        found: Any = None
+        try:
+            found = None if self.cancelled.is_set() else next(self.steps, None)
+        except LlamaError as error:
+            found = error
+        except BaseException as error:  # out of memory, for example: the batch goes on
+            log.error("a look failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
+            found = LlamaError(f"the look failed: {type(error).__name__}")
+        ended = found is None or isinstance(found, LlamaError)
+        if ended:
+            self.steps.close()
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
+            self.loop.call_soon_threadsafe(self.arrived.put_nowait, found)
+        return ended
+
+    async def results(self) -> AsyncIterator[Any]:
+        """The results as they come. Raises LlamaError."""
+        while (found := await self.arrived.get()) is not None:
+            if isinstance(found, LlamaError):
+                raise found
+            yield found
+
+    async def last(self) -> Any:
+        return [found async for found in self.results()][-1]
+
+
+@dataclass
+class Cached:
+    """A cache and the ids whose keys it holds, computed with the heads in `off` switched off."""
+
+    off: Heads
+    cache: KVCache
+    ids: list[int]
+
+
+class Looks:
+    """The looks into one model. Their caches are one for the model as it is, and one for it with heads switched off."""
+
+    def __init__(self, llm: Llama, name: str):
+        self.llm, self.model, self.name = llm, llm.model, name
+        self.n_vocab = llm.tokenizer.n_vocab
+        self.names = {id: name for name, id in llm.tokenizer.control.items()}
+        self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
+        self.cached: dict[bool, Cached] = {}
+
+    def meta(self) -> dict[str, Any]:
+        """What the page shows about the model."""
+        config, dtype = self.model.config, str(self.model.norm.weight.dtype).removeprefix("torch.")
+        weights = f"{bits} weights, {dtype} compute" if (bits := describe_quantization(self.model)) else dtype
+        return {
+            **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")},
+            **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
+            "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}",
+            "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
+            **{"version": __version__, "sampling": self.llm.sampling},
+        }
+
+    def token(self, id: int) -> dict[str, Any]:
+        """A token for JSON: its text, or its bytes if they are not whole characters; control tokens have a name."""
+        data = self.llm.tokenizer.token_bytes(id) if id < self.n_vocab else b""
+        if id in self.names or not data:
+            return {"id": id, "text": self.names.get(id, f"<{id}>"), "control": True}
+        try:
+            return {"id": id, "text": data.decode()}
+        except UnicodeDecodeError:
+            return {"id": id, "bytes": list(data)}
+
+    def _switched(self, off: Heads) -> contextlib.AbstractContextManager[None]:
+        return ablated(self.model, off) if off else contextlib.nullcontext()
+
+    def _check(self, top: float, ids: Sequence[int]) -> None:
+        try:
+            check_extreme(top, f"token {len(ids) + 1}", ids, partial(locate, self.model))
+        except LlamaError:
+            self.cached.clear()  # they may hold NaN
+            raise
+
+    @torch.inference_mode()
+    def _feed(
+        self, ids: list[int], off: Heads, last: int = 0
+    ) -> Generator[dict[str, Any], None, tuple[Cached, Tensor | None]]:
+        """Feed ids, without the last ones, into the cache; it keeps what it holds of them.
+
+        Yields how far it is after each chunk. Returns the cache and the hidden state (1, C) of the last id fed, if any.
+        """
+        kept = self.cached.pop(bool(off), None)  # an error leaves no cache: it may hold NaN
+        if kept is None or kept.off != off or self.model.rope.by_length:
+            kept = Cached(off, self.model.new_cache(self.longest), [])
+        shared, hidden = shared_prefix(kept.ids, ids), None
+        kept.cache.trim(shared)
+        kept.ids = ids[:shared]
+        chunks = prefill_chunks(self.model, ids[shared : len(ids) - last], kept.cache)
+        while True:
+            with self._switched(off):
+                found = next(chunks, None)  # (1, T, C)
+            if found is None:
+                self.cached[bool(off)] = kept
+                return kept, hidden
+            kept.ids, hidden = ids[: kept.cache.length], found[:, -1]
+            yield {"read": len(kept.ids), "of": len(ids)}
+
+    @torch.inference_mode()
+    def answer(self, prompt: Prompt, answer: list[int], off: Heads, top: int) -> Steps:
+        """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
+
+        off  heads that are switched off;  top  alternatives for each token
+        """
+        model, tokenizer, start = self.model, self.llm.tokenizer, len(prompt.prompt)
+        params, constraint, ids = prompt.params, prompt.constraint, [*prompt.prompt, *answer]
+        room = min(room_for(model, ids, params, None), self.longest - len(ids))
+        yield {"prompt": [self.token(id) for id in ids[:start]], "seed": params.seed}
+        if constraint is not None:
+            for id in answer:
+                constraint.advance(id)
+        if ids[-1] in tokenizer.stop_ids:
+            yield {"end": "stop"}
+            return
+        kept, hidden = yield from self._feed(ids, off)
+        generator = random_generator(params, kept.cache.device)
+        history = history_of(ids, start, params, self.n_vocab, kept.cache.device)
+        reports: deque[dict[str, Tensor]] = deque()  # of tokens that are not yielded yet
+
+        def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,)
+            nonlocal history
+            reports.append({})
+            allowed = None if constraint is None else constraint.allowed()
+            report = reports[-1].__setitem__
+            choice = choose(logits[: self.n_vocab], params, history, generator, allowed=allowed, report=report)
+            if history is not None:
+                history = History(torch.cat((history.ids, choice[0])), history.start)
+            if constraint is not None:
+                constraint.advance(int(choice[0]))
+            return choice
+
+        steps = model.runner.decode(model, model.output(hidden)[0].float(), kept.cache, room, pick)
+        with contextlib.closing(steps):
+            while True:
+                with self._switched(off):
+                    found = next(steps, None)
+                if found is None:
+                    yield {"end": "context" if len(ids) >= self.longest else "length"}
+                    return
+                kept.ids = ids[: kept.cache.length]
+                self._check(found[1], ids)
+                ids.append(id := found[0])
+                yield self._drawn(id, reports.popleft(), top, greedy=params.greedy)
+                if id in tokenizer.stop_ids:
+                    yield {"end": "stop"}
+                    return
+
+    def _drawn(self, id: int, report: dict[str, Tensor], top: int, greedy: bool) -> dict[str, Any]:
+        """A drawn token and its most probable alternatives.
+
+        p is the model's probability, q that of the distribution which was drawn from; `cut` is the first stage that
+        excluded a token.
+        """
+        if greedy:
+            last = [*report.values()][-1]
+            report["greedy"] = torch.full_like(last, -torch.inf).index_fill(-1, torch.tensor(id, device=last.device), 0)
+        p, q = report["model"].softmax(-1), [*report.values()][-1].softmax(-1)  # (V,) each
+        ids = p.topk(min(top, len(p))).indices.tolist()
+        ids += [id] * (id not in ids)
+        values = torch.stack((p, q))[:, ids].T.tolist()
+        left = {stage: logits[ids].isneginf().tolist() for stage, logits in report.items()}
+        rows = []
+        for i, (one, (before, after)) in enumerate(zip(ids, values, strict=True)):
+            cut = next((stage for stage, without in left.items() if without[i]), None)
+            rows.append({**self.token(one), "p": _short(before), **({"cut": cut} if cut else {"q": _short(after)})})
+        return {**rows[ids.index(id)], "top": rows}
+
+    @torch.inference_mode()
+    def inside(self, ids: list[int], off: Heads, chosen: Mapping[str, Any]) -> Steps:
+        """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
+
+        chosen  token: effects are on its logit, by default that of the most probable one; against: minus that of this
+                one; head: the one in detail, by default the one that adds most; key: one of its keys
+        """
+        token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
+        model = self.model
+        kept, _ = yield from self._feed(ids, off, last=1)
+        last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
+        with self._switched(off), trace.recording(model) as seen:
+            logits = model(last, cache=kept.cache)[0, -1, : self.n_vocab]  # (V,)
+        self._check(float(extreme(logits)), ids)
+        token = int(logits.argmax()) if token is None else token
+        rows = torch.stack([h[-1] for h in seen.hidden])  # (L + 1, C): the embedding, then each layer
+        lens = model.output(model.norm(rows)).float()[:, : self.n_vocab]  # (L + 1, V)
+        direction = trace.readout(model, seen, token, against)  # (C,)
+        heads = trace.direct_effects(model, seen, direction)  # (L, H)
+        mlps = torch.stack([x[-1].float() @ direction for x in seen.rows("mlp_out")])  # (L,)
+        sums = {"embedding": rows[0].float() @ direction, "heads": heads.sum(), "mlps": mlps.sum()}
+        difference = logits[token] - (0 if against is None else logits[against])
+        weights = [pattern[:, -1] for pattern in seen.weights]  # (H, S) for each layer
+        strongest = []
+        for at in heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
+            layer, number = divmod(at, heads.shape[1])
+            best = weights[layer][number].topk(min(SHOWN_KEYS, len(ids)))
+            looks = [[i, _short(x)] for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+            strongest.append({"head": [layer, number], "effect": float(heads[layer, number]), "looks": looks})
+        layer, number = head or divmod(int(heads.argmax()), heads.shape[1])
+        p = _short(float(logits.softmax(-1)[token]))
+        found = {"token": self.token(token), "p": p, "difference": float(difference)}
+        found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
+        found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
+        kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
+        yield found
+
+    def _lens(self, logits: Tensor, token: int) -> list[dict[str, Any]]:
+        p = logits.softmax(-1)  # (L + 1, V)
+        best, rank = p.topk(SHOWN_ROWS), 1 + (logits > logits[:, token, None]).sum(-1)
+        found = []
+        for ids, values, own, place in zip(*best[::-1], p[:, token].tolist(), rank.tolist(), strict=True):
+            top = [{**self.token(id), "p": _short(x)} for id, x in zip(ids.tolist(), values.tolist(), strict=True)]
+            found.append({"top": top, "p": _short(own), "rank": place})
+        return found
+
+    def _head(
+        self, layer: int, head: int, key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
+    ) -> dict[str, Any]:
+        """One head at the last token: its weights (S,) and scores (S,), and q and k of one key before their rotation.
+
+        The score is the sum over pairs of Re(q_i conj(k_i) e^(i d w_i)) factor^2 / sqrt(D), d tokens apart.
+        """
+        row, S = weights[layer][head], weights[layer].shape[-1]
+        q = seen.rows("rot_q")[layer][-1, head].float()  # (D,)
+        keys = kept.cache.layers[layer].floats()[0][0, :, :S].float()  # (KV, S, D)
+        k = keys[head * len(keys) // weights[layer].shape[0]]  # (S, D): a group of heads shares its keys
+        if key is None:
+            key = int(row[1:].argmax()) + 1 if S > 1 else 0  # the first token is often a sink
+        frequencies, factor = self.model.rope.frequencies(S)
+        block: Any = self.model.layers[layer]
+        if not block.attention.apply_rotary_emb.rotates:
+            frequencies, factor = torch.zeros_like(frequencies), 1.0
+        frequencies = frequencies.to(q.device)
+        cis = freqs_cis_at(torch.tensor([S - 1, key], device=q.device), frequencies)  # (2, D/2)
+        pairs = torch.view_as_complex(torch.stack((q, k[key])).unflatten(-1, (-1, 2)).contiguous())  # (2, D/2), rotated
+        before = torch.view_as_real(pairs * cis.conj()).flatten(-2) / factor  # (2, D)
+        scores = k @ q / len(q) ** 0.5  # (S,)
+        more = {"weights": [_short(x) for x in row.tolist()], "scores": [_short(x) for x in scores.tolist()]}
+        vectors = {"q": before[0].tolist(), "k": before[1].tolist(), "frequencies": frequencies.tolist()}
+        return {"head": [layer, head], "key": key, "factor": factor, **more, **vectors}
+
+    @torch.inference_mode()
+    def page(self, ids: list[int]) -> Steps:
+        """A function that returns the page of `clearllama trace` on a text. It needs no hooks, only seconds."""
+        with trace.recording(self.model) as seen:
+            logits = self.model(torch.tensor([ids], device=self.model.norm.weight.device))[0]  # (T, V)
+        self._check(float(extreme(logits[-1])), ids)
+        yield partial(self._render, ids, seen, logits)
+
+    def _render(self, ids: list[int], seen: trace.Recording, logits: Tensor) -> str:
+        traced, meta = trace.evaluate(self.model, ids, seen, logits), self.meta()
+        about = {name: meta[name] for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype")}
+        about |= {"model": self.name, "prompt": self.llm.tokenizer.decode(ids)}
+        return trace_page.render(trace.facts(traced, self.llm.tokenizer, about), trace.packed_maps(traced.weights))
+
+
+def _short(x: float) -> float:
+    """A number with six digits: further ones are rounding."""
+    return float(f"{x:.6g}")

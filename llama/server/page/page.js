@@ -1,0 +1,700 @@
+/* The page of `clearllama serve`: a chat whose every token can be opened.
+
+   Turns form a tree. A turn is a question, the ids of its prompt and the tokens of its answer; every other answer to it
+   (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted. */
+"use strict";
+
+// name: [label, default, what an empty field says]; other kinds of fields than numbers are in index.html
+const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
+  min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
+  seed: ["Seed", "", "random"] };
+const STAGES = { logit_bias: "the bias", processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
+  min_p: "min-p", greedy: "temperature 0" };
+const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
+const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
+const WAITS = 150; // ms from the last step to the request for the inside of a token
+
+let card = null; // the model, from /v1/models
+let settings = { system: "", schema: "", marks: true };
+let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
+let chosen = null; // {turn, i}: the open token
+const BEST = { against: null, head: null, key: null };
+let asked = BEST; // what is chosen in the panel; null is the best one
+let inside = null; // what /look/inside returned for it
+let editing = null; // the turn whose question is being edited
+let running = null; // {turn, abort, done}
+let lost = false; // whether the server is gone
+const seen = new Map(); // request -> inside
+const answers = new Map(), decoders = new Map(); // turn -> its element; the decoder of its text
+
+const ids = (tokens) => tokens.map((one) => one.id);
+const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
+const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
+const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
+const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
+const seed = () => crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
+const thousands = (n) => n.toLocaleString("en");
+const count = () => put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
+const say = (text) => put("status", text);
+const banner = (text) => put("banner", text);
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+/** What must be equal for ids and looks to stay valid. */
+const identity = () => [card.id, ...["n_layers", "n_heads", "vocab_size", "parameters", "weights"].map((name) => card.meta[name])].join(" ");
+const openTurn = () => turns[chosen.turn];
+const current = () => (chosen ? openTurn() : path().at(-1));
+const before = (turn, i) => [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]; // the ids before a token of the answer
+const defaults = () => Object.fromEntries(Object.entries(FIELDS).map(([name, [, value]]) => [name, value]));
+
+// ------------------------------------------------------------------------------------------------------------ the server
+class Refused extends Error {}
+
+async function call(path, body, signal) {
+  for (;;) {
+    const headers = { "Content-Type": "application/json" };
+    if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
+    const response = await fetch(path, { signal, headers, ...(body && { method: "POST", body: JSON.stringify(body) }) });
+    if (response.ok) return response;
+    const message = (await response.json().catch(() => ({}))).error?.message ?? `the server answered ${response.status}`;
+    if (response.status === 401) await new Promise(askKey);
+    else if (response.status !== 429) throw new Refused(message);
+    else for (let seconds = Number(response.headers.get("Retry-After")) || 2; seconds > 0; seconds--) {
+      say(`The server is busy with other looks: trying again in ${seconds} s.`);
+      await pause(1000);
+      signal?.throwIfAborted();
+    }
+  }
+}
+
+function askKey(done) {
+  id("key").onclose = () => {
+    sessionStorage.setItem("clearllama-key", id("key-value").value);
+    done();
+  };
+  id("key-value").value = "";
+  id("key").showModal();
+}
+
+/** The events of a stream. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) yield JSON.parse(part.slice(6));
+  }
+}
+
+async function connect() {
+  card = (await (await call("v1/models")).json()).data[0];
+  const { weights, template, sampling } = card.meta, off = { top_k: 0, top_p: 1, min_p: 0 };
+  settings = { ...defaults(), ...(Object.keys(sampling).length && { ...off, ...sampling }), ...settings };
+  put("about", make("b", {}, card.id), ` · ${weights}`);
+  document.title = `${card.id} · clearllama`;
+  id("question").placeholder = template ? "Ask…" : "Begin a text, and the model continues it…";
+  const foreign = turns.slice(1).some((one) => one.model !== identity());
+  banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
+  draw();
+  put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
+async function gone(turn) {
+  if (lost) return;
+  lost = true;
+  banner("The server does not answer. The text is kept; this page tries again every two seconds.");
+  do await pause(2000);
+  while (!(await fetch("health").then((response) => response.ok, () => false)));
+  lost = false;
+  await connect();
+  if (turn?.end === "gone" && !running) branch(turn, turn.tokens, {});
+}
+
+// -------------------------------------------------------------------------------------------------------------- the tree
+/** The turns that are shown, from the first to the last. */
+function path() {
+  const shown = [];
+  for (let one = turns[0]; one.children.length;) shown.push(one = turns[one.children[one.active]]);
+  return shown;
+}
+
+function add(parent, fields) {
+  const turn = { n: turns.length, parent, children: [], active: 0, question: "", prompt: [], tokens: [], end: null, off: [],
+    source: null, first: null, ...fields };
+  turns.push(turn);
+  turns[parent].active = turns[parent].children.push(turn.n) - 1;
+  return turn;
+}
+
+function messages(turn) {
+  const earlier = [];
+  for (let one = turns[turn.parent]; one.n; one = turns[one.parent]) {
+    earlier.unshift({ role: "user", content: one.question }, { role: "assistant", content: textOf(one.tokens) });
+  }
+  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  return [...system, ...earlier, { role: "user", content: turn.question }];
+}
+
+/** The tokens of the conversation that is shown. */
+function used() {
+  const last = path().at(-1);
+  return last ? last.prompt.length + last.tokens.length : 0;
+}
+
+async function ask(question, parent = path().at(-1)?.n ?? 0) {
+  if (!question.trim() || !card) return;
+  if (!editing && used() + 8 >= card.meta.context) {
+    say(`The context is full: ${thousands(used())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
+      + " begin a new conversation, or edit an earlier question.");
+    return;
+  }
+  while (running) await stop();
+  [editing, id("question").value] = [null, ""];
+  await run(add(parent, { question, sampling: sampling(), seed: settings.seed === "" ? seed() : Number(settings.seed) }));
+}
+
+/** Another answer to the question of a turn, which begins with these tokens. */
+async function branch(turn, tokens, fields) {
+  while (running) await stop();
+  const { question, prompt, seed, off, sampling } = turn;
+  if (turn.model !== identity()) return;
+  await run(add(turn.parent, { question, prompt, tokens: [...tokens], sampling, seed, off, source: turn.n, ...fields }));
+}
+const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() });
+const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one] });
+
+function sampling() {
+  const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, schema } = settings;
+  const format = schema.trim() && { response_format: { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } } };
+  return { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens: Math.min(max_tokens, card.meta.context), ...format };
+}
+
+/** End the answer in progress; what is there stays. */
+async function stop() {
+  running?.abort.abort();
+  await running?.done;
+}
+
+function run(turn) {
+  const abort = new AbortController();
+  running = { turn, abort };
+  running.done = stream(turn, abort.signal).finally(() => {
+    running = null;
+    id("reading").hidden = true;
+    save();
+    draw();
+    if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
+    else if (chosen) select(chosen.turn, chosen.i);
+  });
+  const opened = chosen && chosen.turn === turn.source;
+  if (opened && chosen.i < turn.tokens.length) chosen.turn = turn.n;
+  else if (chosen && !opened) unselect();
+  draw();
+  id("scroll").scrollTop = id("scroll").scrollHeight;
+  id(`answer-${turn.n}`).focus({ preventScroll: true });
+  return running.done;
+}
+
+async function stream(turn, signal) {
+  Object.assign(turn, { model: identity(), end: null, error: "" });
+  const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : { prompt: turn.question };
+  const more = turn.tokens.length ? { answer: ids(turn.tokens) } : {};
+  try {
+    say("The answer begins.");
+    const response = await call("look/answer", { ...text, ...more, ...turn.sampling, seed: turn.seed, off: turn.off }, signal);
+    for await (const event of events(response)) receive(turn, event);
+    if (!turn.end) throw new TypeError("the connection ended");
+    say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]);
+  } catch (error) {
+    turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
+    turn.error = error.message;
+    say(turn.end === "stopped" ? "Stopped." : error instanceof Refused ? error.message : "");
+    if (turn.end === "gone") gone(turn);
+  }
+}
+
+function receive(turn, event) {
+  if (event.error) throw new Refused(event.error.message);
+  if (event.prompt) Object.assign(turn, { prompt: event.prompt, seed: event.seed });
+  id("reading").hidden = !event.read || event.read === event.of;
+  if (event.read) id("reading").value = event.read / event.of;
+  if (event.end) turn.end = event.end;
+  if (event.id === undefined) return;
+  const i = turn.tokens.push(event) - 1, other = turns[turn.source]?.tokens[i];
+  if (other && turn.first === null && other.id !== event.id) turn.first = i;
+  frame ||= requestAnimationFrame(() => grow(turn));
+}
+
+let frame = 0;
+/** Draw the tokens that came since the last frame: one layout for all of them. */
+function grow(turn) {
+  const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
+  frame = 0;
+  answerNode(turn);
+  if (below < 80) scroll.scrollTop = scroll.scrollHeight;
+  count();
+}
+
+// -------------------------------------------------------------------------------------------------------------- the chat
+/** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
+function tokenNode(turn, i) {
+  const one = turn.tokens[i];
+  if (i === 0) decoders.set(turn.n, decoder());
+  const text = one.control ? one.text : decoders.get(turn.n).decode(Uint8Array.from(bytes(one)), { stream: true });
+  const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
+  const first = i === turn.first;
+  const classes = ["t", one.control || !text ? "chip" : level, first ? "first" : "", /^\n/.test(text) ? "line" : ""].filter(Boolean);
+  const node = make("span", { class: classes.join(" "), id: `t${turn.n}-${i}`, role: "option", "aria-selected": "false" });
+  const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
+  node.append(word && space, make("span", { class: "w" }, word || space));
+  if (one.control) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
+  node.title = first ? "the first token that differs from the branch before" : "";
+  return node;
+}
+
+/** The element of an answer, which is kept; new tokens are added. */
+function answerNode(turn) {
+  const node = answers.get(turn.n) ?? make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
+    "aria-label": "answer; arrow keys choose a token" });
+  answers.set(turn.n, node);
+  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i));
+  return node;
+}
+
+function describe(turn) {
+  const { temperature, top_k, top_p, min_p, response_format } = turn.sampling;
+  const filters = [top_k && `top-k ${top_k}`, top_p < 1 && `top-p ${top_p}`, min_p && `min-p ${min_p}`, response_format && "JSON schema"];
+  const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}`;
+  const end = { stopped: "stopped", length: "largest length", context: "context full", gone: "server gone", error: turn.error }[turn.end];
+  return [off, `seed ${turn.seed}`, `T ${temperature}`, ...filters, end].filter(Boolean).join(" · ");
+}
+
+function turnNode(turn) {
+  const siblings = turns[turn.parent].children, place = siblings.indexOf(turn.n), busy = running?.turn === turn;
+  const asked = make("div", { class: "asked" }, make("p", { class: "who" }, card.meta.template ? "You" : "Text"),
+    make("p", { class: "question", dir: "auto" }, plain(turn.question)), press("edit", () => edit(turn), { class: "quiet" }));
+  const move = (by, label, sign) => press(sign, () => step(turn, by), { "aria-label": label, class: "quiet" });
+  const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
+    make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
+  const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
+  const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
+    press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
+    press("again", () => again(turn), { class: "quiet", title: "another seed" }),
+    ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
+  const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
+  return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
+    make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answerNode(turn), foot);
+}
+
+function draw() {
+  const shown = path();
+  id("empty").hidden = shown.length > 0;
+  const focused = document.activeElement?.id;
+  put("chat", ...shown.map(turnNode));
+  document.body.classList.toggle("marks", settings.marks);
+  if (shown.length && !chosen && shown.at(-1).tokens.length) {
+    const marks = settings.marks && shown.at(-1).tokens.some((one) => one.p < 0.5 && !one.control);
+    id("chat").append(make("p", { class: "hint" }, `${marks ? "Underlined words were unlikely. " : ""}Click any word to open it.`));
+  }
+  if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
+  id("send").textContent = running ? "Stop" : "Send";
+  count();
+  mark();
+}
+
+/** Show the next or previous branch of a turn. */
+function step(turn, by) {
+  const parent = turns[turn.parent], last = parent.children.length;
+  parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
+  const shown = turns[parent.children[parent.active]];
+  if (chosen && !path().includes(turns[chosen.turn])) {
+    if (chosen.i < shown.tokens.length && shown.parent === turns[chosen.turn].parent) chosen = { turn: shown.n, i: chosen.i };
+    else unselect();
+  }
+  draw();
+  id(`answer-${shown.n}`).focus({ preventScroll: true });
+  if (chosen) select(chosen.turn, chosen.i);
+  save();
+}
+
+function edit(turn) {
+  editing = turn;
+  id("question").value = turn.question;
+  id("question").focus();
+  say("Editing: Enter sends the changed question as another branch, Esc leaves it.");
+}
+
+// ------------------------------------------------------------------------------------------------------------- the panel
+function select(n, i) {
+  const turn = turns[n];
+  if (i < 0 || i >= turn.tokens.length) return;
+  if (chosen?.turn !== n || chosen.i !== i) asked = BEST;
+  chosen = { turn: n, i };
+  id("chat").querySelector(".hint")?.remove();
+  document.body.classList.add("open");
+  mark();
+  id(`t${n}-${i}`).scrollIntoView({ block: "nearest" });
+  drawWords();
+  look();
+}
+
+function unselect() {
+  chosen = inside = null;
+  document.body.classList.remove("open");
+  mark();
+}
+
+function mark() {
+  const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
+  for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
+    node.classList.toggle("chosen", node === open);
+    node.setAttribute("aria-selected", node === open);
+    node.parentElement.setAttribute("aria-activedescendant", node === open ? node.id : "");
+  }
+}
+
+/** A token as it is named in sentences. */
+function named(one) {
+  if (one.control) return make("span", { class: "token control" }, one.text);
+  return one.bytes ? token(`<${hex(one)}>`) : token(one.text);
+}
+
+function drawWords() {
+  const turn = openTurn(), one = turn.tokens[chosen.i];
+  put("chosen", named(one), make("small", {}, ` token ${chosen.i + 1} of ${turn.tokens.length}`));
+  put("alternatives", ...one.top.map((other, k) => {
+    const drawn = other.cut ? [make("span", { class: "cut" }, `cut by ${STAGES[other.cut] ?? other.cut}`)] : [make("span", { class: "p" }, share(other.q)), track(other.q)];
+    const taken = other.id === one.id;
+    const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "word" }, named(other), taken ? make("b", {}, " ◀") : ""),
+      make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), track(other.p)), make("span", { class: "both" }, ...drawn));
+    return row;
+  }));
+  put("prompt-tokens", ...turn.prompt.map((other, i) => {
+    const node = make("span", { class: other.control ? "token control" : "token", title: `${i}: id ${other.id}` });
+    node.append(other.bytes ? "\ufffd" : plain(other.text));
+    return node;
+  }));
+  put("prompt-count", `${turn.prompt.length} tokens; the answer has ${turn.tokens.length}.`);
+  put("rest", share(Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0))));
+}
+
+/** Go on with the k-th alternative of the open token. */
+function take(k) {
+  const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
+  if (!other || other.id === one.id) return;
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { first: chosen.i });
+}
+
+let waiting = 0, request = null;
+/** Ask for the inside of the open token, unless it is known. */
+function look(changes = {}, view = "") {
+  asked = { ...asked, ...changes };
+  if (view && innerWidth < 1000) tab(view);
+  clearTimeout(waiting);
+  request?.abort();
+  if (!chosen) return;
+  const turn = openTurn(), one = turn.tokens[chosen.i];
+  const wait = (text) => {
+    inside = null;
+    put("waiting", text);
+    id("waiting").hidden = !text;
+    id("panel").classList.toggle("unknown", Boolean(text));
+  };
+  if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
+  if (running) return wait("The inside is computed when the answer is complete.");
+  const against = asked.against ?? one.top.find((other) => other.id !== one.id)?.id;
+  const body = { ids: before(turn, chosen.i), token: one.id, off: turn.off, ...asked, against }; // null is as absent
+  const name = JSON.stringify(body);
+  if (seen.has(name)) {
+    wait("");
+    return drawInside(seen.get(name));
+  }
+  if (inside === null) wait("…");
+  request = new AbortController();
+  const { signal } = request;
+  waiting = setTimeout(async () => {
+    try {
+      const found = await (await call("look/inside", body, signal)).json();
+      seen.set(name, found);
+      wait("");
+      drawInside(found);
+    } catch (error) {
+      if (signal.aborted) return;
+      wait(error instanceof Refused ? error.message : "The server does not answer.");
+      if (!(error instanceof Refused)) gone(null);
+    }
+  }, inside === null ? WAITS : 0);
+}
+
+/** The token at a position of the text: of the prompt or of the answer. */
+function at(position) {
+  const { prompt, tokens } = openTurn();
+  return position < prompt.length ? prompt[position] : tokens[position - prompt.length];
+}
+
+function drawInside(found) {
+  inside = found;
+  const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
+  const others = one.top.filter((other) => other.id !== one.id);
+  put("this", named(one));
+  put("against", ...others.map((other) => make("option", { value: other.id }, other.bytes ? hex(other) : visible(other.text))));
+  id("against").value = asked.against ?? others[0]?.id;
+  const best = found.heads.filter((other) => other.effect > 0)[0] ?? found.heads[0];
+  put("summary", make("b", {}, `Head ${best.head.join(".")}`), best.effect > 0 ? " adds most, and it looked at " : " has the largest effect, and it looked at ",
+    ...looked(best.looks), ".");
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const rest = found.difference - embedding - heads - mlps;
+  put("sums", `Logit difference ${signed(found.difference)}: all heads ${signed(heads)}, MLPs ${signed(mlps)}, embedding ${signed(embedding)}`
+    + `${Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : ""}.${drift}`);
+  const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
+  put("heads", ...found.heads.map((other) => {
+    const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
+    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"),
+      make("span", { class: "looks" }, "→ ", ...looked(other.looks.slice(0, 1))));
+    return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
+      press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
+  }));
+  put("measured", "");
+  drawHead();
+  drawLens();
+}
+
+/** What a head attends to most, as nodes. */
+function looked(looks) {
+  const [[first, weight], second] = looks;
+  const name = (position) => (position === 0 ? "first token" : named(at(position)));
+  const nodes = [name(first), ` ${share(weight)}`];
+  return second && second[1] > 0.1 ? [...nodes, " and ", name(second[0]), ` ${share(second[1])}`] : nodes;
+}
+
+async function measure(one) {
+  const turn = openTurn(), off = [...turn.off, one], { p, token: { id: token_ } } = inside;
+  put("measured", "…");
+  const found = await (await call("look/inside", { ids: before(turn, chosen.i), token: token_, off })).json();
+  put("measured", "Probability of ", named(found.token), `: ${share(p)} → `, make("b", {}, share(found.p)), ` without head ${one.join(".")}.`);
+}
+
+function drawHead() {
+  const { head: at_, weights, scores, key: k } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
+  put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
+  put("head-reads", "Before ", named(at(S)), ", it stood at ", named(at(S - 1)), " and attended to these tokens. The first token has ",
+    `${share(weights[0])}${weights[0] > 0.5 ? ": a head that finds nothing rests there" : ""}.`);
+  const most = Math.max(...weights);
+  put("row", ...weights.map((weight, position) => {
+    const node = shaded(named(at(position)), shade(Math.sqrt(weight / most)));
+    node.title = `${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
+    node.dataset.key = position;
+    if (position === k) node.classList.add("key");
+    return node;
+  }));
+  put("key-title", named(at(k)));
+  id("off").textContent = `Switch head ${name} off and answer again`;
+  id("distance").max = Math.max(64, 2 * (S - 1 - k), S - 1);
+  id("distance").value = S - 1 - k;
+  drawPairs();
+}
+
+/** What each pair adds to the score at a distance: Re(q conj(k) e^(i d w)) factor^2 / sqrt(D). */
+function pairs({ q, k, frequencies, factor }, distance) {
+  return frequencies.map((w, i) => {
+    const [a, b, c, d] = [q[2 * i], q[2 * i + 1], k[2 * i], k[2 * i + 1]], [x, y] = [a * c + b * d, b * c - a * d];
+    return ((x * Math.cos(distance * w) - y * Math.sin(distance * w)) * factor ** 2) / Math.sqrt(q.length);
+  });
+}
+
+function drawPairs() {
+  const found = inside.head, S = found.weights.length, real = S - 1 - found.key, distance = Number(id("distance").value);
+  const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
+  put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
+  put("at", `${distance} apart: score ${fixed(score)}`);
+  if (!id("pairs").clientWidth) return; // it is hidden
+  const low = Math.min(0, ...values), high = Math.max(...values, low + 1e-6);
+  const plot = chart("pairs", { height: 130, yMin: low, yMax: high, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
+  bars(plot, values, { tooltip: (i) => `pair ${i}: ${fixed(values[i])}, ${degrees(found.frequencies[i])} a token` });
+  plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
+  put("pairs", plot.svg);
+}
+
+function drawLens() {
+  const one = openTurn().tokens[chosen.i], cells = (row) => row.top.map((other) => {
+    const level = other.p < 0.25 ? " faint" : "";
+    return make("span", { class: `guess${other.id === one.id ? " right" : level}` }, named(other), ` ${share(other.p)}`);
+  });
+  put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of "), named(one)),
+    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
+      make("b", {}, thousands(row.rank)))));
+}
+
+function tab(name) {
+  id("panel").dataset.tab = name;
+  for (const button of id("tabs").children) button.setAttribute("aria-pressed", button.dataset.tab === name);
+  if (inside) drawPairs(); // a hidden chart has no width
+}
+
+// ------------------------------------------------------------------------------------- settings, export, import, restore
+function fillSettings(values) {
+  put("fields", ...Object.entries(FIELDS).map(([name, [label, , placeholder = ""]]) => {
+    const field = make("input", { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder });
+    field.value = values[name];
+    return make("label", {}, label, field);
+  }));
+  for (const name of ["system", "schema"]) id(name).value = values[name];
+  id("marks").checked = values.marks;
+}
+
+function readSettings() {
+  for (const [name, [, value]] of Object.entries(FIELDS)) {
+    const text = id(`set-${name}`).value;
+    settings[name] = text === "" ? value : Number(text);
+  }
+  Object.assign(settings, { system: id("system").value, schema: id("schema").value, marks: id("marks").checked });
+  try {
+    JSON.parse(settings.schema.trim() || "{}");
+  } catch (error) {
+    settings.schema = "";
+    say(`The schema is not JSON, so it is not used: ${error.message}`);
+  }
+  sessionStorage.setItem("clearllama-settings", JSON.stringify(settings));
+  draw();
+}
+
+function save() {
+  try {
+    sessionStorage.setItem("clearllama-turns", JSON.stringify(turns));
+  } catch {
+    say("This conversation is too long for the browser to keep over a reload; export it.");
+  }
+}
+
+// [name, content, type] of an export; last is the last turn that is shown
+const EXPORTS = {
+  json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
+  md: () => ["clearllama.md", path().map((one) => `**${one.question}**\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"),
+    "text/markdown"],
+  curl(last) {
+    const body = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
+    return ["clearllama.sh", `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${body}'\n`, "text/plain"];
+  },
+  html: async (last) => ["trace.html", await (await call("look/page", { ids: before(last) })).text(), "text/html"],
+};
+
+async function exportAs(kind) {
+  if (!path().length) return;
+  put("exported", kind === "html" ? "The page is being computed: about ten seconds." : "");
+  try {
+    const [download, content, type] = await EXPORTS[kind](path().at(-1));
+    make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();
+    put("exported", "");
+  } catch (error) {
+    put("exported", error.message);
+  }
+}
+
+async function load(file) {
+  try {
+    const found = JSON.parse(await file.text());
+    if (!found.turns?.every((one, n) => one.n === n && Array.isArray(one.children))) throw new Error("it has no turns");
+    await replace(found.turns);
+    id("export").close();
+  } catch (error) {
+    put("exported", `${file.name} is not an export of this page: ${error.message}`);
+  }
+}
+
+/** Show another conversation. */
+async function replace(others) {
+  while (running) await stop();
+  [turns, editing, id("question").value] = [others, null, ""];
+  unselect();
+  answers.clear();
+  say("");
+  save();
+  draw();
+  id("question").focus();
+}
+
+// ------------------------------------------------------------------------------------------------------------- the start
+const CLICKS = {
+  close: unselect,
+  off: () => switchOff(inside.head.head),
+  new: () => replace([{ n: 0, children: [], active: 0 }]),
+  defaults: () => fillSettings({ ...settings, ...defaults() }),
+  "open-export": () => id("export").showModal(),
+  "open-settings"() {
+    fillSettings(settings);
+    id("settings").showModal();
+  },
+};
+const KEYS = {
+  Escape: () => (running ? stop() : unselect()),
+  ArrowLeft: () => moveBy(-1),
+  ArrowRight: () => moveBy(1),
+  "[": () => current() && step(current(), -1),
+  "]": () => current() && step(current(), 1),
+  e: () => current() && edit(current()),
+  r: () => current() && again(current()),
+  o: () => inside && switchOff(inside.head.head),
+};
+
+function moveBy(by) {
+  const focused = document.activeElement?.id?.match(/^answer-(\d+)$/)?.[1];
+  const turn = focused ? turns[focused] : current();
+  if (turn) select(turn.n, chosen?.turn === turn.n ? chosen.i + by : by > 0 ? 0 : turn.tokens.length - 1);
+}
+
+function keydown(event) {
+  if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing) return;
+  if (event.target.closest("input, textarea, select, dialog")) return;
+  const action = /^[1-9]$/.test(event.key) ? () => chosen && take(Number(event.key) - 1) : KEYS[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+}
+
+async function start() {
+  Object.assign(settings, JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}"));
+  turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
+  id("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running) stop();
+    else ask(id("question").value, editing?.parent);
+  });
+  id("question").addEventListener("keydown", (event) => {
+    if (event.key === "Escape") running ? stop() : editing && replace(turns);
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!running) ask(id("question").value, editing?.parent);
+  });
+  id("chat").addEventListener("click", (event) => {
+    const found = event.target.closest(".t")?.id.match(/^t(\d+)-(\d+)$/);
+    if (found) select(Number(found[1]), Number(found[2]));
+  });
+  id("row").addEventListener("click", (event) => {
+    const found = event.target.closest("[data-key]");
+    if (found) look({ head: inside.head.head, key: Number(found.dataset.key) });
+  });
+  for (const [name, action] of Object.entries(CLICKS)) id(name).addEventListener("click", action);
+  for (const button of document.querySelectorAll("[data-step]")) button.addEventListener("click", () => moveBy(Number(button.dataset.step)));
+  for (const button of id("tabs").children) button.addEventListener("click", () => tab(button.dataset.tab));
+  for (const button of document.querySelectorAll("[data-export]")) button.addEventListener("click", () => exportAs(button.dataset.export));
+  id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
+  id("distance").addEventListener("input", drawPairs);
+  id("settings").addEventListener("close", readSettings);
+  id("import").addEventListener("change", () => load(id("import").files[0]));
+  document.addEventListener("keydown", keydown);
+  addEventListener("pagehide", save);
+  addEventListener("resize", () => inside && drawPairs());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => inside && drawHead());
+  tab(innerWidth < 1000 ? "words" : "why");
+  try {
+    await connect();
+  } catch (error) {
+    if (error instanceof Refused) banner(error.message);
+    else gone(null);
+  }
+  document.documentElement.dataset.ready = "";
+}
+
+start();

@@ -1,0 +1,306 @@
+"""Looks into answers: each number equals one that is computed another way, and other clients notice nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import torch
+
+from llama.generate import generate
+from llama.generation.structured import compile_grammar
+from llama.sampling import SamplingParams
+from llama.study.inside import activations
+from llama.study.intervene import ablated
+from llama.text import Llama
+from tests.server.serving import Running, running
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MESSAGES: list[Any] = [{"role": "user", "content": "What is a llama?"}]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 27]}}, "required": ["n"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llm: Llama) -> Iterator[Running]:
+    with running(tiny_llm) as found:
+        yield found
+
+
+def post(server: Running, path: str, **body: Any) -> requests.Response:
+    return requests.post(server.url + path, json=body, timeout=60)
+
+
+def answer(server: Running, **body: Any) -> tuple[list[int], list[dict[str, Any]], Any]:
+    """The ids of the prompt, the tokens, and how the answer ended."""
+    response = post(server, "/look/answer", **body)
+    assert response.status_code == 200, response.text
+    events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+    (prompt,) = [[one["id"] for one in event["prompt"]] for event in events if "prompt" in event]
+    return prompt, [event for event in events if "top" in event], events[-1].get("end", events[-1])
+
+
+def ids_of(tokens: list[dict[str, Any]]) -> list[int]:
+    return [one["id"] for one in tokens]
+
+
+def next_logits(llm: Llama, ids: list[int]) -> np.ndarray[Any, Any]:
+    return llm.model(torch.tensor([ids]))[0, -1, : llm.tokenizer.n_vocab].double().numpy()
+
+
+def softmax(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    e: np.ndarray[Any, Any] = np.exp(x - x.max())
+    return e / e.sum()
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 0.5}])
+def test_an_answer_is_that_of_the_library(server: Running, tiny_llm: Llama, options: dict[str, Any]) -> None:
+    prompt, tokens, end = answer(server, messages=MESSAGES, seed=5, max_tokens=20, **options)
+    expected = tiny_llm.chat(MESSAGES, max_new_tokens=20, seed=5, **options)
+    assert prompt == tiny_llm.encode_chat(MESSAGES)
+    assert ids_of(tokens)[: len(expected.tokens)] == expected.tokens
+    assert end == expected.finish_reason
+
+
+def test_the_probabilities_are_those_of_completions(server: Running) -> None:
+    prompt, tokens, _ = answer(server, messages=MESSAGES, seed=5, max_tokens=12, temperature=1.0)
+    body: dict[str, Any] = {"prompt": [prompt + ids_of(tokens)], "echo": True, "logprobs": 20, "max_tokens": 0}
+    (choice,) = post(server, "/v1/completions", **body).json()["choices"]
+    expected = choice["logprobs"]["token_logprobs"][len(prompt) :]
+    assert [one["p"] for one in tokens] == pytest.approx(np.exp(expected).tolist(), abs=1e-5)
+    for one, top in zip(tokens, choice["logprobs"]["top_logprobs"][len(prompt) :], strict=True):
+        best = sorted((other["p"] for other in one["top"]), reverse=True)[:10]
+        assert best == pytest.approx(np.sort(np.exp([*top.values()]))[::-1][:10].tolist(), abs=1e-5)
+
+
+FILTERS = [{"top_k": 4}, {"top_p": 0.4}, {"min_p": 0.5}, {"top_k": 8, "top_p": 0.7, "min_p": 0.3}, {"temperature": 0.0}]
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
+    server: Running, tiny_llm: Llama, filters: dict[str, Any], grammar: bool
+) -> None:
+    options = {"temperature": 1.3, **filters}
+    more = {"response_format": FORMAT} if grammar else {}
+    prompt, tokens, _ = answer(server, messages=MESSAGES, seed=3, max_tokens=6, top=20, **options, **more)
+    constraint = compile_grammar(tiny_llm.tokenizer, "json_schema", SCHEMA).constraint()
+    text = list(prompt)
+    for one in tokens:
+        logits = next_logits(tiny_llm, text)
+        left, cut = np.ones(len(logits), bool), dict[int, str]()
+
+        def keep(stage: str, kept: np.ndarray[Any, Any], left: Any = left, cut: Any = cut) -> None:
+            cut.update(dict.fromkeys(np.flatnonzero(left & ~kept).tolist(), stage))
+            left &= kept
+
+        if grammar:
+            keep("grammar", constraint.allowed().numpy())
+            constraint.advance(one["id"])
+        if options["temperature"] == 0:
+            keep("greedy", np.arange(len(logits)) == np.where(left, logits, -np.inf).argmax())
+            q = left.astype(float)
+        else:
+            x = logits / options["temperature"]
+            if "top_k" in options:
+                order = np.argsort(-np.where(left, x, -np.inf), kind="stable")
+                keep("top_k", np.isin(np.arange(len(x)), order[: options["top_k"]]))
+            if "top_p" in options:
+                p = softmax(np.where(left, x, -np.inf))
+                order = np.argsort(-p, kind="stable")
+                inside = np.cumsum(p[order]) - p[order] < options["top_p"]
+                keep("top_p", np.isin(np.arange(len(x)), order[inside]))
+            if "min_p" in options:
+                p = softmax(np.where(left, x, -np.inf))
+                keep("min_p", p >= options["min_p"] * p.max())
+            q = softmax(np.where(left, x, -np.inf))
+        for other in one["top"]:
+            assert other.get("cut") == cut.get(other["id"]), other
+            assert other.get("q", 0.0) == pytest.approx(q[other["id"]], abs=1e-5)
+        text.append(one["id"])
+
+
+def test_a_branch_is_the_answer_after_its_ids(server: Running, tiny_llm: Llama) -> None:
+    prompt, tokens, _ = answer(server, messages=MESSAGES, seed=5, max_tokens=12, temperature=1.0)
+    other = next(one["id"] for one in tokens[4]["top"] if one["id"] != tokens[4]["id"] and "control" not in one)
+    begun = [*ids_of(tokens[:4]), other]
+    again, more, _ = answer(server, ids=prompt, answer=begun, seed=8, max_tokens=9, temperature=1.0)
+    assert again == prompt
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=8)
+    stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+    expected = generate(tiny_llm.model, [*prompt, *begun], params, stop_ids=stops, n_vocab=n_vocab)
+    assert ids_of(more) == [token.id for token in expected]
+    stop = min(stops)
+    assert answer(server, ids=prompt, answer=[stop])[1:] == ([], "stop")
+
+
+def test_a_branch_of_a_structured_answer_stays_in_its_grammar(server: Running, tiny_llm: Llama) -> None:
+    options: dict[str, Any] = {"response_format": FORMAT, "temperature": 1.0, "seed": 1}
+    prompt, tokens, end = answer(server, messages=MESSAGES, **options)
+    assert end == "stop"
+    _, rest, end = answer(server, ids=prompt, answer=ids_of(tokens[:4]), **options)
+    assert json.loads(tiny_llm.tokenizer.decode(ids_of(tokens[:4] + rest)))["n"] in (1, 27)
+    assert post(server, "/look/answer", ids=prompt, answer=[5], **options).text.count('"error"') == 1
+
+
+def test_an_answer_with_a_head_off_is_that_of_the_ablated_model(server: Running, tiny_llm: Llama) -> None:
+    plain = answer(server, messages=MESSAGES, seed=5, max_tokens=20, temperature=1.0)
+    _, tokens, _ = answer(server, messages=MESSAGES, off=[[1, 2], [0, 3]], seed=5, max_tokens=20, temperature=1.0)
+    with ablated(tiny_llm.model, [(1, 2), (0, 3)]):
+        expected = tiny_llm.chat(MESSAGES, seed=5, max_new_tokens=20, temperature=1.0)
+    assert ids_of(tokens)[: len(expected.tokens)] == expected.tokens != ids_of(plain[1])
+    assert answer(server, messages=MESSAGES, seed=5, max_tokens=20, temperature=1.0) == plain
+
+
+# ----------------------------------------------------------------------------------------------------------- the inside
+def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_llm: Llama) -> None:
+    ids = tiny_llm.encode_chat(MESSAGES)
+    logits = next_logits(tiny_llm, ids)
+    token, against = np.argsort(-logits)[[0, 3]].tolist()
+    found = post(server, "/look/inside", ids=ids, token=token, against=against).json()
+    assert len(found["lens"]) == tiny_llm.model.config.n_layers + 1
+    last = found["lens"][-1]
+    assert (last["top"][0]["id"], last["rank"]) == (token, 1)
+    assert last["p"] == found["p"] == pytest.approx(softmax(logits)[token], abs=1e-5)
+    assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-3)
+    assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
+    assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
+    best = max(found["heads"], key=lambda one: one["effect"])
+    assert found["head"]["head"] == best["head"]
+    assert [found["head"]["weights"][key] for key, _ in best["looks"]] == [weight for _, weight in best["looks"]]
+    off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
+    with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
+        assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)
+
+
+def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:
+    ids = tiny_llm.encode_chat(MESSAGES)
+    with activations(tiny_llm, "pattern.*") as whole:
+        tiny_llm.model(torch.tensor([ids]))
+    for layer, head, key in ((0, 1, 2), (1, 3, 0), (1, 0, len(ids) - 1)):
+        found = post(server, "/look/inside", ids=ids, head=[layer, head], key=key).json()["head"]
+        scores, weights = np.array(found["scores"]), np.array(found["weights"])
+        assert (found["head"], found["key"], len(scores)) == ([layer, head], key, len(ids))
+        assert weights.tolist() == pytest.approx(whole[f"pattern.{layer}"][0, head, -1].tolist(), abs=1e-5)
+        assert softmax(scores) == pytest.approx(weights, abs=1e-5)
+        q, k = (np.array(found[name]).reshape(-1, 2) @ [1, 1j] for name in "qk")
+        turned = np.exp(1j * (len(ids) - 1 - key) * np.array(found["frequencies"]))
+        pairs = (q * k.conj() * turned).real / len(found["q"]) ** 0.5
+        assert pairs.sum() == pytest.approx(scores[key], abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- other clients
+def test_other_clients_get_the_answers_they_get_alone(server: Running, tiny_llm: Llama) -> None:
+    """Looks have hooks in the model, and an answer has heads off, while four clients are answered."""
+    ids = tiny_llm.encode_chat(MESSAGES)
+    options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 60}
+
+    def complete(seed: int, found: dict[int, Any]) -> None:
+        body: dict[str, Any] = {"model": "tiny", "prompt": [ids[seed:]], "seed": seed, "logprobs": 1, **options}
+        found[seed] = post(server, "/v1/completions", **body).json()["choices"][0]["logprobs"]["tokens"]
+
+    def clients(found: dict[int, Any]) -> list[threading.Thread]:
+        threads = [threading.Thread(target=complete, args=(seed, found)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    alone, together = dict[int, Any](), dict[int, Any]()
+    for thread in clients(alone):
+        thread.join()
+    threads = clients(together)
+    answer(server, ids=ids, off=[[0, 0], [1, 1]], seed=1, max_tokens=20)
+    looks = [post(server, "/look/inside", ids=ids[:end], off=[[0, 0]] * (end % 2)) for end in range(2, 22)]
+    for thread in threads:
+        thread.join()
+    assert {look.status_code for look in looks} == {200}
+    assert together == alone
+    assert not [module for module in tiny_llm.model.modules() if module._forward_hooks or module._forward_pre_hooks]
+
+
+def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(tiny_llm: Llama) -> None:
+    with running(tiny_llm) as server:
+        step, free = server.engine.queue.step, threading.Event()
+        server.engine.queue.step = lambda: free.wait() and step()  # type: ignore[func-returns-value,method-assign]
+        with pytest.raises(requests.ReadTimeout):
+            requests.post(server.url + "/look/inside", json={"ids": [5, 6]}, timeout=0.5)
+        codes: list[int] = []
+        body = {"ids": [5, 6, 7]}
+        threads = [
+            threading.Thread(target=lambda: codes.append(post(server, "/look/inside", **body).status_code))
+            for _ in range(9)
+        ]
+        for thread in threads:
+            thread.start()
+        looks = server.engine.queue.looks
+        while sum(not look.cancelled.is_set() for look in looks) < 9:
+            time.sleep(0.01)
+        refused = post(server, "/look/inside", **body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        free.set()
+        for thread in threads:
+            thread.join()
+        assert codes == [200] * 9
+        while looks:  # the last one ends after its result
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("inside", {"ids": []}, "ids must be a list of token ids"),
+        ("inside", {"ids": [5], "token": 320}, "token must be"),
+        ("inside", {"ids": [5], "head": [2, 0]}, "a layer must be"),
+        ("inside", {"ids": [5], "key": 1}, "key must be"),
+        ("inside", {"ids": [5], "off": [[0]]}, "off must hold pairs"),
+        ("inside", {"ids": [5] * 300}, "the prompt has 300 tokens"),
+        ("answer", {"ids": [5] * 250, "answer": [5] * 6}, "256"),
+        ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
+        ("answer", {"ids": [5], "stop": "a"}, "unknown field 'stop'"),
+        ("page", {"ids": [5, 999]}, "a token id of ids must be"),
+    ],
+)
+def test_invalid_looks_are_refused_by_name(server: Running, path: str, body: dict[str, Any], message: str) -> None:
+    response = post(server, f"/look/{path}", **body)
+    error = response.json() if response.status_code == 400 else json.loads(response.text.split("data: ")[-1])
+    assert message in error["error"]["message"]
+
+
+def test_a_look_has_a_largest_length(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.server.requests.LONGEST_LOOK", 8)
+    with running(tiny_llm) as server:
+        refused = post(server, "/look/inside", ids=[5] * 9)
+        assert (refused.status_code, "at most 8" in refused.text) == (400, True)
+
+
+def test_the_page_needs_no_key_and_its_looks_do(tiny_llm: Llama) -> None:
+    with running(tiny_llm, key="secret") as server:
+        page = requests.get(server.url, timeout=9)
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        for name in ("page.css", "page.js", "shared.css", "shared.js", "tokens.js"):
+            assert name in page.text
+            assert requests.get(f"{server.url}/{name}", timeout=9).status_code == 200
+        for path in ("answer", "inside", "page"):
+            assert post(server, f"/look/{path}", ids=[5, 6]).status_code == 401
+        assert requests.get(server.url, headers={"Host": "evil.example"}, timeout=9).status_code == 400
+        form = requests.post(f"{server.url}/look/inside", b"{}", headers={"Authorization": "Bearer secret"}, timeout=9)
+        assert form.status_code == 415
+
+
+def test_the_trace_of_a_text_is_that_of_the_command(server: Running, tiny_llm: Llama) -> None:
+    from llama.study import trace, trace_page
+
+    ids = tiny_llm.encode_chat(MESSAGES)[:12]
+    page = post(server, "/look/page", ids=ids).text
+    traced = trace.trace(tiny_llm.model, ids)
+    assert trace_page.embedded(trace.packed_maps(traced.weights)) in page

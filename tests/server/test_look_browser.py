@@ -1,0 +1,607 @@
+"""The page of the server in a browser: what it shows is what the library computes, and nothing gets lost.
+
+Needs Chromium, which pip does not install; without it these tests are skipped, or fail if CI is set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, Page
+
+from llama import loader
+from llama.generate import generate
+from llama.sampling import SamplingParams
+from llama.server.look import Looks
+from llama.study.intervene import ablated
+from llama.text import Llama
+from tests.server.serving import Running, running
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SLOW = pytest.mark.slow
+WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+NASTY = "<img src=x onerror=document.title='owned'> \u202egnp.exe"
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llm: Llama) -> Iterator[Running]:
+    with running(tiny_llm) as found:
+        yield found
+
+
+@pytest.fixture
+def show(browser: Browser, server: Running) -> Iterator[Open]:
+    """Open the page. At the end there must be no errors and no requests to another origin."""
+    faults: list[str] = []
+    contexts = []
+
+    def open_page(url: str = server.url, viewport: Any = WIDE, expected: str = "(?!)", **how: Any) -> Page:
+        context = browser.new_context(viewport=viewport, reduced_motion="reduce", **how)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.set_default_timeout(20_000)
+
+        def note(text: str) -> None:
+            if not re.search(expected, text):
+                faults.append(text)
+
+        tab.on("console", lambda message: note(message.text) if message.type == "error" else None)
+        tab.on("pageerror", lambda error: note(str(error)))
+        tab.on(
+            "request", lambda request: None if request.url.startswith((url, "data:", "blob:")) else note(request.url)
+        )
+        tab.goto(url)
+        tab.wait_for_selector("html[data-ready]")
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def configure(tab: Page, schema: str = "", **fields: Any) -> None:
+    tab.click("#open-settings")
+    for name, value in fields.items():
+        tab.fill(f"#set-{name}", str(value))
+    tab.fill("#schema", schema)
+    tab.click("#apply")
+
+
+def until(tab: Page, expression: str) -> None:
+    """Wait until an expression is true. `wait_for_function` needs eval in the page, which its policy blocks."""
+    end = time.monotonic() + 60
+    while not tab.evaluate(expression):
+        assert time.monotonic() < end, expression
+        tab.wait_for_timeout(20)
+
+
+def settle(tab: Page) -> dict[str, Any]:
+    """Wait for the end of the answer, and for the inside of the open token. Returns the last turn that is shown."""
+    until(tab, "!running && (!chosen || inside)")
+    turn: dict[str, Any] = tab.evaluate("path().at(-1)")
+    return turn
+
+
+def ask(tab: Page, question: str, **fields: Any) -> dict[str, Any]:
+    configure(tab, **{"max_tokens": 24, "seed": 5, **fields})
+    tab.fill("#question", question)
+    tab.press("#question", "Enter")
+    until(tab, "path().length && path().at(-1).question !== undefined")
+    return settle(tab)
+
+
+def ids_of(tokens: list[dict[str, Any]]) -> list[int]:
+    return [one["id"] for one in tokens]
+
+
+def told(turn: dict[str, Any]) -> list[int]:
+    """The ids of an answer without the stop id, as in `Completion.tokens`."""
+    return ids_of(turn["tokens"][:-1] if turn["end"] == "stop" else turn["tokens"])
+
+
+def share(p: float) -> str:
+    if p >= 0.0995:
+        return f"{p:.2f}"
+    return f"{p:.3f}" if p >= 0.00095 else "0" if p == 0 else f"{p:.0e}".replace("e-0", "e−").replace("e-", "e−")
+
+
+def chat(llm: Llama, question: str, **options: Any) -> list[int]:
+    return llm.chat([{"role": "user", "content": question}], **{**SAMPLING, **options}).tokens
+
+
+def body_of(tab: Page, act: Callable[[], object]) -> dict[str, Any]:
+    """The body of the request for an answer that `act` causes."""
+    with tab.expect_request("**/look/answer") as sent:
+        act()
+    body: dict[str, Any] = json.loads(sent.value.post_data or "")
+    return body
+
+
+def open_token(tab: Page, turn: dict[str, Any], i: int) -> None:
+    tab.evaluate(f"select({turn['n']}, {i})")
+    settle(tab)
+
+
+# ---------------------------------------------------------------------------------------------------- the default run
+def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
+    """Ask, open a word, see its alternatives, take one, switch off the head that adds most."""
+    tab = show()
+    configure(tab, seed=5, max_tokens=24)
+    tab.click("#samples button >> nth=0")
+    turn = settle(tab)
+    question = turn["question"]
+    assert told(turn) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
+
+    tab.click(f"#t{turn['n']}-3 .w")
+    settle(tab)
+    one, prompt = turn["tokens"][3], ids_of(turn["prompt"])
+    logits = tiny_llm.model(torch.tensor([prompt + ids_of(turn["tokens"][:3])]))[0, -1, : tiny_llm.tokenizer.n_vocab]
+    p = logits.softmax(-1)
+    rows = tab.locator("#alternatives .row")
+    for k, other in enumerate(one["top"]):
+        shown = rows.nth(k).locator(".p").all_inner_texts()
+        assert float(shown[0].replace("−", "-")) == pytest.approx(float(p[other["id"]]), rel=0.06, abs=1e-6)
+        assert shown == [share(other["p"]), *([share(other["q"])] if "q" in other else [])]
+        assert rows.nth(k).locator(".cut").count() == ("cut" in other)
+
+    k = next(k for k, other in enumerate(one["top"]) if other["id"] != one["id"] and "control" not in other)
+    begun = [*ids_of(turn["tokens"][:3]), one["top"][k]["id"]]
+    body = body_of(tab, lambda: tab.keyboard.press(str(k + 1)))
+    assert (body["ids"], body["answer"]) == (prompt, begun)
+    branch = settle(tab)
+    params = SamplingParams(max_new_tokens=24, seed=5, **SAMPLING)
+    stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+    expected = generate(tiny_llm.model, prompt + begun, params, stop_ids=stops, n_vocab=n_vocab)
+    assert ids_of(branch["tokens"]) == begun + [token.id for token in expected]
+    assert tab.inner_text(".place") == "2/2"
+
+    head = tab.evaluate("inside.head.head")
+    body = body_of(tab, lambda: tab.keyboard.press("o"))
+    assert body["off"] == [head]
+    off = settle(tab)
+    with ablated(tiny_llm.model, [tuple(head)]):
+        assert told(off) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
+    assert tab.inner_text(".place") == "3/3"
+    assert f"without head {head[0]}.{head[1]}" in tab.inner_text(".foot")
+    first = next(i for i, (a, b) in enumerate(zip(off["tokens"], branch["tokens"], strict=False)) if a["id"] != b["id"])
+    assert tab.locator(".first").get_attribute("id") == f"t{off['n']}-{first}"
+
+
+def test_text_of_others_stays_text(show: Open) -> None:
+    tab = show(expected="requires 'TrustedHTML'")
+    turn = ask(tab, NASTY)
+    data = {"turns": tab.evaluate("turns")}
+    data["turns"][1]["tokens"][2] |= {"text": NASTY, "id": 7}
+    tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
+    open_token(tab, turn, 2)
+    assert tab.locator("img").count() == 0
+    for name in (".question", f"#t{turn['n']}-2", "#chosen"):
+        assert "U+202Egnp.exe" in tab.inner_text(name).replace("·", " ")
+    assert "<img" in tab.inner_text(".question")
+    assert tab.title() == "tiny · clearllama"
+    blocked = "() => { try { document.body.innerHTML = 'x'; return 'set'; } catch (error) { return error.name; } }"
+    assert tab.evaluate(blocked) == "TypeError"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, scheme: Any) -> None:
+    tab = show(viewport=PHONE, color_scheme=scheme, has_touch=True)
+    check_looks(tab, "the empty page")
+    turn = ask(tab, "a " * 12 + "x" * 90)
+    check_looks(tab, "the answer")
+    i = next(i for i, one in enumerate(turn["tokens"]) if re.fullmatch("[!-~]", one.get("text", "")))
+    tab.tap(f"#t{turn['n']}-{i} .w")
+    settle(tab)
+    assert tab.evaluate("chosen.i") == i
+    for name in ("words", "why", "head", "lens", "prompt"):
+        tab.tap(f"#tabs [data-tab={name}]")
+        check_looks(tab, name)
+        assert tab.locator("#panel").bounding_box()["height"] <= 0.61 * PHONE["height"]  # type: ignore[index]
+
+
+CONTRAST = """() => {
+  const number = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const linear = (c) => c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b) + 0.05;
+  const faint = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!own || !node.checkVisibility({ visibilityProperty: true }) || node.closest("svg, option")) continue;
+    let opacity = 1, back = null;
+    for (let one = node; one; one = one.parentElement) {
+      const style = getComputedStyle(one);
+      opacity *= Number(style.opacity);
+      const paint = number(style.backgroundColor);
+      if (!back && (paint.length === 3 || paint[3] > 0)) back = paint;
+    }
+    back ??= number(getComputedStyle(document.body).backgroundColor);
+    const ink = number(getComputedStyle(node).color).map((c, i) => i < 3 ? c * opacity + back[i] * (1 - opacity) : c);
+    const [a, b] = [light(ink), light(back)], ratio = Math.max(a, b) / Math.min(a, b);
+    if (ratio < 4.5) faint.push(`${node.className} ${node.textContent.slice(0, 20)} ${ratio.toFixed(1)}`);
+  }
+  return faint;
+}"""
+
+
+def check_looks(tab: Page, what: str) -> None:
+    assert tab.evaluate("document.documentElement.scrollWidth") <= tab.viewport_size["width"], what  # type: ignore[index]
+    assert tab.evaluate(
+        "[...document.querySelectorAll('#scroll, #panel')].every((e) => e.scrollWidth <= e.clientWidth + 1)"
+    ), what
+    assert tab.evaluate(CONTRAST) == [], what
+
+
+# --------------------------------------------------------------------------------------------------------- the long run
+@SLOW
+def test_shown_probabilities_and_cuts_are_the_servers(show: Open, server: Running) -> None:
+    tab = show()
+    schema = json.dumps({"type": "object", "properties": {"n": {"enum": [1, 27]}}, "required": ["n"]})
+    names = {"grammar": "the JSON schema", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p"}
+    seen = set()
+    for options in ({"schema": schema}, {"top_k": 6}, {"top_k": 0, "min_p": 0.3}):
+        turn = ask(tab, "Count.", max_tokens=8, temperature=1.2, top_p=0.7, **options)
+        ids = [ids_of(turn["prompt"]) + ids_of(turn["tokens"])]
+        completions = server.client().completions
+        found: Any = completions.create(model="tiny", prompt=ids, echo=True, logprobs=0, max_tokens=0)
+        logprobs = found.choices[0].logprobs.token_logprobs[len(turn["prompt"]) :]
+        for i, one in enumerate(turn["tokens"]):
+            open_token(tab, turn, i)
+            rows = tab.locator("#alternatives .row")
+            assert tab.locator("#alternatives .taken .p").first.inner_text() == share(round(math.exp(logprobs[i]), 6))
+            for k, other in enumerate(one["top"]):
+                if "cut" in other:
+                    seen.add(other["cut"])
+                    assert rows.nth(k).locator(".cut").inner_text() == f"cut by {names[other['cut']]}"
+    assert seen == {*names}
+
+
+@SLOW
+def test_a_character_that_is_split_over_tokens_appears_once(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    turn = ask(tab, "Smile.")
+    data = {"turns": tab.evaluate("turns")}
+    spelled = [
+        {"id": 100 + byte, "bytes": [byte], "p": 0.9, "top": turn["tokens"][0]["top"]} for byte in "a😀b".encode()
+    ]
+    data["turns"][1]["tokens"] = spelled
+    tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
+    assert tab.locator(".t").all_inner_texts() == ["a", "F0", "9F", "98", "😀", "b"]
+    assert tab.evaluate("textOf(path()[0].tokens)") == "a😀b"
+    for i in range(6):
+        tab.click(f"#t{turn['n']}-{i} .w")
+        assert tab.evaluate("chosen.i") == i
+    data["turns"][1]["tokens"] = spelled[:3]
+    tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
+    assert tab.locator(".t").all_inner_texts() == ["a", "F0", "9F"]
+    assert tab.locator(".t.chip").count() == 2
+
+
+@SLOW
+def test_stop_keeps_what_is_there_and_continue_goes_on(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tab, drawn = show(), Looks._drawn
+    slow = partial(time.sleep, 0.2)
+    monkeypatch.setattr(Looks, "_drawn", lambda *arguments, **options: slow() or drawn(*arguments, **options))
+    configure(tab, max_tokens=200, seed=5)
+    tab.fill("#question", "Go on.")
+    tab.press("#question", "Enter")
+    tab.wait_for_selector(".t >> nth=3")
+    tab.keyboard.press("Escape")
+    turn = settle(tab)
+    monkeypatch.undo()
+    assert turn["end"] == "stopped"
+    count = len(turn["tokens"])
+    assert 4 <= count < 200
+    assert tab.locator(".t").count() == count
+    assert "stopped" in tab.inner_text(".foot")
+    body = body_of(tab, lambda: tab.click("text=continue"))
+    assert body["answer"] == ids_of(turn["tokens"])
+    more = settle(tab)
+    assert ids_of(more["tokens"])[:count] == ids_of(turn["tokens"])
+    assert len(more["tokens"]) > count
+    stop = ask(tab, "Again.", schema=json.dumps({"const": 1}))["tokens"][-1]
+    assert stop["control"]
+    assert share(stop["p"]) in tab.locator("article").last.locator(".t.chip").last.inner_text()
+
+
+@SLOW
+def test_editing_keeps_the_old_branch_and_brackets_walk_through_all(show: Open) -> None:
+    tab = show()
+    ask(tab, "One?")
+    ask(tab, "Then?")
+    tab.locator("text=edit").first.click()
+    assert tab.input_value("#question") == "One?"
+    tab.fill("#question", "Two?")
+    tab.press("#question", "Enter")
+    settle(tab)
+    assert tab.locator(".question").all_inner_texts() == ["Two?"]
+    tab.click("text=again")
+    settle(tab)
+    walked = []
+    for _ in range(3):
+        walked.append((tab.locator(".place").first.inner_text(), tab.locator(".question").all_inner_texts()))
+        tab.evaluate("select(path()[0].n, 0)")
+        tab.keyboard.press("]")
+    assert walked == [("3/3", ["Two?"]), ("1/3", ["One?", "Then?"]), ("2/3", ["Two?"])]
+    assert tab.locator(".place").first.inner_text() == "3/3"
+    tab.keyboard.press("[")
+    assert tab.locator(".place").first.inner_text() == "2/3"
+
+
+@SLOW
+def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    turn = ask(tab, "What is a llama?")
+    open_token(tab, turn, 6)
+    text = ids_of(turn["prompt"]) + ids_of(turn["tokens"][:6])
+    logits = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab]
+    against = int(tab.input_value("#against"))
+    sums = tab.inner_text("#sums").replace("−", "-")
+    difference, heads, mlps, embedding = map(float, re.findall(r"[+-]\d+\.\d\d", sums)[:4])
+    assert difference == pytest.approx(float(logits[turn["tokens"][6]["id"]] - logits[against]), abs=0.01)
+    assert heads + mlps + embedding == pytest.approx(difference, abs=0.021)
+    assert "rounding" not in sums
+    tab.click("#tabs [data-tab=lens]")
+    last = tab.locator("#layers p").last
+    assert last.locator("b").first.inner_text() == "1"
+    assert last.locator(".guess").first.inner_text().endswith(share(float(logits.softmax(-1).max())))
+    tab.click("#tabs [data-tab=why]")
+    for key in (0, 5, len(text) - 1):
+        tab.click(f"#row [data-key='{key}']")
+        until(tab, f"inside?.head.key === {key}")
+        found = tab.evaluate("inside.head")
+        score = found["scores"][key]
+        assert int(tab.input_value("#distance")) == len(text) - 1 - key
+        assert tab.evaluate(f"pairs(inside.head, {len(text) - 1 - key}).reduce((a, b) => a + b)") == pytest.approx(
+            score, abs=1e-4
+        )
+        shown = [
+            float(x.replace("−", "-"))
+            for x in re.findall(r"score (−?[\d.]*\d(?:e−?\d+)?)", tab.inner_text("#rope-reads") + tab.inner_text("#at"))
+        ]
+        assert shown[0] == shown[1] == pytest.approx(score, abs=0.0051)
+        heights = tab.eval_on_selector_all(
+            "#pairs rect", "(all) => all.map((e) => [e.getAttribute('class'), Number(e.getAttribute('height'))])"
+        )
+        assert len(heights) == 8
+        assert torch.tensor(found["scores"]).softmax(-1).tolist() == pytest.approx(found["weights"], abs=1e-5)
+    tab.evaluate("id('distance').value = 3; id('distance').dispatchEvent(new Event('input'))")
+    assert tab.inner_text("#at").startswith("3 apart")
+    before, head = turn["tokens"][6]["p"], tab.evaluate("inside.heads[0].head")
+    tab.locator("#heads >> text=measure").first.click()
+    until(tab, "id('measured').textContent.includes('without')")
+    with ablated(tiny_llm.model, [tuple(head)]):
+        p = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab].softmax(-1)
+    after = float(p[turn["tokens"][6]["id"]])
+    assert f"{share(before)} → {share(after)} without" in tab.inner_text("#measured")
+
+
+@SLOW
+def test_the_key_stays_in_the_tab(browser: Browser, show: Open, tiny_llm: Llama) -> None:
+    with running(tiny_llm, key="secret") as server:
+        context = browser.new_context()
+        tab = context.new_page()
+        tab.goto(server.url)
+        for attempt in ("wrong", "secret"):
+            tab.fill("#key-value", attempt)
+            tab.press("#key-value", "Enter")
+            tab.wait_for_timeout(300)
+        tab.wait_for_selector("html[data-ready]")
+        assert tab.locator("dialog[open]").count() == 0
+        turn = ask(tab, "Open?")
+        assert turn["tokens"]
+        assert tab.evaluate("[localStorage.length, sessionStorage.getItem('clearllama-key')]") == [0, "secret"]
+        assert "secret" not in tab.evaluate("sessionStorage.getItem('clearllama-turns')")
+        context.close()
+
+
+SLOWLY = """
+import sys, time
+from llama import cli
+from llama.server.look import Looks
+drawn = Looks._drawn
+Looks._drawn = lambda *arguments, **options: time.sleep(0.03) or drawn(*arguments, **options)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def serve(file: Path, port: int, name: str) -> subprocess.Popen[bytes]:
+    """Start a server of a tiny model that takes 30 ms for a token, in a process that can be killed."""
+    options = ["serve", "-m", str(file), "--port", str(port), "--name", name, "--dtype", "float32", "--quiet"]
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *options])
+    while True:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
+@SLOW
+def test_a_server_that_goes_away_and_comes_back(show: Open, tiny_gguf: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = serve(tiny_gguf, port, "first")
+    try:
+        tab = show(f"http://127.0.0.1:{port}", expected="ERR_|Failed to load|net::")
+        configure(tab, max_tokens=200, seed=5)
+        tab.fill("#question", "Go on.")
+        tab.press("#question", "Enter")
+        tab.wait_for_selector(".t")
+        process.kill()
+        process.wait()
+        tab.wait_for_selector("#banner")
+        turn = tab.evaluate("path().at(-1)")
+        assert turn["tokens"]
+        assert tab.locator(".t").count() == len(turn["tokens"])
+        process = serve(tiny_gguf, port, "first")
+        tab.wait_for_selector("#banner", state="hidden")
+        until(tab, f"path().at(-1).n !== {turn['n']}")
+        resumed = settle(tab)
+        count = len(turn["tokens"])
+        assert 0 < count < len(resumed["tokens"])
+        assert ids_of(resumed["tokens"])[:count] == ids_of(turn["tokens"])
+        process.kill()
+        process.wait()
+        tab.evaluate("select(path()[0].n, 1)")
+        tab.wait_for_selector("#banner")
+        process = serve(tiny_gguf, port, "second")
+        tab.wait_for_selector("#banner >> text=Another model")
+        tab.evaluate("select(path()[0].n, 2)")
+        assert "Another model" in tab.inner_text("#waiting")
+        assert not tab.locator("#why").is_visible()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@SLOW
+def test_a_full_context_shows_its_numbers_and_sends_nothing(show: Open) -> None:
+    tab = show()
+    turn = ask(tab, "Go on.", max_tokens=500, schema="", temperature=3, min_p=0, top_p=1)
+    while turn["end"] == "stop":
+        tab.click("text=again")
+        turn = settle(tab)
+    assert turn["end"] == "context"
+    sent: list[str] = []
+    tab.on("request", lambda request: sent.append(request.url))
+    tab.fill("#question", "And then?")
+    tab.press("#question", "Enter")
+    assert "256 of 256 tokens" in tab.inner_text("#status")
+    assert sent == []
+    assert tab.input_value("#question") == "And then?"
+    assert tab.inner_text("#count") == "256 / 256 tokens"
+
+
+@SLOW
+def test_a_busy_server_is_asked_again_after_a_countdown(show: Open) -> None:
+    tab = show(expected="429")
+    refused = {"status": 429, "headers": {"Retry-After": "2"}, "json": {"error": {"message": "busy"}}}
+    tab.route("**/look/answer", lambda route: route.fulfill(**refused), times=1)
+    tab.fill("#question", "Hello?")
+    tab.press("#question", "Enter")
+    tab.wait_for_selector("#status >> text=again in 2 s")
+    tab.wait_for_selector("#status >> text=again in 1 s")
+    assert settle(tab)["tokens"]
+
+
+@SLOW
+def test_tabs_are_independent_and_a_conversation_survives(show: Open, tmp_path: Path) -> None:
+    first = show()
+    second = first.context.new_page()
+    second.goto(first.url)
+    second.wait_for_selector("html[data-ready]")
+    ask(first, "One?")
+    ask(second, "Two?")
+    assert second.locator(".question").all_inner_texts() == ["Two?"]
+    first.click("text=again")
+    settle(first)
+    turns, text = first.evaluate("turns"), first.inner_text("#chat")
+    first.reload()
+    first.wait_for_selector("html[data-ready]")
+    assert first.evaluate("turns") == turns
+    assert first.inner_text("#chat") == text
+    first.click("#open-export")
+    with first.expect_download() as saved:
+        first.click("[data-export=json]")
+    file = tmp_path / "chat.json"
+    saved.value.save_as(file)
+    for kind, part in (("md", "**One?**"), ("curl", "/v1/chat/completions"), ("html", "clearllama trace")):
+        with first.expect_download() as other:
+            first.click(f"[data-export={kind}]")
+        assert part in Path(other.value.path()).read_text()
+    second.click("#open-export")
+    second.set_input_files("#import", file)
+    until(second, "!id('export').open")
+    assert second.evaluate("turns") == turns
+    assert second.inner_text("#chat") == text
+
+
+@SLOW
+def test_the_first_minute_by_keyboard(show: Open) -> None:
+    tab = show()
+
+    def press(*keys: str) -> None:
+        for key in keys:
+            tab.keyboard.press(key)
+            outline = tab.evaluate(
+                "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
+            )
+            assert outline[0] == "BODY" or outline[1] != "none", (key, outline)
+
+    press("Tab", "Tab", "Tab", "Tab")  # Settings, Export, New, the first sample
+    assert tab.evaluate("document.activeElement.parentElement.id") == "samples"
+    press("Enter")
+    first = settle(tab)
+    press("ArrowRight", "ArrowRight", "ArrowRight")
+    assert tab.evaluate("chosen.i") == 2
+    settle(tab)
+    other = next(
+        k
+        for k, one in enumerate(first["tokens"][2]["top"])
+        if one["id"] != first["tokens"][2]["id"] and "control" not in one
+    )
+    press(str(other + 1))
+    second = settle(tab)
+    assert second["tokens"][2]["id"] == first["tokens"][2]["top"][other]["id"]
+    press("o")
+    third = settle(tab)
+    assert third["off"]
+    press("[", "[", "]")
+    assert tab.inner_text(".place") == "2/3"
+    press("Escape")
+    assert not tab.locator("#panel").is_visible()
+    tab.focus("#question")
+    tab.keyboard.type("r1[o")
+    assert tab.input_value("#question") == "r1[o"
+    assert len(tab.evaluate("turns")) == 4
+
+
+@SLOW
+def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -> None:
+    llm = loader.load(tiny_gguf, dtype="float32", device="cpu", max_seq_len=2300)
+    llm.tokenizer.stop_ids = frozenset()
+    with running(llm) as server:
+        tab = show(server.url)
+        tab.evaluate(
+            "window.tasks = []; new PerformanceObserver((list) => tasks.push(...list.getEntries()"
+            ".map((one) => one.duration))).observe({ type: 'longtask' })"
+        )
+        turn = ask(tab, "Go on.", max_tokens=2000, temperature=1.5, top_p=1, min_p=0)
+        assert len(turn["tokens"]) == 2000
+        busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # tasks are measured by the clock
+        assert [task for task in tab.evaluate("tasks") if task > 100 * busy] == []
+
+
+@SLOW
+def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -> None:
+    with running(default_llm) as server:
+        tab = show(server.url)
+        configure(tab, seed=5)
+        tab.click("#samples button >> nth=0")
+        turn = settle(tab)
+        i = next(i for i, one in enumerate(turn["tokens"]) if one.get("text") == " Tokyo")
+        open_token(tab, turn, i)
+        assert "Head 23.4 adds most, and it looked at ·Japan" in tab.inner_text("#summary")
+        tab.locator("#heads >> text=measure").first.click()
+        until(tab, "id('measured').textContent.includes('without')")
+        assert "without head 23.4" in tab.inner_text("#measured")
+        kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
+        tab.keyboard.press(str(kyoto + 1))
+        assert "Kyoto" in "".join(one.get("text", "") for one in settle(tab)["tokens"])
