@@ -170,22 +170,7 @@ def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tool_choice": "required"}, "needs tools"),
-        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "name of a function"),
-        ({"tools": [{"type": "retrieval"}]}, "a tool must be"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "can't be combined"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
-            "schema",
-        ),
-    ],
-)
-def test_invalid_tools_and_schemas_are_refused(client: openai.OpenAI, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
+def test_an_invalid_schema_is_refused(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
