@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
-import random
 import re
 import signal
 import stat
 import termios
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from pexpect.fdpexpect import fdspawn
 from llama import loader
 from llama.chat import encode_chat
 from llama.cli import turns
-from llama.cli.chat import HELP, Chat
+from llama.cli.chat import HELP
 from llama.generation.session import Session, open_session
 from llama.text import Llama
 from llama.tokenizer.common import BYTE_OF
@@ -268,32 +265,6 @@ def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tin
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
-def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
-    """Compared with trying every number of turns, for random conversations in a context of 256 tokens."""
-    rng, dropped = random.Random(0), Counter[int]()
-    for _ in range(150):
-        new_tokens, count = rng.choice((5, 200, 200)), rng.randint(1, 4)
-        messages = [{"role": "system", "content": "the"}] * rng.randint(0, 1)
-        for _ in range(count):
-            messages += [{"role": role, "content": "x" * rng.randint(0, 100)} for role in ("user", "assistant")]
-        messages.pop()
-        if rng.random() < 0.1:
-            messages[-1] = {"role": "user", "content": "x" * 250}  # does not fit alone
-        system = [message for message in messages if message["role"] == "system"]
-        turns_alone = messages[len(system) :]
-        kept = [[*system, *turns_alone[2 * number :]] for number in range(count)]
-        sizes = [len(encode_chat(tiny_llm.tokenizer, tiny_llm.chat_template, one)) for one in kept]
-        full = sizes[0] + min(new_tokens, 32) > 256 and count > 1 and sizes[-1] < 256
-        roomy = [number for number in range(1, count) if sizes[number] + min(new_tokens, 64) <= 256]
-        expected = [*roomy, count - 1][0] if full else 0
-
-        args = argparse.Namespace(system=None, quiet=True, world=None)
-        found, prompt = Chat(args, tiny_llm, {"max_new_tokens": new_tokens}, None).fit(messages)
-        assert (found, len(prompt)) == (kept[expected], sizes[expected])
-        dropped[expected] += 1
-    assert {0, 1, 2, 3} <= dropped.keys()
-
-
 @pytest.mark.parametrize(
     ("lines", "text", "command"),
     [

@@ -280,14 +280,3 @@ def test_requests_that_end_hflm(model: Model) -> None:
     for settings, message in (({"max_gen_toks": 64}, "no room in the context of 64"), ({"num_beams": 10}, "num_beams")):
         with pytest.raises(UsageError, match=message):
             ours.generate_until(instances("generate_until", ("the", {"until": [], "max_gen_toks": 9, **settings})))
-
-
-@pytest.mark.parametrize("model", ["chatml"], indirect=True)
-def test_sampled_answers_repeat_and_differ(model: Model) -> None:
-    ours, settings = harness.LanguageModel(model.llm, 4), {"until": [], "max_gen_toks": 12, "do_sample": True}
-    requests = instances("generate_until", *[("the dog", {**settings, "temperature": 1.5})] * 4)
-    first = ours.generate_until(requests)
-    assert first == ours.generate_until(requests)
-    assert len(set(first)) == 4
-    options = harness.generation_options({**settings, "top_p": 0.9, "num_beams": 1}, {"temperature": 0.6})
-    assert {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "max_new_tokens": 12}.items() <= options.items()

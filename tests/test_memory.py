@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
@@ -69,52 +66,6 @@ def test_a_cache_has_few_empty_slots_and_the_predicted_bytes(kind: str) -> None:
     assert found == memory.cache_bytes(tiny.CONFIG, 30_000, 4, kind, 3)
     with pytest.raises(ContextLengthError, match=r"30000.*30001"):
         cache.reserve(30_001)
-
-
-# ------------------------------------------------------------------------------------- predicted and actual memory
-@pytest.mark.parametrize("kind", ["model", "int8"])
-@pytest.mark.parametrize("chunk", [16, 256])
-def test_activations_are_bounded_by_their_formula(kind: str, chunk: int) -> None:
-    """The peak of all live tensors that a chunk makes is below the bound; weights and cache are not counted."""
-    model = long_model()
-    model.runner.cache_kind = kind
-    cache = model.new_cache(3000)
-    prefill(model, tiny.random_tokens(3000 - chunk)[0].tolist(), cache)
-    cache.reserve(3000)
-    with Living() as living:
-        prefill(model, [5] * chunk, cache)
-    bound = memory.activation_bytes(model.config, 3000, 4, kind, chunk)
-    assert living.peak < bound
-    if chunk == 256 or kind == "int8":  # otherwise the bound is mostly the second copy of a growing cache
-        assert living.peak > bound / 4
-
-
-class Living(TorchDispatchMode):
-    """Record the peak of the bytes of all live tensors that were made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {storage.data_ptr() for storage in storages((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for storage in storages(out):
-            if storage.data_ptr() not in known | self.seen and storage.nbytes():
-                self.seen.add(storage.data_ptr())
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def gone(self, where: int, size: int) -> None:
-        self.seen.discard(where)
-        self.now -= size
-
-
-def storages(values: Any) -> list[Any]:
-    return [value.untyped_storage() for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
 
 
 # ------------------------------------------------------------------------------------------------------ free memory

@@ -83,36 +83,8 @@ for other in others:
 assert torch.equal(product(), expected)
 """
 
-LOADING = """
-import os, signal, threading, time
-from llama.engine import kernels
-
-real, inside = kernels.load, threading.Event()
-
-def slow(form):
-    inside.set()
-    time.sleep(0.3)
-    return real(form)
-
-kernels.load = slow
-other = threading.Thread(target=kernels.ready)
-other.start()
-assert inside.wait(20)
-child = os.fork()
-if child == 0:
-    signal.alarm(20)
-    os._exit(not kernels.ready())
-assert os.waitpid(child, 0)[1] == 0
-other.join()
-"""
-
 
 @pytest.mark.skipif(not kernels.ready() or not os.path.exists("/proc/self/task"), reason="needs the kernels, and Linux")
 @pytest.mark.parametrize("way", ["before the first loop", "in the middle of loops"])
 def test_the_kernels_of_a_forked_child_have_threads_of_their_own(forked: Forked, way: str) -> None:
     check(forked, f"{CHILD}\nway = {way!r}\n{KERNELS}")
-
-
-@pytest.mark.skipif(not kernels.ready() or not hasattr(os, "fork"), reason="needs the kernels, and fork")
-def test_a_child_can_use_the_kernels_that_another_thread_was_loading(forked: Forked) -> None:
-    check(forked, LOADING)

@@ -130,24 +130,6 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
         assert len(complete) > len(ended.stdout) > (0 if moment == "decode" else -1)
 
 
-# ------------------------------------------------------------------------------------- terminals and progress bars
-@pytest.mark.parametrize(
-    ("env", "bars"),
-    [({"TERM": "dumb"}, False), pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, True, marks=pytest.mark.slow)],
-)
-def test_a_dumb_terminal_gets_no_progress_bars_and_no_terminal_gets_colours(
-    model: Path, tmp_path: Path, env: dict[str, str], bars: bool
-) -> None:
-    args = ["-m", "llama", "convert", str(model), str(tmp_path / "new"), "--to", "gguf"]
-    child = pexpect.spawn(sys.executable, args, encoding="utf-8", timeout=60, env={**os.environ, **env})
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
-    assert ("weight/s" in child.before) == bars
-    assert "\x1b[3" not in child.before
-    assert "weights were read back and are equal" in child.before
-
-
 # ------------------------------------------------------------------------------------------------------------- JSON
 def test_numbers_that_json_cannot_express_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     numbers, stats = [-math.inf, math.inf, math.nan, -0.5], SimpleNamespace(prompt_tokens=1, as_dict=dict)

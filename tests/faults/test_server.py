@@ -752,19 +752,6 @@ def test_a_signal_ends_the_server_after_the_accepted_answers(
     assert "secret" not in errors  # prompts and answers are not logged
 
 
-@pytest.mark.slow
-def test_a_second_interrupt_ends_the_server_at_once(forked: Forked, tiny_gguf: Path) -> None:
-    server: Any = Command(forked, tiny_gguf)
-    with connect(server, raw({**LONG, "stream": True})) as client, connect(server, raw(LONG)):
-        until(lambda: sum(gauges(server)) == 2)
-        start = time.monotonic()
-        code, errors = server.end(signal.SIGINT, signal.SIGINT)
-        assert time.monotonic() - start < 1.5  # the answers take 2 s
-        assert b"[DONE]" not in b"".join(iter(lambda: _received(client), b""))
-    assert code == 130
-    assert "Traceback" not in errors
-
-
 def request(number: int) -> tuple[str, dict[str, Any]]:
     """The path and body of request `number` of a long run; some are wrong."""
     draw = random.Random(number)
