@@ -119,31 +119,30 @@ def test_raw_prompts_and_system_messages(main: Command, tiny_llm: Llama, tmp_pat
 
 
 def test_prompts_from_a_pipe_are_answered_on_stdout(clearllama: Run, tiny_gguf: Path) -> None:
-    result = clearllama(
-        "generate", "-m", str(tiny_gguf), "--prompts", "-", "--output", "-", "-n", "3", stdin=b'{"prompt": "caf\xc3\xa9"}\r\n{"prompt": "b"}'
-    )  # fmt: skip
+    """Ids keep their type, and a byte order mark is ignored."""
+    prompts = b'\xef\xbb\xbf{"prompt": "caf\xc3\xa9"}\r\n{"id": "1", "prompt": "\xe2\x80\xa8b"}'
+    args = ("generate", "-m", str(tiny_gguf), "--prompts", "-", "--output", "-", "-n", "3")
+    result = clearllama(*args, stdin=prompts)
     assert result.returncode == 0
     answers = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [(answer["id"], answer["prompt"]) for answer in answers] == [(1, "caf\xe9"), (2, "b")]
+    assert [(answer["id"], answer["prompt"]) for answer in answers] == [(1, "caf\xe9"), ("1", "\u2028b")]
     assert b"2 prompts, 6 new tokens" in result.stderr
+    raw = clearllama(*args, "--raw", stdin=b'{"prompt": "a"}\n{"prompt": "a", "system": "b"}')
+    assert (raw.returncode, raw.stdout) == (2, b"")
+    assert b"line 2 needs a chat, but " in raw.stderr
 
 
 def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long = "x " * 400
-    lines: Lines = [
-        {"id": "long", "prompt": long},
-        {"prompt": "hello"},
-        {"messages": [{"role": "user", "content": long}]},
-    ]
+    lines: Lines = [{"id": "long", "prompt": "x " * 400}, {"prompt": "hello"}]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "4", "--batch-size", "2")
     assert main(*args) == 1
     answers = read(target)
-    assert ["text" in answer for answer in answers] == [False, True, False]
-    assert all("must hold prompt and answer" in answers[at]["error"] for at in (0, 2))
-    assert capsys.readouterr().err.startswith("clearllama: error: 2 of 3 prompts failed")
+    assert ["text" in answer for answer in answers] == [False, True]
+    assert "must hold prompt and answer" in answers[0]["error"]
+    assert capsys.readouterr().err.startswith("clearllama: error: 1 of 2 prompts failed")
     before = target.read_bytes()
     assert main(*args) == 1  # errors of an earlier run count, and nothing is run again
     assert target.read_bytes() == before
@@ -153,20 +152,15 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     ("line", "message"),
     [
         ("", "not valid JSON"),
-        ('["a"]', "must be an object"),
         ('{"prompt": "a", "prompt": "b"}', "a key occurs twice"),
         ('{"prompt": "a", "promt": "b"}', "unknown key 'promt'"),
         ('{"id": 3}', "expected either"),
-        ('{"prompt": null}', "no content"),
-        ('{"prompt": "a", "system": 1}', "content must be a string"),
         ('{"messages": "a"}', "must be"),
         ('{"messages": [{"role": "user", "content": "a"}], "system": "a"}', "include a system message"),
         ('{"prompt": "a", "id": true}', "id must be"),
         ('{"prompt": "a", "id": 1}', "line 1 has the same id 1"),
         ('{"prompt": "a", "temperature": NaN}', "temperature must be"),
-        ('{"prompt": "a", "logit_bias": {"a": 1}}', "logit_bias must be"),
         ('{"prompt": "a", "id": "\\udfff"}', "half of a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(
@@ -182,35 +176,14 @@ def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(
     assert not target.exists()
 
 
-def test_ids_keep_their_type_and_a_byte_order_mark_is_ignored(main: Command, tmp_path: Path) -> None:
-    source, target = tmp_path / "in", tmp_path / "out"
-    source.write_bytes(
-        b'\xef\xbb\xbf{"prompt": "a"}\r\n{"id": "1", "prompt": "\xe2\x80\xa8b"}\n{"id": "x", "prompt": "c"}'
-    )
-    assert main("--prompts", str(source), "--output", str(target), "-n", "1") == 0
-    assert [(answer["id"], answer["prompt"]) for answer in read(target)] == [(1, "a"), ("1", "\u2028b"), ("x", "c")]
-
-
-@pytest.mark.parametrize("own", [{"prompt": "a", "system": "b"}, {"messages": [{"role": "user", "content": "b"}]}])
-def test_a_conversation_is_not_raw(
-    main: Command, tmp_path: Path, own: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, target = write(tmp_path / "in", [{"prompt": "a"}, own]), tmp_path / "out"
-    assert main("--prompts", str(source), "--output", str(target), "--raw") == 2
-    assert "line 2 needs a chat, but " in capsys.readouterr().err
-    assert target.read_bytes() == b""
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("hello",), "leave the PROMPT argument out"),
         (("--draft", "ngram"), "leave --draft out"),
         (("--output", "no/such/folder/x"), "--output no/such/folder/x: expected a file in an existing folder"),
-        (("--json",), "leave --json out"),
         (("--batch-size", "0"), "--batch-size must be"),
         (("--output", "IN"), "is missing; choose another --output"),
-        (("--output", "/dev/null"), "not a regular file"),
     ],
 )
 def test_contradicting_options_are_refused(
@@ -232,20 +205,16 @@ def test_a_run_resumes_wherever_the_output_was_cut(step: int, main: Command, tmp
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "1", "--batch-size", "2", "--seed", "1")
     assert main(*args) == 1
-    parsed = cli.build_parser().parse_args(["generate", "--quiet", *args])
     record = tmp_path / "out.jsonl.run.json"
-    complete, made_with = target.read_bytes(), record.read_bytes()
-    expected = comparable(read(target))
-    ends = [at + 1 for at, byte in enumerate(complete) if byte == ord("\n")]
-    assert len(complete) > 600
-    near_ends = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(complete)}
+    complete, made_with, expected = target.read_bytes(), record.read_bytes(), comparable(read(target))
+    ends = [0, *(at + 1 for at, byte in enumerate(complete) if byte == ord("\n"))]
+    near_ends = {at for end in ends for at in (end - 1, end, end + 1) if 0 <= at <= len(complete)}
     for cut in sorted(near_ends | set(range(0, len(complete), step))):
         target.write_bytes(complete[:cut])
         record.write_bytes(made_with)
-        assert parsed.run(parsed) == 1
+        assert main(*args) == 1
         assert comparable(read(target)) == expected, cut
-        done = sum(end <= cut for end in ends)
-        kept = ends[done - 1] if done else 0
+        kept = max(end for end in ends if end <= cut)
         assert target.read_bytes()[:kept] == complete[:kept]
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
-import random
 import re
 import signal
 import stat
 import termios
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from pexpect.fdpexpect import fdspawn
 from llama import loader
 from llama.chat import encode_chat
 from llama.cli import turns
-from llama.cli.chat import HELP, Chat
+from llama.cli.chat import HELP
 from llama.generation.session import Session, open_session
 from llama.text import Llama
 from llama.tokenizer.common import BYTE_OF
@@ -169,13 +166,6 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     assert termios.tcgetattr(chat.side) == chat.before
 
 
-def test_a_chat_needs_no_history(start: Start, letters: Path, tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("not a folder")
-    chat = start("-m", letters, *GREEDY, "-n", "3")
-    assert "aaa" in chat.enter("one")
-    assert chat.end() == 0
-
-
 # ------------------------------------------------------------------------------------------------------------ a pipe
 def talk(clearllama: Run, model: Path, *lines: str, args: tuple[str, ...] = (), code: int = 0) -> Any:
     done = clearllama("chat", "-m", str(model), *GREEDY, *args, stdin="\n".join([*lines, ""]).encode())
@@ -200,37 +190,29 @@ def test_answers_over_a_pipe_are_told_apart(clearllama: Run, tiny_gguf: Path, ti
     told = talk(clearllama, tiny_gguf, *lines, args=("-n", "6", "--json"), code=1)
     objects = [json.loads(line) for line in told.stdout.splitlines()]
     assert [answer["prompt"] for answer in objects] == asked
-    messages: list[dict[str, str]] = []
+    messages, texts = [], []
     for answer in objects:
-        turn = [*messages, {"role": "user", "content": answer["prompt"]}]
-        if "x" * 400 in answer["prompt"]:
+        if answer["prompt"] == "x" * 400:
             assert answer.keys() == {"prompt", "error"}
             assert f"clearllama: error: {answer['error']}" in done.stderr.decode().splitlines()
             continue
-        expected = tiny_llm.chat(turn, max_new_tokens=6)
-        assert answer["text"] == expected.text
-        assert answer["tokens"] == expected.tokens
-        messages = [*turn, {"role": "assistant", "content": answer["text"]}]
-    texts = [answer["text"] for answer in objects if "text" in answer]
+        messages.append({"role": "user", "content": answer["prompt"]})
+        expected = tiny_llm.chat(messages, max_new_tokens=6)
+        assert (answer["text"], answer["tokens"]) == (expected.text, expected.tokens)
+        messages.append({"role": "assistant", "content": answer["text"]})
+        texts.append(answer["text"])
     assert done.stdout.decode() == "\n".join(text + "\n" for text in texts)
     alone = clearllama("generate", "hello", "-m", str(tiny_gguf), *GREEDY, "-n", "6", "--json")
     assert {**json.loads(alone.stdout), "stats": 0} == {**objects[0], "stats": 0}
 
 
 def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = ("/retr", "/clear now", "/save", "/undo", "/exit now", "/help", '"""hello', "the")
+    lines = ("/retr", "/clear now", "/save", "/undo", "/help", '"""hello', "the")
     done = talk(clearllama, tiny_gguf, *lines, code=2)
     assert HELP in done.stderr.decode()
-    assert talk(clearllama, tiny_gguf, "/quit", '"""never read').stdout == b""
     errors = [line.split("error: ")[1] for line in done.stderr.decode().splitlines() if "error" in line]
-    assert [error.split(";")[0] for error in errors] == [
-        "unknown command '/retr'",
-        "unknown command '/clear now'",
-        "/save needs a file: /save FILE",
-        "there is no question yet",
-        "unknown command '/exit now'",
-        'the message that begins with """ has no end',
-    ]
+    words = ("'/retr'", "'/clear now'", "/save needs a file", "there is no question yet", "has no end")
+    assert [word in error for word, error in zip(words, errors, strict=True)] == [True] * 5
 
 
 def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -242,44 +224,29 @@ def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_pat
     first, last = short.stdout.split(b"\n\n")[0], short.stdout.split(b"\n\n")[-1]
     assert long.stdout.startswith(first)
     assert long.stdout.endswith(last)
-    about = [open_session(path)[1] for path in (plain, undone)]
-    assert about[0]["messages"] == about[1]["messages"]
+    assert open_session(plain)[1]["messages"] == (messages := open_session(undone)[1]["messages"])
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
-    messages, tokens = about[1]["messages"], Session.load(undone, llm.model).tokens
-    assert "secret" not in llm.tokenizer.decode(tokens)
+    tokens = Session.load(undone, llm.model).tokens
     assert tokens == encode_chat(llm.tokenizer, llm.chat_template, messages)[: len(tokens)]
     again = talk(clearllama, tiny_gguf, "hello", "/retry", "the end", args=args)
     assert again.stdout == first + b"\n\n" + short.stdout
 
 
-def test_retry_samples_with_a_new_seed(clearllama: Run, tiny_gguf: Path, tiny_llm: Llama) -> None:
-    done = talk(clearllama, tiny_gguf, "hello", "/retry", args=("-n", "12", "--temp", "3", "--seed", "5", "--json"))
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    seeds = [answer["stats"]["seed"] for answer in answers]
-    assert seeds[0] == 5 != seeds[1]
-    for answer, seed in zip(answers, seeds, strict=True):
-        alone = tiny_llm.chat([{"role": "user", "content": "hello"}], max_new_tokens=12, temperature=3, seed=seed)
-        assert (answer["prompt"], answer["tokens"]) == ("hello", alone.tokens)
-
-
 def test_a_system_message_begins_a_conversation(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
-    at, text = str(tmp_path / "talk"), str(tmp_path / "text")
-    system = ("--system", "the")
+    at, system = str(tmp_path / "talk"), ("--system", "the")
     talk(clearllama, tiny_gguf, "hello", "/system be", "hello", f"/save {at}", args=("-n", "3", *system))
     refused = talk(clearllama, tiny_gguf, "hello", args=(*system, "--load-session", at), code=2)
     assert f"--system can't change the conversation in {at}" in refused.stderr.decode()
-    # A session that generate saved has no conversation, so that --system applies.
-    clearllama("generate", "-m", str(tiny_gguf), *GREEDY, "hello", "-n", "3", "--save-session", text)
 
     def last(*lines: str, args: tuple[str, ...] = ()) -> list[int]:
         done = talk(clearllama, tiny_gguf, *lines, "hello", args=("-n", "3", "--json", *args))
         ids: list[int] = json.loads(done.stdout.splitlines()[-1])["tokens"]
         return ids
 
-    plain, none = last(args=system), last()
+    plain = last(args=system)
     assert last("hello", "/clear", args=("--load-session", at)) == last(args=("--system", "be")) != plain
-    assert last(args=(*system, "--load-session", text)) == last("/system the", f"/load {text}") == plain
-    assert last("/system", args=system) == none != plain
+    assert last("/system the") == plain
+    assert last("/system", args=system) == last() != plain
 
 
 def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -299,45 +266,16 @@ def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tin
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
-def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
-    """Compared with trying every number of turns, for random conversations in a context of 256 tokens."""
-    rng, dropped = random.Random(0), Counter[int]()
-    for _ in range(150):
-        new_tokens, count = rng.choice((5, 200, 200)), rng.randint(1, 4)
-        messages = [{"role": "system", "content": "the"}] * rng.randint(0, 1)
-        for _ in range(count):
-            messages += [{"role": role, "content": "x" * rng.randint(0, 100)} for role in ("user", "assistant")]
-        messages.pop()
-        if rng.random() < 0.1:
-            messages[-1] = {"role": "user", "content": "x" * 250}  # does not fit alone
-        system = [message for message in messages if message["role"] == "system"]
-        turns_alone = messages[len(system) :]
-        kept = [[*system, *turns_alone[2 * number :]] for number in range(count)]
-        sizes = [len(encode_chat(tiny_llm.tokenizer, tiny_llm.chat_template, one)) for one in kept]
-        full = sizes[0] + min(new_tokens, 32) > 256 and count > 1 and sizes[-1] < 256
-        roomy = [number for number in range(1, count) if sizes[number] + min(new_tokens, 64) <= 256]
-        expected = [*roomy, count - 1][0] if full else 0
-
-        args = argparse.Namespace(system=None, quiet=True, world=None)
-        found, prompt = Chat(args, tiny_llm, {"max_new_tokens": new_tokens}, None).fit(messages)
-        assert (found, len(prompt)) == (kept[expected], sizes[expected])
-        dropped[expected] += 1
-    assert {0, 1, 2, 3} <= dropped.keys()
-
-
 @pytest.mark.parametrize(
     ("lines", "text", "command"),
     [
         (["/clear "], "/clear", True),
-        (["///x"], "//x", False),
-        (["/pasted\ntext"], "/pasted\ntext", False),
         (["\n\n  a\n\nb \n"], "  a\n\nb", False),
         (['"""a"""'], "a", False),
         (['"""', "", "  a", "", "/b ", "", '"""'], "  a\n\n/b", False),
         (['"""a', 'b"""  '], "a\nb", False),
         (['"""', 'say """x""" now', 'end"""'], 'say """x""" now\nend', False),
         (['"""doc"""\ndef f(): pass'], '"""doc"""\ndef f(): pass', False),
-        (["\u2028a\x0bb"], "a\x0bb", False),
     ],
 )
 def test_what_a_turn_is(lines: list[str], text: str, command: bool) -> None:

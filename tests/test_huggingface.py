@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
 import llama
-from llama import loader
 from llama.checkpoint import huggingface, open_checkpoint
 from llama.errors import LlamaError
 from llama.generate import generate
@@ -87,10 +86,7 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
         {},
         {"tie_word_embeddings": True},
         {"head_dim": 8},
-        {"attention_bias": True},
         {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
-        {"num_key_value_heads": 4},
-        {"rope_theta": 500000.0},
         {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
     ],
     ids=str,
@@ -107,7 +103,6 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2.0},
     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False},
@@ -142,12 +137,12 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
 
 def test_a_trained_length_beside_the_scaling_is_read_as_in_transformers(tmp_path: Path) -> None:
     write(tmp_path)
-    edit(tmp_path, rope_parameters={**ROPES[4], "rope_theta": 10000.0}, original_max_position_embeddings=16)
+    edit(tmp_path, rope_parameters={**ROPES[3], "rope_theta": 10000.0}, original_max_position_embeddings=16)
     compare(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path), lengths=(20, 33, 64, 65, 200))
 
 
 @pytest.mark.parametrize("length", [30, 63, 65])
-@pytest.mark.parametrize("rope", [ROPES[2], ROPES[9]], ids=label)
+@pytest.mark.parametrize("rope", [ROPES[2], ROPES[8]], ids=label)
 def test_scalings_by_length_generate_the_text_of_transformers(
     tmp_path: Path, rope: dict[str, Any], length: int
 ) -> None:
@@ -207,16 +202,6 @@ def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, s
             open_checkpoint(tmp_path)
 
 
-def test_copied_weights_are_released_from_the_mapped_file(tmp_path: Path) -> None:
-    write(tmp_path, dtype=torch.bfloat16)
-    for dtype in ("float32", "bfloat16"):
-        checkpoint, released = open_checkpoint(tmp_path), set[str]()
-        checkpoint.release = released.add  # type: ignore[method-assign]
-        loader.build(checkpoint, "cpu", dtype)
-        rotated = {name for name in checkpoint.shapes if name.endswith((".wq.weight", ".wk.weight"))}
-        assert released == (set(checkpoint.shapes) if dtype == "float32" else rotated)
-
-
 # ------------------------------------------------------------------------------------- tokens, sampling, templates
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -257,7 +242,6 @@ LISTED = [{"name": name, "template": text} for name, text in BOTH.items()]
 @pytest.mark.parametrize(
     ("listed", "files", "expected"),
     [
-        (None, {}, None),
         (LISTED, {}, BOTH),
         (LISTED[:1], {}, "A"),
         (LISTED, {"chat_template.jinja": "é"}, "é"),
@@ -295,13 +279,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
     "rope kind": (config(rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral', expected one of default"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
-    "lfs": (lambda d: first(d).write_bytes(b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
     "int8": (lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
              r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16"),
     "unknown tensor": (lambda d: (change_state(d, lambda s: s.update(extra=torch.ones(1))), (d / INDEX).unlink()),
                        "'extra' is not part of a LLaMA decoder"),
     "template type": (lambda d: edit(d, file="tokenizer_config.json", chat_template=3), "chat_template must be a string"),
-    "template bytes": (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "not UTF-8"),
 }  # fmt: skip
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from llama.checkpoint import huggingface_write, open_checkpoint
-from llama.checkpoint.write import Model
-from llama.config import ModelConfig
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.base import HUGGING_FACE_NAMES, to_file_name
 from llama.engine import kernels
 from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError
@@ -32,9 +27,9 @@ from llama.quant.blocks import BlockFormat
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.quant.tiles import unpack
 from llama.tools.convert import convert, quantize
-from llama.weights import expected_shapes
 
 from . import test_huggingface, tiny
+from .faults.harness import snapshot
 from .scripts import make_tiny
 from .test_huggingface import edit
 from .test_kernels import needs_kernels
@@ -42,7 +37,6 @@ from .test_quant import distance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Capture = pytest.CaptureFixture[str]
 TOKENS = test_huggingface.tokens(40)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 ODD = {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN, "intermediate_size": 100, "vocab_size": 331}
@@ -76,12 +70,6 @@ def saved(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     target = tmp_path_factory.mktemp("saved") / "int4"
     quantize(sources["hf"], target, "int4")
     return target
-
-
-@pytest.fixture
-def damaged(saved: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return shutil.copytree(saved, tmp_path / "damaged")
 
 
 def built(path: Path, quantize: str | None = None, rope: str = "complex", dtype: str | None = None) -> Transformer:
@@ -128,25 +116,19 @@ def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path,
     with safe_open(tmp_path / "q" / "model.safetensors", "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     state = tiny.weights(TIED)
-    theirs = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
-              "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj", "norm": "model.norm",
-              "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-              "tok_embeddings": "model.embed_tokens"}  # fmt: skip
     assert len(tensors) == len(state)
     for name, weight in state.items():
-        *start, last, _ = name.split(".")
-        stem = f"model.layers.{start[1]}.{theirs[last]}" if start else theirs[last]
+        stem = to_file_name(name, HUGGING_FACE_NAMES, "model.layers").removesuffix(".weight")
         if weight.dim() == 1:
             assert torch.equal(tensors[f"{stem}.weight"], weight)
             continue
-        declared = json.loads(metadata[f"{stem}.tiles"])
-        format = scheme_for("output" if last == "tok_embeddings" else name, SCHEMES[scheme]).format
-        assert declared == {"shape": [*weight.shape], "bits": format.bits, "group": 32, "offset": format.offset}
+        format = scheme_for("output" if name.startswith("tok_embeddings") else name, SCHEMES[scheme]).format
+        declared = {"shape": [*weight.shape], "bits": format.bits, "group": 32, "offset": format.offset}
+        assert json.loads(metadata[f"{stem}.tiles"]) == declared
         tiles = tensors[f"{stem}.tiles"]
         assert tiles.dtype == torch.uint8
         found = unpack(tiles, *weight.shape, format).weight
-        reference = schemes.quantize(weight, format).weight
-        assert distance(found, reference) < 1e-4  # two ranges may be equally good
+        assert distance(found, schemes.quantize(weight, format).weight) < 1e-4  # two ranges may be equally good
         assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
 
 
@@ -177,11 +159,8 @@ def test_quantized_weights_of_a_gguf_are_kept_if_the_scheme_has_their_format(
 
 @needs_kernels
 def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_path: Path) -> None:
-    first = quantize(saved, tmp_path / "a", "int4")
-    assert first.warnings == []
-    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == {
-        file.name: file.read_bytes() for file in saved.iterdir()
-    }
+    assert quantize(saved, tmp_path / "a", "int4").warnings == []
+    assert snapshot(tmp_path / "a") == snapshot(saved)
     other = quantize(saved, tmp_path / "b", "int8")
     assert [AGAIN in warning and "(int4-g32+offset, int8-g32)" in warning for warning in other.warnings] == [True]
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
@@ -210,39 +189,30 @@ def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path, wrong: float
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-# ---------------------------------------------------------------------------------------------------------- damage
 UP = "model.layers.1.mlp.up_proj"
-Change = Callable[[Path], object]
 
 
-META = rf"model\.safetensors: the metadata of {UP}\.tiles"
-
-
-def tiles(**changes: Any) -> Change:
-    """Change the metadata of one weight."""
-
-    def change(folder: Path) -> None:
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            metadata = file.metadata()
-        entry = json.dumps({**json.loads(metadata[f"{UP}.tiles"]), **changes})
-        state = load_file(folder / "model.safetensors")
-        save_file(state, folder / "model.safetensors", {**metadata, f"{UP}.tiles": entry})
-
-    return change
-
-
-FAULTS: dict[str, tuple[Change, str]] = {
-    "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"'.*\.tiles' is not part of"),
-    "4 bits with one scale per row": (tiles(group=0), f"{META} is not of a supported format"),
-    "a huge shape": (tiles(shape=[100, 2**70]), f"{META} is not of a supported format"),
-    "fewer rows": (tiles(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\), but .* requires \(100, 64\)"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_damage_is_one_line_with_a_remedy(damaged: Path, fault: str) -> None:
-    damage, message = FAULTS[fault]
-    damage(damaged)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, r"'.*\.tiles' is not part of"),
+        *((wrong, rf"{UP}\.tiles is not of a supported format") for wrong in ({"group": 0}, {"shape": [100, 2**70]})),
+        ({"shape": [97, 64]}, rf"{UP}\.tiles has shape \(97, 64\), but .* requires \(100, 64\)"),
+    ],
+)
+def test_damage_is_one_line_with_a_remedy(
+    saved: Path, tmp_path: Path, changes: dict[str, Any] | None, message: str
+) -> None:
+    """The changes are those of the metadata of one weight; None removes the whole entry of config.json."""
+    damaged = shutil.copytree(saved, tmp_path / "damaged")
+    file, entry = damaged / "model.safetensors", f"{UP}.tiles"
+    if changes is None:
+        edit(damaged, remove=("quantization_config",))
+    else:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        metadata[entry] = json.dumps({**json.loads(metadata[entry]), **changes})
+        save_file(load_file(file), file, metadata)
     with pytest.raises(LlamaError, match=message) as caught:
         load_model(damaged, device="cpu")
     assert "\n" not in str(caught.value)
@@ -264,44 +234,3 @@ def test_a_saved_model_runs_without_the_kernels(tmp_path: Path, scheme: str, mon
     assert again.warnings == []
     reference = load_model(tmp_path / "plain", dtype="float32", device="cpu")(TOKENS)
     assert distance(reference, exact) < 1e-3
-
-
-def status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def measure(small: Path, large: Path, out: Path) -> None:
-    """Print by how much quantizing, loading with --quantize and loading raise the peak and the anonymous memory."""
-    quantize(small, out / "t", "int4"), built(out / "t"), built(small, "int4")  # to import everything
-    for run in (lambda: quantize(large, out / "q", "int4"), lambda: built(large, "int4"), lambda: built(out / "q")):
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before, anonymous = status("VmRSS"), status("RssAnon")
-        result = run()
-        print(status("VmHWM") - before, status("RssAnon") - anonymous)
-        del result
-
-
-@needs_kernels
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
-@pytest.mark.slow
-def test_memory_has_the_quantized_weights_and_two_others(sources: dict[str, Path], tmp_path: Path) -> None:
-    config = ModelConfig(1024, 4, 16, 16, 64, 2816, 8192, max_seq_len=64, tie_embeddings=True)
-    noise = torch.randn(config.vocab_size * config.dim, generator=torch.Generator().manual_seed(0)).bfloat16() / 32
-    shapes = expected_shapes(config)
-    model = Model(config, shapes, dict.fromkeys(shapes, torch.bfloat16),
-                  lambda name: noise[: math.prod(shapes[name])].view(shapes[name]))  # fmt: skip
-    (tmp_path / "large").mkdir()
-    huggingface_write.write(tmp_path / "large", model)
-    source = sum(model.nbytes(name) for name in shapes)
-    largest = max(model.nbytes(name) for name in shapes)
-    code = "import sys, pathlib, tests.test_quantize as t; t.measure(*map(pathlib.Path, sys.argv[1:]))"
-    out = subprocess.run([sys.executable, "-c", code, str(sources["gguf"]), str(tmp_path / "large"), str(tmp_path)],
-                         check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout  # fmt: skip
-    (saving, _), (loading, _), (_, mapping) = ([int(n) for n in line.split()] for line in out.splitlines())
-    quantized_bytes = (tmp_path / "q" / "model.safetensors").stat().st_size
-    assert source > 100e6
-    assert quantized_bytes < 0.36 * source
-    assert saving < 2 * largest + 6e6, (saving, largest)
-    assert loading < quantized_bytes + 2 * largest + 6e6, (loading, quantized_bytes, largest)
-    assert mapping < 6e6

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llama.cli import build_parser, ranks
-from llama.engine import parallel, runtime
 from llama.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun on one Linux host")
@@ -82,13 +79,6 @@ def test_a_chat_is_that_of_one_process(tiny_gguf: Path, clearllama: Any) -> None
     out, _, errors = end(launch(2, command), turns)
     assert out == alone
     assert len(errors) == 2  # /nothing, and /save, which several processes do not support
-    keyboard, terminal = pty.openpty()
-    process = launch(2, command, stdin=terminal)
-    os.write(keyboard, b"hello\n")
-    wait_for(process, "prompt tokens")
-    os.write(keyboard, b"/exit\n")
-    assert alone.splitlines()[0] in end(process)[0]
-    assert process.returncode == 0
 
 
 @SLOW
@@ -152,19 +142,3 @@ def test_what_does_not_fit_the_number_of_processes_is_refused() -> None:
             ranks.check(parsed(command), ["generate", "a b"], size)
     for command, size in (("chat --tensor-parallel 2", 2), ("chat", 2), ("chat --compile", 1), ("bench", 1)):
         ranks.check(parsed(command), [], size)
-
-
-def test_ranks_share_the_cores_and_only_rank_0_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts: list[str] = []
-    threads: list[int] = []
-    world = SimpleNamespace(on_this_host=2, device="cpu", check_same=lambda what, fact: facts.append(fact))
-    monkeypatch.setattr(parallel, "join", lambda *args: world)
-    monkeypatch.setattr(ranks, "available_cores", lambda allowed: 6)
-    monkeypatch.setattr(runtime, "set_threads", threads.append)
-    for number, (chosen, variable) in enumerate((("", "1"), ("", "5"), ("--threads 1", "1"))):
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        args = parsed(f"generate --prompts x --output y {chosen}")
-        ranks.join(args, None, number, 2)
-        assert (args.output, args.quiet) == (None if number else "y", bool(number))
-    assert threads == [3]  # half of the cores, unless the user has chosen
-    assert facts[0] == facts[2]  # the number of threads may differ

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from llama import sampling
-from llama.cli import arguments
 from llama.errors import LlamaError, NumericalError, UsageError
 from llama.generate import check_extreme, generate
 from llama.generation.speculative import NGramDraft, speculate
@@ -41,32 +40,6 @@ def test_top_k_keeps_the_k_largest_and_those_equal_to_them(values: list[float], 
     smallest = sorted(values, reverse=True)[min(k, len(values)) - 1]
     expected = [i for i, value in enumerate(values) if value >= smallest]
     assert kept(sampling.top_k(torch.tensor(values), k)) == expected
-
-
-@given(logits_lists, st.floats(0, 1))
-def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: float) -> None:
-    logits = torch.tensor(values)
-    chances = logits.double().softmax(-1).tolist()
-    order = sorted(range(len(values)), key=lambda i: -values[i])
-    expected, total = [], 0.0
-    for i in order:
-        if expected and total >= p - 1e-6:
-            break
-        expected.append(i)
-        total += chances[i]
-    got = kept(sampling.top_p(logits, p))
-    assert got, "at least one token is kept"
-    # Where the sum is close to p, rounding may add or drop one token.
-    assert abs(len(got) - len(expected)) <= 1 or len({round(c, 6) for c in chances}) < len(chances)
-
-
-@given(logits_lists, st.floats(0.001, 1))
-def test_min_p_keeps_tokens_relative_to_the_most_probable(values: list[float], p: float) -> None:
-    chances = torch.tensor(values).double().softmax(-1)
-    got = set(kept(sampling.min_p(torch.tensor(values), p)))
-    for i, chance in enumerate(chances.tolist()):
-        if abs(chance - p * float(chances.max())) > 1e-5:
-            assert (i in got) == (chance >= p * float(chances.max()))
 
 
 @given(
@@ -93,14 +66,6 @@ def test_the_filters_in_order_equal_those_of_transformers(
     torch.testing.assert_close(probs(logits, params, History(seen, 0)), expected.softmax(-1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
-def test_the_repetition_penalty_lowers_logits_of_either_sign(penalty: float) -> None:
-    logits, seen = torch.tensor([[-2.0, 3.0, 1.0, -1.0]]), torch.tensor([[0, 1, 1]])
-    expected = torch.tensor([[-2.0 * penalty, 3.0 / penalty, 1.0, -1.0]])
-    torch.testing.assert_close(sampling.repetition_penalty(logits, seen, penalty), expected)
-    torch.testing.assert_close(RepetitionPenaltyLogitsProcessor(penalty)(seen, logits.clone()), expected)
-
-
 def test_draws_follow_the_distribution() -> None:
     expected = torch.tensor([0.5, 0.25, 0.125, 0.125])
     draws = sample(expected.expand(20000, 4), torch.Generator().manual_seed(0))
@@ -109,10 +74,9 @@ def test_draws_follow_the_distribution() -> None:
     assert float((frequencies - expected).abs().max()) < 0.018
 
 
-def test_greedy_is_one_hot_at_the_first_maximum() -> None:
-    assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams()).tolist() == [0, 1, 0]
-    assert SamplingParams(temperature=1e-30).greedy
-    assert SamplingParams(temperature=1.0, top_k=1).greedy
+@pytest.mark.parametrize("options", [{}, {"temperature": 1e-30}, {"temperature": 1.0, "top_k": 1}])
+def test_greedy_is_one_hot_at_the_first_maximum(options: dict[str, Any]) -> None:
+    assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams(**options)).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +84,10 @@ def test_greedy_is_one_hot_at_the_first_maximum() -> None:
     [
         {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": "hot"},
         {"top_p": 1.5}, {"top_p": -0.1}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 1.1},
-        {"top_k": -1}, {"top_k": 1.5}, {"top_k": True}, {"repetition_penalty": 0.0}, {"repetition_penalty": math.inf},
-     {"repetition_penalty": 1e-300},
-        {"max_new_tokens": -1}, {"max_new_tokens": 2**63}, {"max_new_tokens": 1.5},
-        {"seed": -1}, {"seed": 2**63}, {"seed": 1.5},
+        {"top_k": -1}, {"top_k": 1.5}, {"top_k": True}, {"repetition_penalty": 0.0}, {"repetition_penalty": 1e-300},
+        {"max_new_tokens": -1}, {"max_new_tokens": 2**63}, {"seed": -1}, {"seed": 2**63}, {"seed": 1.5},
+        {"presence_penalty": math.nan}, {"frequency_penalty": 1e9}, {"logit_bias": [1]}, {"logit_bias": {"a": 1}},
+        {"logit_bias": {-1: 1}}, {"logit_bias": {1: math.inf}}, {"processors": "f"},
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_usage_errors(options: dict[str, object]) -> None:
@@ -132,44 +96,17 @@ def test_values_out_of_range_are_usage_errors(options: dict[str, object]) -> Non
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.0}, {"top_p": 1e-9}, {"top_k": 10**6}, {"temperature": 1e6}])
-def test_extreme_values_keep_at_least_one_token(options: dict[str, float]) -> None:
-    params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
-    p = probs(torch.randn(20), params)
-    assert float(p.sum()) == pytest.approx(1, abs=1e-5)
-
-
-def test_the_help_states_the_order_of_the_filters() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    arguments.add_generation_options(parser, 1, "greedy")
-    order = "penalties, logit bias, grammar, temperature, top-k, top-p, min-p"  # processors: only in Python
-    assert order in " ".join(parser.format_help().split())
-
-
 # ------------------------------------------------------------------------------------------------------ generation
 def run(prompt: list[int], **options: object) -> list[int]:
     params = SamplingParams(**{"max_new_tokens": 12, **options})  # type: ignore[arg-type]
     return [token.id for token in generate(tiny.model(), prompt, params)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5},
-     {"temperature": 1.5, "min_p": 0.1}, {"temperature": 1.0, "repetition_penalty": 1.3}],
-)  # fmt: skip
-def test_the_same_seed_returns_the_same_tokens(options: dict[str, object]) -> None:
-    assert run([5, 6, 7], seed=42, **options) == run([5, 6, 7], seed=42, **options)
-
-
-def test_another_seed_returns_other_tokens_and_the_global_generator_is_not_used() -> None:
-    model = tiny.model()
-    before = torch.random.get_rng_state()
-    one, two = (
-        list(generate(model, [5], SamplingParams(temperature=2.0, seed=seed, max_new_tokens=12))) for seed in (1, 2)
-    )
-    assert one != two
+def test_a_seed_decides_the_tokens_and_the_global_generator_is_not_used() -> None:
+    model, before = tiny.model(), torch.random.get_rng_state()
+    params = [SamplingParams(temperature=2.0, seed=seed, max_new_tokens=12) for seed in (1, 1, 2)]
+    one, again, two = (list(generate(model, [5], each)) for each in params)
+    assert one == again != two
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -186,33 +123,22 @@ def test_the_repetition_penalty_applies_to_the_prompt() -> None:
 
 
 def test_logprobs_are_those_of_the_model_before_any_filter() -> None:
-    model, prompt = tiny.model(), [5, 6, 7]
+    model, ids = tiny.model(), [5, 6, 7]
     params = SamplingParams(max_new_tokens=6, temperature=1.7, top_k=9, seed=3)
-    tokens = list(generate(model, prompt, params, logprobs=True))
-    ids = prompt + [token.id for token in tokens]
-    expected = model(torch.tensor([ids]))[0].log_softmax(-1)
-    for i, token in enumerate(tokens):
-        assert token.logprob == pytest.approx(float(expected[2 + i, token.id]), abs=1e-4)
+    for token in generate(model, ids, params, logprobs=True):
+        expected = model(torch.tensor([ids]))[0, -1].log_softmax(-1)[token.id]
+        assert token.logprob == pytest.approx(float(expected), abs=1e-4)
+        ids = [*ids, token.id]
 
 
-@pytest.mark.parametrize(("length", "new"), [(253, 3), (254, 2), (255, 1)])
+@pytest.mark.parametrize(("length", "new"), [(5, 50), (253, 3), (255, 1)])
 def test_an_answer_ends_at_the_end_of_the_context(length: int, new: int) -> None:
     assert len(run(tiny.random_tokens(length)[0].tolist(), max_new_tokens=50)) == new
 
 
-@pytest.mark.parametrize("length", [256, 257, 1000])
-def test_a_prompt_that_leaves_no_room_is_an_error_with_both_counts(length: int) -> None:
-    with pytest.raises(LlamaError, match=rf"{length} tokens, but the context of 256"):
-        run(tiny.random_tokens(length)[0].tolist())
-
-
-def test_max_new_tokens_0_returns_an_empty_answer() -> None:
-    assert run([5], max_new_tokens=0) == []
-
-
-@pytest.mark.parametrize("prompt", [[], [320], [-1]])
-def test_empty_prompts_and_invalid_ids_are_usage_errors(prompt: list[int]) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize("prompt", [[], [320], [-1], [5] * 256, [5] * 1000])
+def test_prompts_that_leave_no_room_or_have_invalid_ids_are_errors(prompt: list[int]) -> None:
+    with pytest.raises(LlamaError, match=f"{len(prompt)} tokens, but the context of 256" if len(prompt) > 1 else None):
         run(prompt)
 
 
@@ -228,33 +154,21 @@ def test_nonfinite_logits_are_errors_that_name_the_step(bad: float) -> None:
         check_extreme(float(sampling.extreme(torch.full((5,), bad))), "new token 3")
 
 
-def test_nan_in_a_weight_is_reported_at_the_first_step() -> None:
-    model = tiny.model()
-    model.layers[0].feed_forward.w_up.weight[0, 0] = math.nan
-    with pytest.raises(NumericalError, match="new token 1"):
-        list(generate(model, [1, 2], SamplingParams()))
-
-
-@pytest.mark.parametrize("shape", [(2, 5), (3, 3), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4)])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_k": 2},
-        {"temperature": 1.0, "top_p": 0.6}, {"temperature": 1.0, "min_p": 0.3},
-        {"temperature": 1.0, "repetition_penalty": 1.5},
-        {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
-    ],
+    [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}],
     ids=str,
-)  # fmt: skip
+)
 def test_the_filters_treat_each_row_as_if_it_were_alone(shape: tuple[int, ...], options: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(shape, generator=generator) * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))
     seen = torch.randint(shape[-1], (*shape[:-1], 2), generator=generator)
     params = SamplingParams(**options)
-    together = probs(logits, params, History(seen, 1))
-    for row, alone, ids in zip(together.flatten(0, -2), logits.flatten(0, -2), seen.flatten(0, -2), strict=True):
+    together = probs(logits, params, History(seen, 1)).flatten(0, -2)
+    for row, alone, ids in zip(together, logits.flatten(0, -2), seen.flatten(0, -2), strict=True):
         torch.testing.assert_close(row, probs(alone, params, History(ids, 1)), rtol=0, atol=1e-7)
-    assert len(torch.unique(together.flatten(0, -2), dim=0)) > 1
+    assert len(torch.unique(together, dim=0)) > 1
 
 
 # ------------------------------------------------------------------------------------- what clients of the API send
@@ -349,20 +263,3 @@ def test_processors_that_exclude_what_a_grammar_allows_are_an_error(temperature:
 def test_parameters_that_depend_on_the_text_need_it(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="need the text so far"):
         probs(torch.zeros(4), SamplingParams(temperature=1.0, **options))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"presence_penalty": float("nan")},
-        {"frequency_penalty": 1e9},
-        {"logit_bias": [1]},
-        {"logit_bias": {"a": 1}},
-        {"logit_bias": {-1: 1}},
-        {"logit_bias": {1: float("inf")}},
-        {"processors": "f"},
-    ],
-)
-def test_invalid_values_are_usage_errors(bad: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        SamplingParams(**bad)

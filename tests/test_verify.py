@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shutil
 import subprocess
 import zipfile
@@ -15,15 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama.cli import build_parser
-from llama.errors import CheckpointError
+from llama.cli import main
 from llama.hub import models as hub
 from llama.tools.convert import convert
 from llama.tools.doctor import Finding
 from llama.tools.verify import WEIGHTS, find_files, verify
 
 from . import tiny
+from .faults.harness import snapshot
 from .scripts import make_tiny
+from .test_huggingface import edit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,42 +74,36 @@ def failures(path: Path, name: str = "", group: str = "") -> list[Finding]:
     return [one for one in found if name in one.item and group in one.group]
 
 
-def files_of(path: Path) -> list[Path]:
-    return sorted((path if path.is_dir() else path.parent).iterdir())
-
-
 # ----------------------------------------------------------------------------------------------- complete or damaged
 @pytest.mark.parametrize("form", FORMS)
 def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
     path = copy(form)
-    before = {file: file.read_bytes() for file in path.parent.rglob("*") if file.is_file()}
+    before = snapshot(path.parent)
     findings = list(verify(path))
-    assert [f for f in findings if f.status == "fail"] == []
+    assert failures(path) == []
     done = {f.group for f in findings if f.status == "ok"}
     assert {"files", "open", "tokenizer"} <= done
     assert ("md5" in done, "crc32" in done) == (form.startswith("meta"), form in ("meta", "meta2", "bin"))
-    assert {f.item for f in findings if f.group == "files"} >= {
-        file.name for file in files_of(path) if file.suffix in WEIGHTS
-    }
+    weights = {file.name for file in path.rglob("*") if file.suffix in WEIGHTS}
+    assert {f.item for f in findings if f.group == "files"} >= weights
     bare = {"meta2": [], "meta": ["tokenizer.model"], "hf": ["model.safetensors, tokenizer.json"]}
     if form in bare:
         assert [f.item for f in findings if f.status == "warn" and f.group == "sums"] == bare[form]
-    assert {file: file.read_bytes() for file in path.parent.rglob("*") if file.is_file()} == before
+    assert snapshot(path.parent) == before
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_damaged_or_missing_file_is_named(copy: Copy, form: str) -> None:
     """A file that is truncated, has more bytes, is a web page, a pointer of git-lfs, or is missing."""
     path = copy(form)
-    optional = {"generation_config.json", "tokenizer_config.json", "checklist.chk", "model.safetensors.index.json"}
-    for file in files_of(path):
+    optional = {"generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"}
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix == ".chk":
             continue
         whole = file.read_bytes()
         contents = {b"": "empty", PAGE: "web page", POINTER: "git-lfs pointer"}
         if file.suffix in WEIGHTS:
-            lengths = (1, 7, 100, len(whole) // 2, len(whole) - 10, len(whole) - 1)
-            contents |= {whole[:length]: "" for length in lengths}
+            contents |= {whole[:length]: "" for length in (7, len(whole) // 2, len(whole) - 10, len(whole) - 1)}
         if file.suffix == ".safetensors":
             contents[whole + bytes(64)] = ""
         for content, reason in contents.items():
@@ -147,40 +141,27 @@ def flip(file: Path, at: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("summed", [True, False])
-def test_a_flipped_bit_is_found_if_the_archive_has_checksums(copy: Copy, summed: bool) -> None:
+def test_a_flipped_bit_is_found_by_the_checksums_of_the_archive(copy: Copy) -> None:
     file = copy("bin") / "pytorch_model.bin"
-    state, before = torch.load(file), torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(summed)
-    torch.save(state, file)
-    torch.serialization.set_crc32_options(before)
     with zipfile.ZipFile(file) as archive:
         record = max(archive.infolist(), key=lambda record: record.file_size)
     flip(file, record.header_offset + record.file_size // 2)
     [found] = [one for one in verify(file.parent) if one.group == "crc32"]
-    assert (f"CRC-32 of {record.filename} differs" if summed else "no record has a checksum") in found.message
+    assert f"CRC-32 of {record.filename} differs" in found.message
 
 
 @pytest.mark.parametrize("tool", ["md5sum", "sha256sum"])
 def test_a_checklist_finds_what_the_tool_finds(copy: Copy, tool: str) -> None:
-    if shutil.which(tool) is None:
-        pytest.skip(f"there is no {tool}")
-    path, group, rng = copy("meta"), tool.removesuffix("sum"), random.Random(1)
-    names = ["params.json", "tokenizer.model", "consolidated.01.pth"]
+    path, group, names = copy("meta"), tool.removesuffix("sum"), ["params.json", "tokenizer.model"]
     listing = subprocess.run([tool, "-b", *names], cwd=path, capture_output=True, check=True).stdout
     (path / "checklist.chk").write_bytes(b"# made by hand\r\n" + listing)
     assert {f.item for f in verify(path) if f.group == group and f.status == "ok"} == set(names)
     for name in names:
-        at = rng.randrange((path / name).stat().st_size)
-        flip(path / name, at)
+        flip(path / name, 9)
         assert failures(path, name, group), name
-        flip(path / name, at)
-
-
-def test_bad_lines_of_a_checklist_fail(copy: Copy) -> None:
-    path, md5 = copy("meta"), "d41d8cd98f00b204e9800998ecf8427e"
-    for line in (f"{md5}\tx", f"{md5}0  x", f"{md5}  ../x", f"{md5}  /x", "\x1b[2J", "\ud800"):
-        (path / "checklist.chk").write_bytes(line.encode(errors="surrogatepass") + b"\n")
+        flip(path / name, 9)
+    for line in (b"d41d8cd98f00b204e9800998ecf8427e  ../x", b"\x1b[2J", b"\xff"):
+        (path / "checklist.chk").write_bytes(line + b"\n")
         [found] = failures(path, "checklist.chk", "sums")
         assert found.message.isprintable()
 
@@ -223,22 +204,14 @@ def test_the_default_model_is_compared_with_its_sha256(copy: Copy, monkeypatch: 
 # ------------------------------------------------------------------------------------- documents, tensors, tokenizer
 def test_files_that_contradict_each_other_fail(copy: Copy) -> None:
     path = copy("hf")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 95}))
-    found = failures(path, "hf", "open")
-    assert len(found) == 6  # three matrices of two layers
+    edit(path, intermediate_size=95)
+    assert len(failures(path, "hf", "open")) == 6  # three matrices of two layers
     path = copy("meta")
     (path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     assert "tokenizer" in {f.group for f in failures(path)}
 
 
 # ------------------------------------------------------------------------------------------------------- the command
-def run(*args: str) -> int:
-    parsed = build_parser().parse_args(["verify", *args])
-    code: int = parsed.run(parsed)
-    return code
-
-
 def test_a_path_that_is_not_a_checkpoint_fails(tmp_path: Path) -> None:
     (tmp_path / "consolidated.00.pth").write_bytes(b"x")
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "consolidated.00.pth"):
@@ -247,15 +220,15 @@ def test_a_path_that_is_not_a_checkpoint_fails(tmp_path: Path) -> None:
 
 def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     path = copy("meta")
-    assert run(str(path)) == 0
+    assert main(["verify", str(path)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == f"nothing failed: {len(lines) - 1} ok, 1 warn"
     (path / "params.json").write_text("<html>\x1b[2J")
-    assert run(str(path)) == 1
+    assert main(["verify", str(path)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL  md5       params.json: ") for line in lines)
     assert " FAILED: " in last
-    assert run(str(path), "--json") == 1
+    assert main(["verify", str(path), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert list(report) == ["path", "ok", "findings"]
     assert (report["path"], report["ok"]) == (str(path), False)
@@ -265,8 +238,4 @@ def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pyte
 
 def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
-    assert run("org/name") == 0
-    with pytest.raises(
-        CheckpointError, match="there is no file, folder or complete local copy of 'org/other'; first run"
-    ):
-        run("org/other")
+    assert [main(["verify", name]) for name in ("org/name", "org/other")] == [0, 1]

@@ -24,9 +24,13 @@ class Outcome:
     def refused(self, *words: str, code: int = 1) -> str:
         """Assert a refusal: the exit code, nothing on stdout, one error line on stderr that contains all the words."""
         report = f"{self.args}\nexit code {self.code}\nstdout {self.stdout[:500]!r}\nstderr {self.error}"
-        assert self.code == code, report
-        assert self.stdout == b"", report
-        self._assert_one_error(report)
+        assert (self.code, self.stdout) == (code, b""), report
+        lines = [line for line in self.error.splitlines() if "error" in line.split(": ")[:2][-1]]
+        assert len(lines) == 1, report
+        assert self.error.rstrip("\n").endswith(lines[0]), report
+        assert lines[0].isprintable(), report
+        assert "Traceback" not in self.error, report
+        assert "unexpected " not in lines[0], report
         for word in words:
             assert word in self.error, f"expected {word!r} in\n{report}"
         return self.error
@@ -38,15 +42,6 @@ class Outcome:
             return False
         assert b"Traceback" not in self.stderr, self.error
         return True
-
-    def _assert_one_error(self, report: str) -> None:
-        """Assert that the last line on stderr is the only error, printable and not an unexpected exception."""
-        lines = [line for line in self.error.splitlines() if "error" in line.split(": ")[:2][-1]]
-        assert len(lines) == 1, report
-        assert self.error.rstrip("\n").endswith(lines[0]), report
-        assert lines[0].isprintable(), report
-        assert "Traceback" not in self.error, report
-        assert "unexpected " not in lines[0], report
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, str]]:

@@ -47,13 +47,3 @@ def test_added_positions_are_those_of_the_papers() -> None:
     table = np.stack((np.sin(angles), np.cos(angles)), -1).reshape(24, 128)
     np.testing.assert_allclose(sinusoidal(TOKENS)[0].numpy(), np.sqrt(128) * plain + table, atol=1e-5)
     np.testing.assert_allclose(learned(TOKENS)[0].numpy(), plain + learned.table[:24].numpy(), atol=1e-6)
-
-
-def test_the_loss_by_position_is_the_mean_over_windows() -> None:
-    model, text = build("rope"), torch.randint(256, (1100,), generator=torch.Generator().manual_seed(1))
-    found = compare_encodings.loss_by_position(model, text.to(torch.uint8))
-    expected = torch.zeros(512, dtype=torch.float64)
-    for start in (0, 512):  # two windows fit
-        logprobs = model(text[None, start : start + 512]).double().log_softmax(-1)[0]
-        expected -= logprobs[torch.arange(512), text[start + 1 : start + 513]] / 2
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -51,11 +51,6 @@ def test_links_to_files_that_the_site_has_not_become_text_and_others_stay() -> N
         assert translate(same) == same
 
 
-def test_code_blocks_stay_as_they_are() -> None:
-    block = "```text\n[a](../../llama/rope.py)\n<details>\n- b\n```\n"
-    assert translate(f"{block}[a](../../README.md)\n{block}") == f"{block}a\n{block}"
-
-
 def test_a_figure_becomes_one_image_for_each_palette() -> None:
     lesson = read(DOCS / "learn" / "04-rope-from-one-demand.md")
     made = translate(lesson)
@@ -63,12 +58,6 @@ def test_a_figure_becomes_one_image_for_each_palette() -> None:
     assert names == re.findall(r"\(figures/(\w+)-light\.svg#only-light\)", made)
     assert names == re.findall(r"\(figures/(\w+)-dark\.svg#only-dark\)", made)
     assert "<picture>" not in made
-
-
-def test_a_list_directly_below_a_paragraph_and_pipes_in_a_table() -> None:
-    assert translate("Words:\n- a\n- b\n") == "Words:\n\n- a\n- b\n"
-    assert translate("- a\n  more\n- b\n") == "- a\n  more\n- b\n"
-    assert translate("| `a\\|b` | c |\n") == "| `a|b` | c |\n"
 
 
 def test_pages_of_a_section_come_in_the_order_of_its_index() -> None:
@@ -80,17 +69,3 @@ def test_pages_of_a_section_come_in_the_order_of_its_index() -> None:
     lessons = [page for page in found if page.startswith("learn/")]
     assert lessons[0] == "learn/README.md"
     assert lessons[1:11] == sorted(page for page in lessons if re.match(r"learn/\d", page))
-
-
-def test_nested_lists_are_indented_by_the_width_that_both_renderers_read() -> None:
-    """Python-Markdown, the site's renderer, needs four spaces; GitHub accepts two."""
-    for file in DOCS.rglob("*.md"):
-        text = site_hooks.FENCE.sub("", read(file))
-        assert not re.search(r"^ {1,3}(?:[-*+]|\d+\.) ", text, re.MULTILINE), file
-
-
-def test_the_rope_page_has_its_place() -> None:
-    assert read(DOCS / "learn" / "explore.md").count(site_hooks.MARK) == 1
-    translated = translate(read(DOCS / "learn" / "explore.md"))
-    assert f'src="{Path(site_hooks.PAGE).name}"' in translated
-    assert "rope-page-light.png" not in translated  # the page itself is there
