@@ -2,7 +2,7 @@
 
     linear_blocks      multiply x by a weight in 2 to 8 bits
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
-    linear_bf16        multiply rows of x by a bfloat16 weight: a few, or with AMX any number
+    linear_bf16        multiply rows of x by a weight in 16 bits: a few; with AMX, or if they widen, any number
     attend             attention
     add_norm, rotate, swiglu, block
                        what cpu_runner.py calls: the other parts of a block, and a complete one
@@ -52,6 +52,7 @@ FORMS = {
     "neon": "-march=armv8.2-a+dotprod",
     "plain": "-O1",
 }
+WIDENING = ("avx2", "neon", "plain")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
@@ -117,6 +118,14 @@ def ready() -> bool:
 def has_tiles() -> bool:
     """Whether the kernels use the tile registers of AMX: then they multiply many rows by a bfloat16 weight as well."""
     return ready() and pick_form() == "amx"
+
+
+def widen() -> bool:
+    """Whether the kernels widen 16-bit weights to float32 as they read them: on processors without bfloat16.
+
+    Then they multiply any number of rows, in any dtype, by a weight in bfloat16 or float16.
+    """
+    return ready() and pick_form() in WIDENING
 
 
 def _library() -> ctypes.CDLL | None:
@@ -280,9 +289,15 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in bfloat16, without AMX for a few rows: (.., K), (N, K), (N,) -> (.., N)."""
-    y: Tensor = torch.ops.clearllama.linear_bf16(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    """F.linear in bfloat16, without AMX for a few rows: (.., K), (N, K), (N,) -> (.., N).
+
+    If the kernels widen weights (`widen`), x and bias may have another dtype, and the weight may be float16.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # (M, K)
+    if x.dtype == torch.float16:
+        rows, bias = rows.float(), None if bias is None else bias.float()
+    y: Tensor = torch.ops.clearllama.linear_bf16(rows, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
 
 def attend(

@@ -42,14 +42,6 @@ inline f32x16 as_stored(f32x16 x) {  // rounded to T
     return widen(numbers);
 }
 
-template <typename T>
-inline f32x16 widen_some(const T* p, int64_t count) {
-    if (count == 16) return widen(p);
-    T numbers[16] = {};
-    std::memcpy(numbers, p, count * sizeof(T));
-    return widen(numbers);
-}
-
 // h += delta, then h / rms(h) * weight: h (M, C), changed in place; delta (M, C) or nothing; weight (C) -> (M, C).
 Tensor add_norm(Tensor h, std::optional<Tensor> delta, const Tensor& weight, double eps) {
     require(h.dim() == 2, "h (M, C)");

@@ -8,6 +8,10 @@
 
 namespace {
 
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16
+#endif
+
 // A pair of bfloat16 numbers is in 32 bits, the first one in the low half.
 #if defined(__AVX512BF16__)
 inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) { return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }

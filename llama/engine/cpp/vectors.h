@@ -35,6 +35,9 @@ typedef int8_t chars __attribute__((vector_size(LANES)));
 struct bf16 {
     uint16_t bits;
 };
+struct f16 {
+    uint16_t bits;
+};
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
@@ -42,6 +45,11 @@ inline float to_float(bf16 x) {
     float y;
     std::memcpy(&y, &bits, 4);
     return y;
+}
+inline float to_float(f16 x) {
+    _Float16 y;
+    std::memcpy(&y, &x, 2);
+    return float(y);
 }
 inline void from_float(float x, float& y) { y = x; }
 inline void from_float(float x, bf16& y) {
@@ -111,11 +119,6 @@ template <>
 inline f32x16 widen(const float* p) {
     return load<f32x16>(p);
 }
-template <>
-inline f32x16 widen(const bf16* p) {
-    typedef uint16_t u16x16 __attribute__((vector_size(32)));
-    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
-}
 inline floats to_floats(chars x) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
@@ -126,10 +129,17 @@ inline floats to_floats(chars x) {
 #endif
 }
 inline floats to_floats(const float* p) { return load<floats>(p); }
-inline floats to_floats(const bf16* p) {
+inline floats to_floats(const bf16* p) {  // with the instructions for AVX, since GCC 12 would convert in halves
+#if defined(__AVX512F__)
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#elif defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
+#else
     typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
     return (floats)(__builtin_convertvector(load<halves>(p), words) << 16);
+#endif
 }
+inline floats to_floats(const f16* p) { return load_half(p); }
 inline floats to_floats(const int8_t* p) { return to_floats(load<chars>(p)); }
 inline chars to_chars(ints x) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -151,6 +161,28 @@ inline f32x16 widen(i8x16 x) {
 template <>
 inline f32x16 widen(const int8_t* p) {
     return widen(load<i8x16>(p));
+}
+
+template <>
+inline f32x16 widen(const bf16* p) {
+    floats parts[PARTS];
+    for (int i = 0; i < PARTS; i++) parts[i] = to_floats(p + LANES * i);
+    return load<f32x16>(parts);
+}
+template <>
+inline f32x16 widen(const f16* p) {
+    floats parts[PARTS];
+    for (int i = 0; i < PARTS; i++) parts[i] = to_floats(p + LANES * i);
+    return load<f32x16>(parts);
+}
+
+// The first `count` of 16 numbers; the others are 0.
+template <typename T>
+inline f32x16 widen_some(const T* p, int64_t count) {
+    if (count == 16) return widen(p);
+    T numbers[16] = {};
+    std::memcpy(numbers, p, count * sizeof(T));
+    return widen(numbers);
 }
 
 // The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
