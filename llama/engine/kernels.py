@@ -7,9 +7,9 @@
     add_norm, rotate, swiglu, block
                        what cpu_runner.py calls: the other parts of a block, and a complete one
 
-The source includes only the stable headers of torch, so compiling takes about ten seconds. Without a compiler, or on
-a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
-overrides the form: off, or one of FORMS.
+The sources include only the stable headers of torch, and several cores compile them, in ten to twenty seconds. Without
+a compiler, or on a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators.
+CLEARLLAMA_KERNELS overrides the form: off, or one of FORMS.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ from ..system.folders import cache_folder, load_code
 from .runtime import end_openmp_threads
 
 LOG = logging.getLogger(__name__)
-SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes the headers in its folder
+SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # compiled with the other .cpp files in its folder
 
 # Form of the kernels -> compiler flags. "plain" runs on every processor; only tests use it, so -O1 saves build time.
 AVX512 = (
@@ -55,7 +57,7 @@ FORMS = {
 WIDENING = ("avx2", "neon", "plain")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
-COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
+COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -pthread -w"
 
 
 # The operators that a compiled step calls, and their results for tensors without data.
@@ -198,21 +200,37 @@ def _build(form: str, library: Path) -> None:
         raise RuntimeError("no C++ compiler found (c++, g++, clang++); install one, or set CXX to its command")
     if sys.stderr is not None and sys.stderr.isatty():
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
-    arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
-    arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    # A session of its own: the compiler starts other programs, which must end with it
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace", start_new_session=True
-    )
+    sources = sorted(SOURCE.parent.glob("*.cpp"), reverse=True)
+    flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        compiled = [
+            [*flags, f"-I{root / 'include'}", "-c", str(source), "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        _run(compiled)  # each on its own core
+        _run([[*flags, "-shared", *objects, "-o", str(library), *link]])
+
+
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands at once; each writes the file that follows -o. Raises RuntimeError if one fails."""
+    # A session of its own for each: a compiler starts other programs, which must end with it
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
+    processes: list[subprocess.Popen[str]] = []
     try:
-        _, output = process.communicate(timeout=300)
+        for command in commands:
+            processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
+        outputs = [process.communicate(timeout=300)[1] for process in processes]
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-        process.communicate()
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+                process.communicate()
         raise
-    if process.returncode or not library.is_file():
-        reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
-        raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
+    for process, command, output in zip(processes, commands, outputs, strict=True):
+        if process.returncode or not os.path.isfile(command[command.index("-o") + 1]):
+            reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
+            raise RuntimeError(f"{command[0]} could not build {SOURCE.name}: {reason.strip()}")
 
 
 def _load_library(path: str) -> ctypes.CDLL:

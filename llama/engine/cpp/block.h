@@ -10,7 +10,9 @@
 
 #include "elementwise.h"
 #include "panels.h"
-#include "prompt.h"
+
+// attention.cpp defines it, prompt.h explains it.
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale);
 
 namespace {
 

@@ -10,7 +10,6 @@
 #include <optional>
 #include <stdexcept>
 
-#include "attention.h"
 #include "border.h"
 #include "pool.h"
 #include "vectors.h"

@@ -124,9 +124,12 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
     });
 }
 
+constexpr int64_t FEW_QUERIES = 16;
+
+}  // namespace
+
 // -> (B, T, H, D). q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
 // be 8-bit integers with a float32 scale for each key (B, KV, S). More than FEW_QUERIES must be in bfloat16.
-constexpr int64_t FEW_QUERIES = 16;
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
               std::optional<Tensor> v_scale) {
     require(q.dim() == 4 && k.dim() == 4, "q (B, H, T, D) and k (B, KV, S, D)");
@@ -158,5 +161,3 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<T
     else attend_to<bf16, bf16>(q, k, v, mask, k_scale, v_scale, y);
     return y;
 }
-
-}  // namespace
