@@ -57,7 +57,7 @@ FORMS = {
 WIDENING = ("avx2", "neon", "plain")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
-COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -pthread -w"
+COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -fvisibility=hidden -pthread -w"
 
 
 # The operators that a compiled step calls, and their results for tensors without data.
@@ -217,9 +217,12 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     # A session of its own for each: a compiler starts other programs, which must end with it
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
     processes: list[subprocess.Popen[str]] = []
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all are known, so that all are ended
     try:
-        for command in commands:
-            processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
+        try:
+            processes += [subprocess.Popen(command, start_new_session=True, **pipes) for command in commands]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         outputs = [process.communicate(timeout=300)[1] for process in processes]
     except BaseException:
         for process in processes:

@@ -2,19 +2,15 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
 
+#include "border.h"
 #include "blocks.h"
 #include "matrix.h"
 #include "pool.h"
-
-using torch::stable::Tensor;
 
 namespace {
 

@@ -2,12 +2,10 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <optional>
 
+#include "border.h"
 #include "elementwise.h"
 #include "matrix.h"
 #include "panels.h"
@@ -16,8 +14,6 @@
 #if !defined(HAS_BF16)
 #include "widened.h"
 #endif
-
-using torch::stable::Tensor;
 
 namespace {
 

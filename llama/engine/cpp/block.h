@@ -2,12 +2,10 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <vector>
 
+#include "border.h"
 #include "elementwise.h"
 #include "panels.h"
 

@@ -156,17 +156,15 @@ struct Sums {
 #endif
 
 // 16 values, and their bytes for the indices in w.
+#if defined(__AVX2__)
+struct Codebook {
+    words values;
+    explicit Codebook(const uint8_t* p) : values(load<words>(p)) {}
 #if defined(__AVX512BW__)
-struct Codebook {
-    __m512i values;
-    explicit Codebook(const uint8_t* p) : values(load<__m512i>(p)) {}
-    words operator()(words w) const { return (words)_mm512_shuffle_epi8(values, (__m512i)w); }
-};
-#elif defined(__AVX2__)
-struct Codebook {
-    __m256i values;
-    explicit Codebook(const uint8_t* p) : values(load<__m256i>(p)) {}
-    words operator()(words w) const { return (words)_mm256_shuffle_epi8(values, (__m256i)w); }
+    words operator()(words w) const { return (words)_mm512_shuffle_epi8((__m512i)values, (__m512i)w); }
+#else
+    words operator()(words w) const { return (words)_mm256_shuffle_epi8((__m256i)values, (__m256i)w); }
+#endif
 };
 #else
 struct Codebook {

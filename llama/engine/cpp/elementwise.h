@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -13,8 +10,6 @@
 #include "border.h"
 #include "pool.h"
 #include "vectors.h"
-
-using torch::stable::Tensor;
 
 namespace {
 

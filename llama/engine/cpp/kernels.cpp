@@ -56,7 +56,7 @@ extern "C" {
 [[gnu::weak]] void omp_set_num_threads(int);
 [[gnu::weak]] int MKL_Set_Num_Threads_Local(int);
 
-void clearllama_choose_threads(int64_t kernels, int64_t operators) {
+[[gnu::visibility("default")]] void clearllama_choose_threads(int64_t kernels, int64_t operators) {
     chosen_threads() = kernels;
     if (operators && omp_set_num_threads) omp_set_num_threads(int(operators));
     if (operators && MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(int(operators));

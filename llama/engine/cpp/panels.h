@@ -6,9 +6,6 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -22,8 +19,6 @@
 #include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
-
-using torch::stable::Tensor;
 
 namespace {
 

@@ -65,15 +65,6 @@ inline V load(const void* p) {
     return v;
 }
 
-// The first `count` of 16 numbers; the others are 0.
-template <typename V>
-inline V load_some(const void* p, int64_t count) {
-    if (count == 16) return load<V>(p);
-    V v{};
-    std::memcpy(&v, p, count * sizeof(V) / 16);
-    return v;
-}
-
 inline floats load_half(const void* p) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -111,14 +102,7 @@ inline void store(f32x16 x, bf16* p, int64_t count = 16) {
 }
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
-template <typename T>
-inline f32x16 widen(const T* p);
-template <>
-inline f32x16 widen(const float* p) {
-    return load<f32x16>(p);
-}
 inline floats to_floats(chars x) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
@@ -149,28 +133,8 @@ inline chars to_chars(ints x) {
     return __builtin_convertvector(x, chars);
 #endif
 }
-inline f32x16 widen(i8x16 x) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
-#elif defined(__AVX2__)
-    const __m256i half[2] = {_mm256_cvtepi8_epi32((__m128i)x), _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8))};
-    return __builtin_convertvector(load<i32x16>(half), f32x16);
-#endif
-    return __builtin_convertvector(__builtin_convertvector(x, i32x16), f32x16);
-}
-template <>
-inline f32x16 widen(const int8_t* p) {
-    return widen(load<i8x16>(p));
-}
-
-template <>
-inline f32x16 widen(const bf16* p) {
-    floats parts[PARTS];
-    for (int i = 0; i < PARTS; i++) parts[i] = to_floats(p + LANES * i);
-    return load<f32x16>(parts);
-}
-template <>
-inline f32x16 widen(const f16* p) {
+template <typename T>
+inline f32x16 widen(const T* p) {
     floats parts[PARTS];
     for (int i = 0; i < PARTS; i++) parts[i] = to_floats(p + LANES * i);
     return load<f32x16>(parts);

@@ -47,15 +47,6 @@ inline void row_product(const float* x, int64_t stride, const W* w, int64_t K, f
     }
 }
 
-template <int M, typename W, typename T>
-void few_rows(const float* x, const W* w, const T* bias, T* y, int64_t N, int64_t K) {
-    for_each_part(N, K * sizeof(W), [=](int64_t n) {
-        float sums[M];
-        row_product<M>(x, K, w + n * K, K, sums);
-        for (int m = 0; m < M; m++) from_float(sums[m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);
-    });
-}
-
 // Adds the products of SIX rows of the weight (SIX, SLICE) and a panel of x (depth, 16) to sums (SIX, 16).
 inline void six_rows(const float* w, const float* panel, int64_t depth, bool first, float* sums) {
     floats acc[SIX][PARTS] = {};
@@ -128,12 +119,13 @@ void widened_product(const T* x, int64_t M, int64_t K, const W* w, const T* bias
     }
     float* const wide = floats_of_thread<0>(M * K);
     for (int64_t i = 0; i < M * K; i++) wide[i] = to_float(x[i]);
-    for (int64_t m = 0; m < M;) {
-        const int64_t now = std::min<int64_t>(3, M - m);
-        auto run = now == 3 ? few_rows<3, W, T> : now == 2 ? few_rows<2, W, T> : few_rows<1, W, T>;
-        run(wide + m * K, w, bias, y + m * N, N, K);
-        m += now;
-    }
+    for (int64_t m = 0; m < M; m += 3)
+        for_each_part(N, K * sizeof(W), [=](int64_t n) {
+            const int64_t now = std::min<int64_t>(3, M - m);
+            float sums[3];
+            (now == 3 ? row_product<3, W> : now == 2 ? row_product<2, W> : row_product<1, W>)(wide + m * K, K, w + n * K, K, sums);
+            for (int64_t i = 0; i < now; i++) from_float(sums[i] + (bias ? to_float(bias[n]) : 0), y[(m + i) * N + n]);
+        });
 }
 
 }  // namespace
