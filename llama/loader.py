@@ -28,7 +28,7 @@ from .engine import cpu_runner
 from .engine.compiled import CompiledRunner
 from .engine.cpu_attention import pick_attention
 from .engine.cpu_runner import KernelRunner
-from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
+from .engine.linears import SkipInit, check_quantized, kept_dtype, make_embedding, make_linear
 from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.runtime import no_cudnn_attention, pick_dtype
@@ -228,6 +228,15 @@ class Plan:
     max_seq_len: int
     warnings: list[str]  # what a user should know
 
+    def dtype_of(self, weight: WeightPlan) -> torch.dtype:
+        """The dtype of a float weight."""
+        shape, stored = self.checkpoint.shapes[weight.source], self.checkpoint.stored(weight.source)
+        if not self.options.fast or len(shape) != 2 or self.checkpoint.changed(weight.source):
+            return self.dtype
+        return kept_dtype(
+            next((d for d, name in FLOATS.items() if name == stored), self.dtype), self.dtype, weight.device
+        )
+
 
 def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     """Check tensors and options, and choose devices, dtype and formats. Reads headers and a row of each matrix."""
@@ -328,7 +337,7 @@ def check_memory(plan: Plan) -> None:
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
     for device in dict.fromkeys((*placement.layers, placement.output)):
         own = [weight for weight in plan.weights.values() if weight.device == device]
-        weights = sum(memory_footprint(plan.checkpoint, weight, plan.dtype) for weight in own)
+        weights = sum(memory_footprint(plan.checkpoint, weight, plan.dtype_of(weight)) for weight in own)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
         cache = memory.cache_bytes(part, tokens, size, options.kv_cache)
         activations = memory.activation_bytes(part, tokens, size, options.kv_cache)
@@ -367,15 +376,16 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
     checkpoint, layout = plan.checkpoint, FORMS[plan.rope].layout
     source, device, format = plan.weights[f"{name}.weight"]
 
-    def floats(source: str) -> Tensor:
-        return read_float(checkpoint, source, device, plan.dtype, layout)
+    def floats(source: str, dtype: torch.dtype = plan.dtype) -> Tensor:
+        return read_float(checkpoint, source, device, dtype, layout)
 
     if len(checkpoint.shapes[source]) == 1:
         norm: Any = model.get_submodule(name)
         norm.weight = nn.Parameter(floats(source), requires_grad=False)
         return
     bias = floats(f"{name}.bias") if f"{name}.bias" in plan.weights else None
-    weight = floats(source) if format is None else read_quantized(checkpoint, source, format, layout)
+    dtype = plan.dtype_of(plan.weights[f"{name}.weight"])
+    weight = floats(source, dtype) if format is None else read_quantized(checkpoint, source, format, layout)
     try:
         layer = make_linear(weight, device, bias, plain=not plan.options.fast)
     except CheckpointError as error:  # the weight can't be quantized

@@ -75,7 +75,7 @@ def rows_of(model: Path) -> dict[str, list[Engine]]:
         return {"file": [*_ours("clearllama", model), *peers]}
     found = {}
     for row, kind in (("bf16", "bf16"), ("int8", "q8_0"), ("int4", "q4_0")):
-        options = {"dtype": "bfloat16"} if row == "bf16" else {"quantize": row}
+        options = {} if row == "bf16" else {"quantize": row}
         engines = [
             *_ours(f"clearllama, {row}", model / "hf", **options),
             *_ours(f"clearllama, {kind}", model / f"{kind}.gguf"),

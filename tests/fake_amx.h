@@ -19,7 +19,7 @@
 #define _tile_release fake_release
 #define _tile_loadd(tile, base, stride) fake_move(tile, (char*)(base), stride, true)
 #define _tile_stored(tile, base, stride) fake_move(tile, (char*)(base), stride, false)
-#define _tile_zero(tile) std::memset(fake_tiles().data[check(tile)], 0, 1024)
+#define _tile_zero(tile) std::memset(fake_tiles().data[fake_check(tile)], 0, 1024)
 #define _tile_dpbf16ps fake_dpbf16ps
 
 struct FakeTiles {
@@ -30,7 +30,7 @@ inline FakeTiles& fake_tiles() {
     static thread_local FakeTiles tiles;
     return tiles;
 }
-inline int check(int tile) {  // a processor would raise a signal
+inline int fake_check(int tile) {  // a processor would raise a signal
     if (!fake_tiles().ready || tile < 0 || tile > 7) std::abort();
     return tile;
 }
@@ -48,13 +48,13 @@ inline void fake_loadconfig(const void* config) {
 inline void fake_release() { fake_tiles().ready = false; }
 inline void fake_move(int tile, char* base, int64_t stride, bool load) {
     for (int row = 0; row < 16; row++) {
-        char* line = fake_tiles().data[check(tile)] + 64 * row;
+        char* line = fake_tiles().data[fake_check(tile)] + 64 * row;
         if (load) std::memcpy(line, base + row * stride, 64);
         else std::memcpy(base + row * stride, line, 64);
     }
 }
 inline void fake_numbers(int tile, float* numbers) {  // 16 rows of 32 numbers in bfloat16
-    const char* at = fake_tiles().data[check(tile)];
+    const char* at = fake_tiles().data[fake_check(tile)];
     for (int i = 0; i < 512; i++) {
         uint16_t half;
         std::memcpy(&half, at + 2 * i, 2);
@@ -63,7 +63,7 @@ inline void fake_numbers(int tile, float* numbers) {  // 16 rows of 32 numbers i
     }
 }
 inline void fake_dpbf16ps(int c, int a, int b) {  // c[m][n] += a[m][2k] b[k][2n] + a[m][2k + 1] b[k][2n + 1]
-    float x[512], y[512], *sums = (float*)fake_tiles().data[check(c)];
+    float x[512], y[512], *sums = (float*)fake_tiles().data[fake_check(c)];
     fake_numbers(a, x), fake_numbers(b, y);
     for (int m = 0; m < 16; m++)
         for (int n = 0; n < 16; n++)

@@ -90,6 +90,25 @@ def bfloat16_products() -> None:
         assert not bool(kernels.linear_bf16(x, weight, None)[0].isfinite().any())
 
 
+def widened_products() -> None:
+    """linear_bf16 without instructions for bfloat16: any number of rows, x and weight of any dtype."""
+    if not kernels.widen():
+        return
+    halves, rows = (torch.bfloat16, torch.float16), (1, 2, 3, 6, 7, 16, 17, 40, 530)
+    sizes = itertools.cycle(((17, 31), (49, 300), (1, 1), (48, 256), (33, 64), (100, 17)))
+    for m, x_dtype, dtype in itertools.product(rows, (torch.float32, *halves), halves):
+        n, k = next(sizes)
+        x, store, bias = normal(m, k).to(x_dtype), normal(n * k + 1, seed=1).to(dtype), normal(n, seed=2).to(x_dtype)
+        weight = store[1:].view(n, k)
+        exact = x.double() @ weight.double().T + bias.double()
+        room = (x.double().abs() @ weight.double().abs().T) * 1e-6 + exact.abs() * torch.finfo(x_dtype).eps / 2 + 1e-7
+        gap = (kernels.linear_bf16(x, weight, bias).double() - exact).abs()
+        assert bool((gap <= room).all()), (m, n, k, x_dtype, dtype)
+        x[m // 2, k - 1] = WRONG[m % 3]
+        finite = kernels.linear_bf16(x, weight, None).isfinite().all(1)
+        assert finite.tolist() == [row != m // 2 for row in range(m)], (m, n, k, x_dtype, dtype)
+
+
 def masks(t: int, s: int, batch: int) -> Iterator[Tensor | None]:
     """No mask, the causal mask, a mask for each text, in which one query sees nothing."""
     yield None
@@ -189,7 +208,7 @@ def between() -> None:
             assert not bool(keys[:, :, :2].any() or values[:, :, :2].any())
 
 
-CHECKS = (products, panels, quantization, bfloat16_products, attentions, prompts, between)
+CHECKS = (products, panels, quantization, bfloat16_products, widened_products, attentions, prompts, between)
 
 
 TILES = (panels, bfloat16_products, prompts)  # what uses the tile registers of AMX

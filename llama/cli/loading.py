@@ -93,10 +93,11 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
     from ..rope_scaling import reach, trained_length
 
     config, world = model.config, getattr(args, "world", None)
-    dtype, quantized = dtype_name(model), describe_quantization(model)  # "4/8-bit", or "" for float weights
+    dtype = dtype_name(model)
+    stored = describe_quantization(model) or str(model.tok_embeddings.weight.dtype).removeprefix("torch.")
     facts = [
         f"{args.model}: {config.n_params / 1e6:,.{0 if config.n_params >= 10**7 else 2}f}M parameters",
-        f"{quantized} weights, {dtype} compute" if quantized else dtype,
+        f"{stored} weights, {dtype} compute" if stored != dtype else dtype,
         describe_devices(model).replace("cpu", "CPU"),
         *([f"{world.size} processes"] if world else []),
         f"loaded in {seconds:.1f} s",

@@ -81,7 +81,7 @@ class KernelRunner(Runner):
         super().__init__(cache_kind, check_memory)
         self.blocks = [FusedBlock.of(block, join) for block in model.layers]
         self.supported = supports(model)
-        self.any_rows = self.supported and kernels.has_tiles()
+        self.any_rows = self.supported and (kernels.has_tiles() or kernels.widen())
         self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
         self.dtype = model.norm.weight.dtype
         self.watch = ModelWatch(model, "the fused C++ kernels")
@@ -117,7 +117,7 @@ class KernelRunner(Runner):
             return ops.add_norm(h, added, model.norm.weight, inputs.eps).view(*tokens.shape, -1)
 
     def fits(self, rows: int) -> bool:
-        """Whether the kernels run this many rows. Without AMX, PyTorch multiplies many rows by a bfloat16 weight."""
+        """Whether the kernels run this many rows; otherwise PyTorch multiplies many rows by a bfloat16 weight."""
         return self.supported and rows > 0 and (self.packed or rows <= FEW_ROWS or self.any_rows)
 
     def threads(self, rows: int) -> contextlib.AbstractContextManager[None]:

@@ -2,14 +2,14 @@
 
     linear_blocks      multiply x by a weight in 2 to 8 bits
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
-    linear_bf16        multiply rows of x by a bfloat16 weight: a few, or with AMX any number
+    linear_bf16        multiply rows of x by a weight in 16 bits: a few; with AMX, or if they widen, any number
     attend             attention
     add_norm, rotate, swiglu, block
                        what cpu_runner.py calls: the other parts of a block, and a complete one
 
-The source includes only the stable headers of torch, so compiling takes about ten seconds. Without a compiler, or on
-a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
-overrides the form: off, or one of FORMS.
+The sources include only the stable headers of torch, and several cores compile them, in ten to twenty seconds. Without
+a compiler, or on a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators.
+CLEARLLAMA_KERNELS overrides the form: off, or one of FORMS.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ from ..system.folders import cache_folder, load_code
 from .runtime import end_openmp_threads
 
 LOG = logging.getLogger(__name__)
-SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes the headers in its folder
+SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # compiled with the other .cpp files in its folder
 
 # Form of the kernels -> compiler flags. "plain" runs on every processor; only tests use it, so -O1 saves build time.
 AVX512 = (
@@ -52,9 +54,10 @@ FORMS = {
     "neon": "-march=armv8.2-a+dotprod",
     "plain": "-O1",
 }
+WIDENING = ("avx2", "neon", "plain")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
-COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
+COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -fvisibility=hidden -pthread -w"
 
 
 # The operators that a compiled step calls, and their results for tensors without data.
@@ -117,6 +120,14 @@ def ready() -> bool:
 def has_tiles() -> bool:
     """Whether the kernels use the tile registers of AMX: then they multiply many rows by a bfloat16 weight as well."""
     return ready() and pick_form() == "amx"
+
+
+def widen() -> bool:
+    """Whether the kernels widen 16-bit weights to float32 as they read them: on processors without bfloat16.
+
+    Then they multiply any number of rows, in any dtype, by a weight in bfloat16 or float16.
+    """
+    return ready() and pick_form() in WIDENING
 
 
 def _library() -> ctypes.CDLL | None:
@@ -189,21 +200,40 @@ def _build(form: str, library: Path) -> None:
         raise RuntimeError("no C++ compiler found (c++, g++, clang++); install one, or set CXX to its command")
     if sys.stderr is not None and sys.stderr.isatty():
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
-    arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
-    arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    # A session of its own: the compiler starts other programs, which must end with it
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace", start_new_session=True
-    )
+    sources = sorted(SOURCE.parent.glob("*.cpp"), reverse=True)
+    flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        compiled = [
+            [*flags, f"-I{root / 'include'}", "-c", str(source), "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        _run(compiled)  # each on its own core
+        _run([[*flags, "-shared", *objects, "-o", str(library), *link]])
+
+
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands at once; each writes the file that follows -o. Raises RuntimeError if one fails."""
+    # A session of its own for each: a compiler starts other programs, which must end with it
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
+    processes: list[subprocess.Popen[str]] = []
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all are known, so that all are ended
     try:
-        _, output = process.communicate(timeout=300)
+        try:
+            processes += [subprocess.Popen(command, start_new_session=True, **pipes) for command in commands]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        outputs = [process.communicate(timeout=300)[1] for process in processes]
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-        process.communicate()
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+                process.communicate()
         raise
-    if process.returncode or not library.is_file():
-        reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
-        raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
+    for process, command, output in zip(processes, commands, outputs, strict=True):
+        if process.returncode or not os.path.isfile(command[command.index("-o") + 1]):
+            reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
+            raise RuntimeError(f"{command[0]} could not build {SOURCE.name}: {reason.strip()}")
 
 
 def _load_library(path: str) -> ctypes.CDLL:
@@ -280,9 +310,15 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in bfloat16, without AMX for a few rows: (.., K), (N, K), (N,) -> (.., N)."""
-    y: Tensor = torch.ops.clearllama.linear_bf16(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    """F.linear in bfloat16, without AMX for a few rows: (.., K), (N, K), (N,) -> (.., N).
+
+    If the kernels widen weights (`widen`), x and bias may have another dtype, and the weight may be float16.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # (M, K)
+    if x.dtype == torch.float16:
+        rows, bias = rows.float(), None if bias is None else bias.float()
+    y: Tensor = torch.ops.clearllama.linear_bf16(rows, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
 
 def attend(

@@ -3,7 +3,7 @@
 A decoding step spends most of its time on reading weights, so a quarter of the bytes takes about a quarter of the time.
 
     nn.Linear      any device and dtype; PyTorch
-    FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows, with AMX for any number
+    FewRowsLinear  16 bits on a CPU; a C++ kernel for a few rows, with AMX or in float32 for any number
     TileLinear     2 to 8 bits on a CPU; a C++ kernel for any number of rows
     Int4Linear     4 bits on a recent CUDA device; PyTorch's kernel
     BlockLinear    4 or 8 bits on any other device; PyTorch, which dequantizes the weight in each pass
@@ -30,14 +30,16 @@ from .quantized_weight import QuantizedWeight
 
 LOG = logging.getLogger(__name__)
 FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
+HALVES = (torch.bfloat16, torch.float16)
 PIECE = 2**26  # entries that BlockLinear dequantizes at a time
 
 
 class FewRowsLinear(nn.Module):
-    """A linear layer in bfloat16 on a CPU; its weight may be in a mapped file.
+    """A linear layer with a weight in 16 bits on a CPU; the weight may be in a mapped file.
 
     Few rows go to a C++ kernel, which reads the weight as fast as the memory allows. More rows go to F.linear, unless
-    the kernels use AMX.
+    the kernels use AMX. On processors without bfloat16, the kernel multiplies any rows in float32: x has the model's
+    dtype, the weight is bfloat16 or float16, and widening it is exact.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
@@ -45,16 +47,19 @@ class FewRowsLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # the kernel ignores strides
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.any_rows = kernels.has_tiles()
+        self.widens = kernels.widen()
+        self.any_rows = self.widens or kernels.has_tiles()
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         few = self.any_rows or x.numel() <= FEW_ROWS * self.in_features
-        if few and x.dtype == self.weight.dtype == torch.bfloat16 and not _records(x, self.weight):
+        known = self.weight.dtype in HALVES if self.widens else x.dtype == self.weight.dtype == torch.bfloat16
+        if few and known and x.dtype in (torch.float32, *HALVES) and not _records(x, self.weight):
             return kernels.linear_bf16(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bfloat16"
+        dtype = str(self.weight.dtype).removeprefix("torch.")
+        return f"in_features={self.in_features}, out_features={self.out_features}, {dtype}"
 
 
 def _records(*tensors: Tensor) -> bool:
@@ -241,6 +246,13 @@ class TileEmbedding(nn.Module):
         return rows.view(*tokens.shape, -1).to(self.dtype)
 
 
+class HalfEmbedding(nn.Embedding):
+    """An embedding in 16 bits of a model that computes in float32."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
+        return super().forward(tokens).float()
+
+
 class BlockEmbedding(nn.Module):
     """An embedding that reads the rows of a tied BlockLinear."""
 
@@ -289,7 +301,8 @@ def make_linear(
         if blocks.bits == 4:
             warn_of_dequantization(device)
         return BlockLinear(blocks, bias).to(device)
-    if not plain and device.type == "cpu" and weight.dtype == torch.bfloat16 and kernels.ready():
+    kinds = () if plain or device.type != "cpu" else HALVES if kernels.widen() else (torch.bfloat16,)
+    if weight.dtype in kinds and kernels.ready():
         return FewRowsLinear(weight, bias)
     rows, columns = weight.shape
     with SkipInit():
@@ -309,7 +322,8 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     weight: Any = output.weight
     if isinstance(output, Int4Linear):  # its kernel reads no single rows
         return nn.Embedding.from_pretrained(weight.to(dtype))
-    embedding = nn.Embedding.from_pretrained(weight)
+    kind = HalfEmbedding if dtype == torch.float32 and weight.dtype in HALVES else nn.Embedding
+    embedding = kind.from_pretrained(weight)
     embedding.weight = weight  # the same parameter, not only the same memory
     return embedding
 
@@ -340,6 +354,15 @@ def kept_format(blocks: Blocks, device: torch.device) -> BlockFormat | None:
     if device.type == "cpu":
         return blocks.format if kernels.ready() else None
     return gpu_format(blocks) if device.type == "cuda" else None
+
+
+def kept_dtype(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of a float matrix on a device, in a model that computes in `dtype`.
+
+    A CPU that would have to widen a file's 16 bits to float32 does so in each product: the numbers are the same.
+    """
+    widens = dtype == torch.float32 and device.type == "cpu" and kernels.widen()
+    return stored if widens and stored in HALVES else dtype
 
 
 def gpu_format(blocks: Blocks) -> BlockFormat | None:

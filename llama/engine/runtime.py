@@ -49,7 +49,8 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """The dtype with a name; None or "auto": the fastest on the device, bfloat16 if the device has instructions for it.
 
-    A decoding step spends most of its time on reading weights, so half the bytes take half the time.
+    A decoding step spends most of its time on reading weights, so half the bytes take half the time. On a CPU without
+    bfloat16, weights in 16 bits keep their bytes, and float32 computes with them (`linears.kept_dtype`).
     """
     if isinstance(name, torch.dtype):
         if name not in DTYPES.values():
@@ -63,8 +64,10 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if device.type == "cpu":
+        from . import kernels  # which imports this module
+
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if fast and kernels.pick_form() not in kernels.WIDENING else torch.float32
     return torch.bfloat16
 
 

@@ -7,9 +7,13 @@
 #include <cstdio>
 #include <string>
 
+#include "../../llama/engine/cpp/attention.cpp"
 #include "../../llama/engine/cpp/bfloat16.h"
 #include "../../llama/engine/cpp/block.h"
+#include "../../llama/engine/cpp/formats.cpp"
 #include "../../llama/engine/cpp/rounding.h"
+
+int64_t torch_threads() { return torch::stable::get_num_threads(); }
 
 using enum torch::headeronly::ScalarType;
 using torch::headeronly::ScalarType;

@@ -2,19 +2,15 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
 
+#include "border.h"
 #include "blocks.h"
 #include "matrix.h"
 #include "pool.h"
-
-using torch::stable::Tensor;
 
 namespace {
 
@@ -41,20 +37,6 @@ inline V sums(V* v) {
 template <typename V>
 inline V sums(V* v) {
     return sums<sizeof(V) / 8>(v);
-}
-
-// exp(x) for x <= 0, relative error 2e-7: 2^n times a polynomial in the remainder; 0 below -87.
-inline f32x16 exp_of(f32x16 x) {
-    const f32x16 lowest = f32x16{} - 87.0f;
-    const i32x16 small = x < lowest;
-    x = small ? lowest : x;
-    const f32x16 magic = f32x16{} + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-    const f32x16 n = (x * 1.44269504f + magic) - magic;
-    const f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    f32x16 p = f32x16{} + 1.0f / 720;
-    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
-    const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    return small ? f32x16{} : p * (f32x16)exponent;
 }
 
 // Inputs and outputs of a piece of attention: R queries that share a key/value head, and n <= CHUNK of its keys.

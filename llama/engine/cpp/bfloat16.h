@@ -1,23 +1,23 @@
-// A few rows of x times a bfloat16 weight.
+// Rows of x times a bfloat16 weight: the operator, and its form for a few rows on processors with instructions for bfloat16.
 
 #pragma once
-
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <optional>
 
+#include "border.h"
 #include "elementwise.h"
 #include "matrix.h"
 #include "panels.h"
 #include "pool.h"
 #include "vectors.h"
-
-using torch::stable::Tensor;
+#if !defined(HAS_BF16)
+#include "widened.h"
+#endif
 
 namespace {
 
+#if defined(HAS_BF16)
 // Rows of the weight that are read at once. They are in different pages. Some processors read several pages in parallel, others only one at full speed.
 constexpr int ROWS_AT_ONCE = AHEAD ? 4 : 1;
 
@@ -43,7 +43,7 @@ void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
 }
 
 template <int M>
-void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
+void few_rows_bf16(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
     constexpr int R = ROWS_AT_ONCE;
     for_each_part((N + R - 1) / R, R * K * sizeof(bf16), [=](int64_t part) {
         for (int64_t n = part * R, end = std::min(N, n + R); n < end;) {
@@ -57,31 +57,47 @@ void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N
     });
 }
 
-// (M, K) times a weight (N, K), plus a bias (N) -> (M, N). The weight is read once for every 4 rows; with AMX, once for every 512 rows.
-Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
-    require(x.dim() == 2 && weight.dim() == 2, "x (M, K) and weight (N, K)");
-    const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
-    check(x, "x", ScalarType::BFloat16, {M, K});
-    check(weight, "the weight of a linear layer", ScalarType::BFloat16, {N, K});
-    if (bias) check(*bias, "the bias of a linear layer", ScalarType::BFloat16, {N});
-    Tensor y = torch::stable::new_empty(x, {M, N});
-    const auto *a = (const bf16*)x.const_data_ptr(), *w = (const bf16*)weight.const_data_ptr();
-    const bf16* b = bias ? (const bf16*)bias->const_data_ptr() : nullptr;
-    auto* out = (bf16*)y.mutable_data_ptr();
+void product_bf16(const bf16* x, int64_t M, int64_t K, const bf16* w, const bf16* bias, bf16* y, int64_t N) {
 #if defined(__AMX_BF16__)
     if (M > 4) {
         const auto fill = [=](int64_t n, int64_t k, int64_t depth, uint32_t* panel) { panel_of(w + n * K + k, N - n, K - k, K, depth, panel); };
-        const auto add_bias = [=](int64_t n, f32x16 sums) { return b ? sums + widen_some(b + n, std::min(ROWS, N - n)) : sums; };
-        panel_product(a, M, K, K, N, out, fill, add_bias);
-        return y;
+        const auto add_bias = [=](int64_t n, f32x16 sums) { return bias ? sums + widen_some(bias + n, std::min(ROWS, N - n)) : sums; };
+        return panel_product(x, M, K, K, N, y, fill, add_bias);
     }
 #endif
     for (int64_t m = 0; m < M;) {
         const int64_t now = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
-        auto run = now == 4 ? few_rows<4> : now == 2 ? few_rows<2> : few_rows<1>;
-        run(a + m * K, w, b, out + m * N, N, K);
+        auto run = now == 4 ? few_rows_bf16<4> : now == 2 ? few_rows_bf16<2> : few_rows_bf16<1>;
+        run(x + m * K, w, bias, y + m * N, N, K);
         m += now;
     }
+}
+#endif
+
+// (M, K) times a weight (N, K), plus a bias (N) -> (M, N) in x's dtype. With instructions for bfloat16, everything is in bfloat16; the weight is
+// read once for every 4 rows, with AMX once for every 512 rows. Otherwise x is in bfloat16 or float32, the weight in bfloat16 or float16.
+Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+    require(x.dim() == 2 && weight.dim() == 2, "x (M, K) and weight (N, K)");
+    const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
+    const ScalarType dtype = x.scalar_type(), stored = weight.scalar_type();
+    check_model_dtype(x);
+    check(x, "x", dtype, {M, K});
+    check(weight, "the weight of a linear layer", stored, {N, K});
+    if (bias) check(*bias, "the bias of a linear layer", dtype, {N});
+    Tensor y = torch::stable::new_empty(x, {M, N});
+    const void *w = weight.const_data_ptr(), *b = bias ? bias->const_data_ptr() : nullptr;
+#if defined(HAS_BF16)
+    require(dtype == ScalarType::BFloat16 && stored == dtype, "x and weight in bfloat16");
+    product_bf16((const bf16*)x.const_data_ptr(), M, K, (const bf16*)w, (const bf16*)b, (bf16*)y.mutable_data_ptr(), N);
+#else
+    require(stored == ScalarType::BFloat16 || stored == ScalarType::Half, "a weight in bfloat16 or float16");
+    with_type(x, [&](auto* type) {
+        typedef std::remove_pointer_t<decltype(type)> T;
+        const auto run = [&](const auto* typed) { widened_product((const T*)x.const_data_ptr(), M, K, typed, (const T*)b, (T*)y.mutable_data_ptr(), N); };
+        if (stored == ScalarType::Half) run((const f16*)w);
+        else run((const bf16*)w);
+    });
+#endif
     return y;
 }
 

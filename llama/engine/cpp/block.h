@@ -2,15 +2,15 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <vector>
 
+#include "border.h"
 #include "elementwise.h"
 #include "panels.h"
-#include "prompt.h"
+
+// attention.cpp defines it, prompt.h explains it.
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale);
 
 namespace {
 

@@ -38,6 +38,35 @@
 #include "pool.h"
 #include "vectors.h"
 
+// A row of x in 8 bits. `start` subtracts the zero point of unsigned weights: sum((w - zero) x) = sum(w x) - zero sum(x).
+struct Row {
+    const int8_t* x;       // (groups * group)
+    const float* scale;    // (groups)
+    const int32_t* start;  // (groups)
+    const float* sum;      // (groups), sum of x times scale
+};
+
+struct Shape {
+    int64_t groups, group;  // the groups of a row, and their inputs; with two levels of scales, groups of complete blocks
+    int64_t stride, tile;   // bytes of a block and of a tile
+};
+
+// The functions for a format: they belong to no dtype of x, so each of them is compiled once.
+struct Functions {
+    int32_t zero;  // what the integer dot products count as 0
+    void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+    struct {
+        int64_t count;
+        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+    } rows[5];
+    void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
+    const Functions* wide;
+    bool offset;
+};
+
+// formats.cpp defines it, and compiles the functions of every format: half of the work of compiling the kernels.
+const Functions& functions_of(int64_t bits, int64_t group, bool offset, bool codebook, bool levels);
+
 namespace {
 
 constexpr int64_t ROWS = 16;       // rows of a tile
@@ -127,17 +156,15 @@ struct Sums {
 #endif
 
 // 16 values, and their bytes for the indices in w.
+#if defined(__AVX2__)
+struct Codebook {
+    words values;
+    explicit Codebook(const uint8_t* p) : values(load<words>(p)) {}
 #if defined(__AVX512BW__)
-struct Codebook {
-    __m512i values;
-    explicit Codebook(const uint8_t* p) : values(load<__m512i>(p)) {}
-    words operator()(words w) const { return (words)_mm512_shuffle_epi8(values, (__m512i)w); }
-};
-#elif defined(__AVX2__)
-struct Codebook {
-    __m256i values;
-    explicit Codebook(const uint8_t* p) : values(load<__m256i>(p)) {}
-    words operator()(words w) const { return (words)_mm256_shuffle_epi8(values, (__m256i)w); }
+    words operator()(words w) const { return (words)_mm512_shuffle_epi8((__m512i)values, (__m512i)w); }
+#else
+    words operator()(words w) const { return (words)_mm256_shuffle_epi8((__m256i)values, (__m256i)w); }
+#endif
 };
 #else
 struct Codebook {
@@ -155,19 +182,6 @@ struct Codebook {
     }
 };
 #endif
-
-// A row of x in 8 bits. `start` subtracts the zero point of unsigned weights: sum((w - zero) x) = sum(w x) - zero sum(x).
-struct Row {
-    const int8_t* x;       // (groups * group)
-    const float* scale;    // (groups)
-    const int32_t* start;  // (groups)
-    const float* sum;      // (groups), sum of x times scale
-};
-
-struct Shape {
-    int64_t groups, group;  // the groups of a row, and their inputs; with two levels of scales, groups of complete blocks
-    int64_t stride, tile;   // bytes of a block and of a tile
-};
 
 template <Format F>
 inline int64_t group_of(const Shape& s) {
@@ -358,36 +372,6 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
         std::memcpy(wide, from.scale, 64);
         if (F.offset) std::memcpy(wide + 64, from.offset, 64);
         wide += 64 * (1 + F.offset);
-    }
-}
-
-// The functions for a format: they belong to no dtype of x, so each of them is compiled once.
-struct Functions {
-    int32_t zero;  // what the integer dot products count as 0
-    void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
-    struct {
-        int64_t count;
-        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
-    } rows[5];
-    void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
-    const Functions* wide;
-    bool offset;
-};
-template <Format F>
-constexpr int32_t zero_of() {
-    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
-}
-template <Format F>
-inline const Functions& functions_of() {
-    if constexpr (F.narrow()) {
-        static constexpr Format W = wide_form<F>();
-        static const Functions wide{zero_of<W>(), nullptr, {{MANY, tile_product<W, MANY, 1>}, {4, tile_product<W, 4, 1>}}};
-        static const Functions functions{zero_of<F>(), one_row_product<F>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset};
-        return functions;
-    } else {
-        static const Functions functions{zero_of<F>(), one_row_product<F>, {{MANY, tile_product<F, MANY, 1>}, {MANY * 2 / 3, tile_product<F, MANY * 2 / 3, 1>},
-                                                              {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}}};
-        return functions;
     }
 }
 

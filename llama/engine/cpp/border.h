@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>

@@ -2,20 +2,14 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
 #include <stdexcept>
 
-#include "attention.h"
 #include "border.h"
 #include "pool.h"
 #include "vectors.h"
-
-using torch::stable::Tensor;
 
 namespace {
 
@@ -39,14 +33,6 @@ template <typename T>
 inline f32x16 as_stored(f32x16 x) {  // rounded to T
     T numbers[16];
     store(x, numbers);
-    return widen(numbers);
-}
-
-template <typename T>
-inline f32x16 widen_some(const T* p, int64_t count) {
-    if (count == 16) return widen(p);
-    T numbers[16] = {};
-    std::memcpy(numbers, p, count * sizeof(T));
     return widen(numbers);
 }
 

@@ -1,11 +1,13 @@
 // The operators of a decoding step on a CPU. Their speed is limited by the memory bandwidth for weights, keys and values.
 //
-//     blocks.h       rows of x in 8 bits times a weight in 4 or 8 bits, and the layout of such a weight
+//     blocks.h       rows of x in 8 bits times a weight in 2 to 8 bits, and the layout of such a weight
+//     formats.cpp    the functions for each of these formats
 //     bfloat16.h     a few rows of x times a bfloat16 weight
+//     widened.h      rows of x times a weight in 16 bits, in float32
 //     panels.h       many rows of x times a weight, in bfloat16
 //     matrix.h       the innermost product of panels.h: vectors, or AMX
 //     attention.h    attention of a few queries
-//     prompt.h       attention of many queries
+//     prompt.h       attention of many queries, and the operator (attention.cpp)
 //     elementwise.h  norms, rotations, SwiGLU
 //     block.h        a complete block, which calls the others
 //     rounding.h     quantization of a weight to 4 or 8 bits
@@ -13,14 +15,16 @@
 //     border.h       what the operators require of their arguments
 //     vectors.h      vectors of 16 floats, which all of them use
 //
-// One source serves every processor. It uses the compiler's vector types; the few instructions that a compiler does not choose on
-// its own have an alternative for processors without them. llama/engine/kernels.py compiles the source and calls the operators.
+// The same sources serve every processor. They use the compiler's vector types; the few instructions that a compiler does not choose on
+// its own have an alternative for processors without them. llama/engine/kernels.py compiles the sources and calls the operators.
 
 #include <torch/csrc/stable/library.h>
 
 #include "bfloat16.h"
 #include "block.h"
 #include "rounding.h"
+
+int64_t torch_threads() { return torch::stable::get_num_threads(); }
 
 STABLE_TORCH_LIBRARY(clearllama, m) {
     m.def("linear_blocks(Tensor x, Tensor tiles, int bits, int group, bool offset, int out_features,"
@@ -52,7 +56,7 @@ extern "C" {
 [[gnu::weak]] void omp_set_num_threads(int);
 [[gnu::weak]] int MKL_Set_Num_Threads_Local(int);
 
-void clearllama_choose_threads(int64_t kernels, int64_t operators) {
+[[gnu::visibility("default")]] void clearllama_choose_threads(int64_t kernels, int64_t operators) {
     chosen_threads() = kernels;
     if (operators && omp_set_num_threads) omp_set_num_threads(int(operators));
     if (operators && MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(int(operators));

@@ -8,6 +8,10 @@
 
 namespace {
 
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16
+#endif
+
 // A pair of bfloat16 numbers is in 32 bits, the first one in the low half.
 #if defined(__AVX512BF16__)
 inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) { return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
@@ -27,18 +31,18 @@ inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
     for (int i = 0; i < 4; i++) sum[i] = vbfdotq_f32(sum[i], x[i], y[i]);
     return load<f32x16>(sum);
 }
-inline u32x16 pair_of(f32x16 first, f32x16 second) { return rounded(first) >> 16 | rounded(second); }
 #else
 inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
     acc += (f32x16)(a << 16) * (f32x16)(b << 16);
     return acc + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
 }
+#endif
+
+#if !defined(__AVX512BF16__)
 inline u32x16 pair_of(f32x16 first, f32x16 second) { return rounded(first) >> 16 | rounded(second); }
 #endif
 
 #if defined(__AMX_BF16__)
-constexpr bool HAS_TILES = true;
-
 // Gives this thread eight tile registers of 16 rows of 64 bytes.
 struct TileRegisters {
     TileRegisters() {
@@ -101,8 +105,6 @@ inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint3
     for (int64_t m = 0; m < M; m += 32) slice_product({x + m * stride, stride, 16 * stride, 32}, M - m, panels, K, count, false, y + m * 16 * count);
 }
 #else
-constexpr bool HAS_TILES = false;
-
 constexpr int64_t DEPTH = 256;  // inputs of two panels that are multiplied together; they must fit into the first cache
 
 // Adds the products of inputs `from` to `to` of 12 or fewer rows and two panels to y.

@@ -6,9 +6,6 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -22,8 +19,6 @@
 #include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
-
-using torch::stable::Tensor;
 
 namespace {
 
@@ -184,8 +179,7 @@ void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, in
         return product_in_panels(x, M, K, tiles, shape, panel, group == 0, y, N);
     }
 #endif
-    const Functions& functions = *with_format(bits, group, offset, codebook, levels, []<Format F>() { return &functions_of<F>(); });
-    product(x, M, K, tiles, shape, functions, y, N);
+    product(x, M, K, tiles, shape, functions_of(bits, group, offset, codebook, levels), y, N);
 }
 
 // (M, K) in float32 or bfloat16, times a packed weight (N, K) -> (M, N) in x's dtype.

@@ -12,7 +12,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +27,7 @@
 #include <unistd.h>
 #endif
 
-namespace {
+int64_t torch_threads();  // kernels.cpp defines it, so that the other sources need no headers of torch
 
 class Pool {
     using Clock = std::chrono::steady_clock;
@@ -190,8 +189,8 @@ public:
     }
 };
 
-constinit Pool pool;  // its destructor is trivial, since threads outlive static objects
-const int at_fork = pthread_atfork(nullptr, nullptr, [] { new (&pool) Pool; });  // a child has only the thread that forked
+inline constinit Pool pool;  // its destructor is trivial, since threads outlive static objects
+inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { new (&pool) Pool; });  // a child has only the thread that forked
 static_assert(std::is_trivially_destructible_v<Pool>);
 
 // The number of threads for loops that the calling thread starts; 0: as many as torch uses.
@@ -200,7 +199,7 @@ inline int64_t& chosen_threads() {
     return threads;
 }
 
-inline int64_t thread_count() { return chosen_threads() ? chosen_threads() : torch::stable::get_num_threads(); }
+inline int64_t thread_count() { return chosen_threads() ? chosen_threads() : torch_threads(); }
 
 // Calls body(i) for i from 0 to count - 1, each once, in any order and on several threads.
 template <typename F>
@@ -217,5 +216,3 @@ void for_each_part(int64_t count, int64_t bytes, const F& body) {
         for (int64_t i = part * together; i < std::min(count, (part + 1) * together); i++) body(i);
     });
 }
-
-}  // namespace

@@ -45,8 +45,8 @@ struct Softmax {
             i32x16 visible = lane < int32_t(n - s);
             const int64_t count = std::min<int64_t>(16, n - s);
             f32x16 x = load<f32x16>(scores + s) * scale, scale_of_key = f32x16{} + 1.0f;
-            if (k_scale) scale_of_key = load_some<f32x16>(k_scale + s, count);
-            if (seen) visible &= __builtin_convertvector(load_some<i8x16>(seen + s, count), i32x16) != 0;
+            if (k_scale) scale_of_key = widen_some(k_scale + s, count);
+            if (seen) visible &= widen_some((const int8_t*)seen + s, count) != 0.0f;
             x *= scale_of_key;
             x = x > -INFINITY ? x : f32x16{} + NAN;  // finite numbers can't produce -inf
             x = visible ? x : f32x16{} - INFINITY;
@@ -60,7 +60,7 @@ struct Softmax {
         for (int64_t s = 0; s < n; s += 16) {
             f32x16 e = exp_of(w[s / 16] - base), scale_of_value = f32x16{} + 1.0f;
             sum += e;
-            if (v_scale) scale_of_value = load_some<f32x16>(v_scale + s, std::min<int64_t>(16, n - s));
+            if (v_scale) scale_of_value = widen_some(v_scale + s, std::min<int64_t>(16, n - s));
             store(e == 0.0f ? e : e * scale_of_value, weights + s);
         }
         largest[r] = most, total[r] = total[r] * rest + sum_of(sum);
@@ -124,9 +124,12 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
     });
 }
 
+constexpr int64_t FEW_QUERIES = 16;
+
+}  // namespace
+
 // -> (B, T, H, D). q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
 // be 8-bit integers with a float32 scale for each key (B, KV, S). More than FEW_QUERIES must be in bfloat16.
-constexpr int64_t FEW_QUERIES = 16;
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
               std::optional<Tensor> v_scale) {
     require(q.dim() == 4 && k.dim() == 4, "q (B, H, T, D) and k (B, KV, S, D)");
@@ -158,5 +161,3 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<T
     else attend_to<bf16, bf16>(q, k, v, mask, k_scale, v_scale, y);
     return y;
 }
-
-}  // namespace

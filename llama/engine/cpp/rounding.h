@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include "blocks.h"
 #include "border.h"
 

@@ -35,6 +35,9 @@ typedef int8_t chars __attribute__((vector_size(LANES)));
 struct bf16 {
     uint16_t bits;
 };
+struct f16 {
+    uint16_t bits;
+};
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
@@ -42,6 +45,11 @@ inline float to_float(bf16 x) {
     float y;
     std::memcpy(&y, &bits, 4);
     return y;
+}
+inline float to_float(f16 x) {
+    _Float16 y;
+    std::memcpy(&y, &x, 2);
+    return float(y);
 }
 inline void from_float(float x, float& y) { y = x; }
 inline void from_float(float x, bf16& y) {
@@ -54,15 +62,6 @@ template <typename V>
 inline V load(const void* p) {
     V v;
     std::memcpy(&v, p, sizeof(V));
-    return v;
-}
-
-// The first `count` of 16 numbers; the others are 0.
-template <typename V>
-inline V load_some(const void* p, int64_t count) {
-    if (count == 16) return load<V>(p);
-    V v{};
-    std::memcpy(&v, p, count * sizeof(V) / 16);
     return v;
 }
 
@@ -103,19 +102,7 @@ inline void store(f32x16 x, bf16* p, int64_t count = 16) {
 }
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
-template <typename T>
-inline f32x16 widen(const T* p);
-template <>
-inline f32x16 widen(const float* p) {
-    return load<f32x16>(p);
-}
-template <>
-inline f32x16 widen(const bf16* p) {
-    typedef uint16_t u16x16 __attribute__((vector_size(32)));
-    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
-}
 inline floats to_floats(chars x) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
@@ -126,10 +113,17 @@ inline floats to_floats(chars x) {
 #endif
 }
 inline floats to_floats(const float* p) { return load<floats>(p); }
-inline floats to_floats(const bf16* p) {
+inline floats to_floats(const bf16* p) {  // with the instructions for AVX, since GCC 12 would convert in halves
+#if defined(__AVX512F__)
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#elif defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
+#else
     typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
     return (floats)(__builtin_convertvector(load<halves>(p), words) << 16);
+#endif
 }
+inline floats to_floats(const f16* p) { return load_half(p); }
 inline floats to_floats(const int8_t* p) { return to_floats(load<chars>(p)); }
 inline chars to_chars(ints x) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -139,18 +133,20 @@ inline chars to_chars(ints x) {
     return __builtin_convertvector(x, chars);
 #endif
 }
-inline f32x16 widen(i8x16 x) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
-#elif defined(__AVX2__)
-    const __m256i half[2] = {_mm256_cvtepi8_epi32((__m128i)x), _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8))};
-    return __builtin_convertvector(load<i32x16>(half), f32x16);
-#endif
-    return __builtin_convertvector(__builtin_convertvector(x, i32x16), f32x16);
+template <typename T>
+inline f32x16 widen(const T* p) {
+    floats parts[PARTS];
+    for (int i = 0; i < PARTS; i++) parts[i] = to_floats(p + LANES * i);
+    return load<f32x16>(parts);
 }
-template <>
-inline f32x16 widen(const int8_t* p) {
-    return widen(load<i8x16>(p));
+
+// The first `count` of 16 numbers; the others are 0.
+template <typename T>
+inline f32x16 widen_some(const T* p, int64_t count) {
+    if (count == 16) return widen(p);
+    T numbers[16] = {};
+    std::memcpy(numbers, p, count * sizeof(T));
+    return widen(numbers);
 }
 
 // The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
@@ -195,6 +191,20 @@ inline auto sum_of(V v) {
     v += pick<4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3>(v, v);
     v += pick<2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1>(v, v);
     return v[0] + v[1];
+}
+
+// exp(x) for x <= 0, relative error 2e-7: 2^n times a polynomial in the remainder; 0 below -87.
+inline f32x16 exp_of(f32x16 x) {
+    const f32x16 lowest = f32x16{} - 87.0f;
+    const i32x16 small = x < lowest;
+    x = small ? lowest : x;
+    const f32x16 magic = f32x16{} + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+    const f32x16 n = (x * 1.44269504f + magic) - magic;
+    const f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    f32x16 p = f32x16{} + 1.0f / 720;
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
+    const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
+    return small ? f32x16{} : p * (f32x16)exponent;
 }
 
 // Transposes 16 x 16 numbers: pairs of numbers, then of 64 bits, then of 128 bits twice.

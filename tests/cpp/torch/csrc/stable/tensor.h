@@ -9,9 +9,9 @@
 #include <vector>
 
 namespace torch::headeronly {
-enum class ScalarType { Byte, Char, Long, Float, BFloat16, Bool };
+enum class ScalarType { Byte, Char, Long, Float, BFloat16, Bool, Half };
 inline int64_t bytes_of(ScalarType type) {
-    return type == ScalarType::Long ? 8 : type == ScalarType::Float ? 4 : type == ScalarType::BFloat16 ? 2 : 1;
+    return type == ScalarType::Long ? 8 : type == ScalarType::Float ? 4 : type == ScalarType::BFloat16 || type == ScalarType::Half ? 2 : 1;
 }
 }  // namespace torch::headeronly
 

@@ -1,0 +1,29 @@
+// The products with weights in 2 to 8 bits (blocks.h), compiled for every format. No headers of torch, which take seconds to read.
+
+#include "blocks.h"
+
+namespace {
+
+template <Format F>
+constexpr int32_t zero_of() {
+    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
+}
+template <Format F>
+const Functions& functions_for() {
+    if constexpr (F.narrow()) {
+        static constexpr Format W = wide_form<F>();
+        static const Functions wide{zero_of<W>(), nullptr, {{MANY, tile_product<W, MANY, 1>}, {4, tile_product<W, 4, 1>}}};
+        static const Functions functions{zero_of<F>(), one_row_product<F>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset};
+        return functions;
+    } else {
+        static const Functions functions{zero_of<F>(), one_row_product<F>, {{MANY, tile_product<F, MANY, 1>}, {MANY * 2 / 3, tile_product<F, MANY * 2 / 3, 1>},
+                                                              {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}}};
+        return functions;
+    }
+}
+
+}  // namespace
+
+const Functions& functions_of(int64_t bits, int64_t group, bool offset, bool codebook, bool levels) {
+    return *with_format(bits, group, offset, codebook, levels, []<Format F>() { return &functions_for<F>(); });
+}

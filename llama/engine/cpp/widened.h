@@ -1,0 +1,131 @@
+// Rows of x times a weight in bfloat16 or float16, for processors without instructions for bfloat16.
+//
+// The arithmetic is that of float32: a weight is widened in registers, which is exact; products are added in float32, and only the result is
+// rounded, to x's dtype. So x may be float32 too, and it is never rounded to the weight's dtype.
+//
+// A few rows of x: the weight is read in order, once for 3 rows. A row's result does not depend on the other rows.
+// Many rows: SLICE inputs of WIDTH rows of the weight are widened to a buffer in the second cache. A panel of x has 16 rows: 16 numbers for every
+// input. SIX rows of the weight times a panel fill the registers; each number of the weight is multiplied by 16 numbers of x.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "blocks.h"
+#include "pool.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t FEW = 6;  // rows of x that are multiplied without panels
+constexpr int64_t SIX = 6, WIDTH = 48, SLICE = 256, TOGETHER = 512;
+
+// Memory of a thread for `count` floats.
+template <int PURPOSE>
+inline float* floats_of_thread(size_t count) {
+    thread_local std::vector<float> memory;
+    if (memory.size() < count) memory.resize(count);
+    return memory.data();
+}
+
+// M rows of x (M, K), `stride` apart, times a row of the weight. Four sums for each row of x hide the latency.
+template <int M, typename W>
+inline void row_product(const float* x, int64_t stride, const W* w, int64_t K, float* y) {
+    floats sums[M][4] = {};
+    int64_t k = 0;
+    for (; k + 4 * LANES <= K; k += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            const floats wide = to_floats(w + k + i * LANES);
+            for (int m = 0; m < M; m++) sums[m][i] += wide * load<floats>(x + m * stride + k + i * LANES);
+        }
+    for (int m = 0; m < M; m++) {
+        floats sum = (sums[m][0] + sums[m][1]) + (sums[m][2] + sums[m][3]);
+        y[m] = 0;
+        for (int i = 0; i < LANES; i++) y[m] += sum[i];
+        for (int64_t i = k; i < K; i++) y[m] += to_float(w[i]) * x[m * stride + i];
+    }
+}
+
+// Adds the products of SIX rows of the weight (SIX, SLICE) and a panel of x (depth, 16) to sums (SIX, 16).
+inline void six_rows(const float* w, const float* panel, int64_t depth, bool first, float* sums) {
+    floats acc[SIX][PARTS] = {};
+    for (int i = 0; i < SIX * PARTS && !first; i++) acc[i / PARTS][i % PARTS] = load<floats>(sums + i * LANES);
+    for (int64_t k = 0; k < depth; k++) {
+        floats column[PARTS];
+        for (int part = 0; part < PARTS; part++) column[part] = load<floats>(panel + 16 * k + LANES * part);
+        for (int r = 0; r < SIX; r++)
+            for (int part = 0; part < PARTS; part++) acc[r][part] += column[part] * w[r * SLICE + k];
+    }
+    for (int i = 0; i < SIX * PARTS; i++) std::memcpy(sums + i * LANES, &acc[i / PARTS][i % PARTS], sizeof(floats));
+}
+
+// Rows of x (M, K) in panels (M / 16, inputs, 16), zero beyond M and K.
+template <typename T>
+void to_panels(const T* x, int64_t M, int64_t K, int64_t inputs, float* panels) {
+    for_each_unit((M + 15) / 16, [=](int64_t p) {
+        for (int64_t k = 0; k < inputs; k += 16) {
+            u32x16 numbers[16] = {};
+            for (int64_t m = 16 * p; m < std::min(M, 16 * p + 16); m++) {
+                numbers[m % 16] = (u32x16)widen_some(x + m * K + k, std::min<int64_t>(16, K - k));
+            }
+            transpose(numbers);
+            std::memcpy(panels + (p * inputs + k) * 16, numbers, sizeof numbers);
+        }
+    });
+}
+
+template <typename W, typename T>
+void many_rows(const T* x, int64_t M, int64_t K, const W* w, const T* bias, T* y, int64_t N) {
+    const int64_t inputs = (K + 15) / 16 * 16, count = (M + 15) / 16;
+    float* const panels = floats_of_thread<0>(count * 16 * inputs);
+    to_panels(x, M, K, inputs, panels);
+    for_each_unit((N + WIDTH - 1) / WIDTH, [=](int64_t unit) {
+        const int64_t n = unit * WIDTH, rows = std::min(WIDTH, N - n), sixes = (rows + SIX - 1) / SIX;
+        float *const wide = floats_of_thread<1>(WIDTH * SLICE), *const sums = floats_of_thread<2>(count * WIDTH * 16);  // (count, WIDTH, 16)
+        for (int64_t first = 0; first < inputs; first += SLICE) {
+            const int64_t depth = std::min(SLICE, inputs - first);
+            for (int64_t r = 0; r < sixes * SIX; r++) {
+                const W* const row = w + (n + std::min(r, rows - 1)) * K + first;
+                for (int64_t k = 0, some = std::min(depth, K - first); k < depth; k += LANES) {
+                    floats numbers{};
+                    if (k + LANES <= some) numbers = to_floats(row + k);
+                    else for (int64_t i = 0; i < some - k; i++) numbers[i] = to_float(row[k + i]);
+                    std::memcpy(wide + r * SLICE + k, &numbers, sizeof numbers);
+                }
+            }
+            for (int64_t p = 0; p < count; p++)
+                for (int64_t i = 0; i < sixes; i++)
+                    six_rows(wide + i * SIX * SLICE, panels + (p * inputs + first) * 16, depth, first == 0, sums + (p * WIDTH + i * SIX) * 16);
+        }
+        for (int64_t p = 0; p < count; p++)
+            for (int64_t r = 0; r < rows; r += 16) {
+                u32x16 numbers[16];
+                std::memcpy(numbers, sums + (p * WIDTH + r) * 16, sizeof numbers);
+                transpose(numbers);
+                const int64_t some = std::min<int64_t>(16, rows - r);
+                const f32x16 added = bias ? widen_some(bias + n + r, some) : f32x16{};
+                for (int64_t m = 16 * p; m < std::min(M, 16 * p + 16); m++) store((f32x16)numbers[m % 16] + added, y + m * N + n + r, some);
+            }
+    });
+}
+
+// y (M, N) = x (M, K) times a weight (N, K), plus a bias (N).
+template <typename W, typename T>
+void widened_product(const T* x, int64_t M, int64_t K, const W* w, const T* bias, T* y, int64_t N) {
+    if (M > FEW) {
+        for (int64_t m = 0; m < M; m += TOGETHER) many_rows(x + m * K, std::min(TOGETHER, M - m), K, w, bias, y + m * N, N);
+        return;
+    }
+    float* const wide = floats_of_thread<0>(M * K);
+    for (int64_t i = 0; i < M * K; i++) wide[i] = to_float(x[i]);
+    for (int64_t m = 0; m < M; m += 3)
+        for_each_part(N, K * sizeof(W), [=](int64_t n) {
+            const int64_t now = std::min<int64_t>(3, M - m);
+            float sums[3];
+            (now == 3 ? row_product<3, W> : now == 2 ? row_product<2, W> : row_product<1, W>)(wide + m * K, K, w + n * K, K, sums);
+            for (int64_t i = 0; i < now; i++) from_float(sums[i] + (bias ? to_float(bias[n]) : 0), y[(m + i) * N + n]);
+        });
+}
+
+}  // namespace
