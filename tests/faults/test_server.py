@@ -289,7 +289,7 @@ def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
 
     def parsed(messages: list[Any] = HELLO, **more: object) -> Any:
         (prompt,) = parse_chat({"messages": messages, "max_tokens": 9, "seed": 1, **more}, llm, "tiny").prompts
-        return prompt.request.prompt, prompt.request.params
+        return prompt.prompt, prompt.params
 
     assert all(parsed(**{field: value}) == parsed() for field in UNUSED for value in ("x", True, {}, None))
     for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": {"include_usage": True}}):
@@ -442,7 +442,7 @@ def test_control_strings_in_a_request_stay_text(llm: Llama) -> None:
         parts = [{"type": "text", "text": part} for part in (text[:7], text[7:])]
         messages = [{"role": role, "content": parts} for role in ("system", "user", "assistant", "user")]
         (prompt,) = parse_chat({"messages": messages, "stop": [text], "user": text}, llm, "tiny").prompts
-        return [id for id in prompt.request.prompt if id in llm.tokenizer.control.values()]
+        return [id for id in prompt.prompt if id in llm.tokenizer.control.values()]
 
     assert controls(CONTROL) == controls("plain") == [1, 2] * 4 + [1]
 
