@@ -137,6 +137,7 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
         ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, None),  # 28 layers have none
         ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 4096),
         ("smollm3", {"sliding_window": 128}, None),
+        ("smollm3", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, 4),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from llama import cli, loader, study
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
-from llama.generation.session import Session, open_session, sample
+from llama.generation.session import Session, _checksum, open_session, sample
 from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -254,8 +254,29 @@ def about(metadata: dict[str, str], **changes: Any) -> None:
     ],
 )
 def test_a_modified_file_is_rejected(saved: Path, change: Any, message: str) -> None:
-    rewrite(saved, change)
+    """Also if its checksum is right."""
+
+    def sealed(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        change(tensors, metadata)
+        metadata["sha256"] = _checksum(metadata["about"], tensors)
+
+    rewrite(saved, sealed)
     with pytest.raises(CheckpointError, match=message):
+        Session.load(saved, tiny.model(LONG))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, m: t["layers.1.v"].view(torch.int32)[0, 0, 0, :1].bitwise_xor_(1),
+        lambda t, m: t["tokens"].add_(1).remainder_(320),
+        lambda t, m: about(m, messages=[{"role": "user", "content": "other"}]),
+        lambda t, m: m.pop("sha256"),
+    ],
+)
+def test_a_flipped_bit_is_found(saved: Path, change: Any) -> None:
+    rewrite(saved, change)
+    with pytest.raises(CheckpointError, match="checksum does not match"):
         Session.load(saved, tiny.model(LONG))
 
 

@@ -115,7 +115,8 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         if types is not None and any(type not in (FULL, SLIDING) for type in types):
             raise ConfigError(f"{fields.where}: layer_types must be {FULL} or {SLIDING}, got {shown(types)}")
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
-        window = window if slides and used else None
+        # With types, transformers ignores use_sliding_window, except for Qwen2.
+        window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 

@@ -19,6 +19,7 @@ positions for which the cache has memory, with a mask. While no prompt waits, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -268,10 +269,14 @@ class Batch:
                 if request.cancelled.is_set():
                     break
             if ended or request.cancelled.is_set():
+                if not ended:
+                    self._clear(slot)  # its last chunk was not checked for NaN
                 yield Ended(number, None)
                 return
             with torch.inference_mode():
                 logits = self.model.output(hidden[:, -1])[0].float()[: self.n_vocab]  # (V,)
+            if room == 0:
+                check_extreme(float(extreme(logits)), "the next token", prompt, partial(locate, self.model))
         except LlamaError as error:
             self._clear(slot)
             yield Ended(number, error)
@@ -380,6 +385,8 @@ class Batch:
         if sequence is None:
             return
         if sequence.request.cancelled.is_set():
+            if not math.isfinite(float(extreme(logits))):
+                self._clear(slot)
             yield self._end(slot)
             return
         try:

@@ -1,7 +1,7 @@
 """A conversation's KV cache and its ids, in memory and in a file, so that a text is fed once for many questions.
 
 The file is a safetensors file with the ids and the used slots of every layer. Its metadata has the settings of the
-model and the messages. Keys of another model, or of the same model under other settings, would give fluent
+model, the messages and a checksum. Keys of another model, or of the same model under other settings, would give fluent
 nonsense; so a session is accepted only by a model with the same settings and the same weights.
 """
 
@@ -121,7 +121,8 @@ class Session:
         settings = settings_of(model)
         if self._tokenizer is not None:
             settings["tokenizer"] = _digest(self._tokenizer)
-        metadata = {MARK: FORMAT, "about": json.dumps({"settings": settings, "messages": self.messages})}
+        about = json.dumps({"settings": settings, "messages": self.messages})
+        metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
         entries = {name: _entry(tensor) for name, tensor in tensors.items()}
         resolved = target.resolve()  # so that a symbolic link stays one
         try:
@@ -153,6 +154,8 @@ class Session:
         if found := _difference(saved, ours):
             raise CheckpointError(f"{path} was saved with {found}: load the same model with the same options")
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        if _checksum(about["text"], tensors) != about["sha256"]:
+            raise _damaged(path, "its checksum does not match")
         ids = tensors.pop("tokens", torch.empty(0)).tolist()  # (N,)
         if not ids or not all(isinstance(id, int) and 0 <= id < model.config.vocab_size for id in ids):
             raise _damaged(path, f"it has no list of token ids below {model.config.vocab_size}")
@@ -296,8 +299,16 @@ def _entry(tensor: Tensor) -> Entry:
     return Entry(DTYPES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, lambda: tensor.cpu())
 
 
+def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(raw_bytes(tensor.cpu()).data)
+    return digest.hexdigest()
+
+
 def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """An open session file, and {settings, messages} from its metadata. Raises CheckpointError."""
+    """An open session file, and {settings, messages, sha256, text} from its metadata. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -315,7 +326,8 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         raise CheckpointError(f"{path} is not a session file ({reason})") from None
     if metadata.get(MARK) != FORMAT:
         raise CheckpointError(f"{path} is not a session file of this version; pass a file that Session.save wrote")
-    about = parse_json(metadata.get("about", "").encode(), f"{path} (metadata)")
+    text = metadata.get("about", "")
+    about = parse_json(text.encode(), f"{path} (metadata)")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
         raise _damaged(path, "its metadata lacks the settings or the messages")
-    return file, about
+    return file, {**about, "text": text, "sha256": metadata.get("sha256")}

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -50,6 +51,7 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
+MAY_HAVE_SCHEMA = re.compile(rb"response_format|tools|\\u")  # a key may be spelled with escapes
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
 PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.js")}
@@ -78,7 +80,8 @@ class Server:
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
         self.tokens: Counter[str] = Counter()
         self.received = 0  # bytes of bodies that are not parsed yet
-        self.parsing, self.tracing = asyncio.Semaphore(PARSED), asyncio.Semaphore(1)
+        self.parsing, self.compiling = asyncio.Semaphore(PARSED), asyncio.Semaphore(PARSED)
+        self.tracing = asyncio.Semaphore(1)
 
     def app(self, hosts: list[str] | None, origins: Sequence[str] = ()) -> Starlette:
         """The application. It accepts only `hosts` as values of the Host header; None accepts all.
@@ -182,7 +185,8 @@ class Server:
                         raise HTTPException(413, f"the body has more than {self.limits.body:,} bytes")
                     if self.received > self.limits.bodies:
                         raise HTTPException(429, "the server is busy: too many large requests; try again later", RETRY)
-            async with self.parsing:  # parsing takes up to 30 times the memory of the body
+            # Parsing takes up to 30 times the memory of the body. A schema may take seconds, one after the other.
+            async with self.compiling if MAY_HAVE_SCHEMA.search(body) else self.parsing:
                 return await asyncio.to_thread(lambda: parse(parse_body(bytes(body)), self.llm, self.model))
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {self.limits.receive:g} s") from None

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Event as Flag
 from typing import Any
 
 import gguf
@@ -18,10 +19,10 @@ from llama.engine import kernels, nonfinite
 from llama.engine.linears import BlockLinear, TileLinear, quantize_
 from llama.errors import CheckpointError, NumericalError
 from llama.generate import generate
-from llama.generation.batch import Batch, Ended, Request
+from llama.generation.batch import Batch, Ended, Request, TokenEvent
 from llama.generation.session import Session
 from llama.generation.speculative import ModelDraft, NGramDraft, speculate
-from llama.model import Transformer
+from llama.model import Runner, Transformer
 from llama.quant.schemes import pick_scheme, quantize
 from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
@@ -208,6 +209,28 @@ def test_errors_of_a_batch_name_the_layer(broken: Transformer) -> None:
             raise error or AssertionError("no error")
     with pytest.raises(NumericalError, match=rf"^prompt 1 of 2: the logits of new token 1 .*{WORDS}"):
         Llama(broken, _tokenizer()).generate(["a", "b"], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [5, 200, 7]], ids=["in an answer", "in a prompt"])
+def test_a_cancelled_request_leaves_no_nan_to_the_next_one(monkeypatch: pytest.MonkeyPatch, prompt: list[int]) -> None:
+    """It is cancelled in the pass that computes the NaN, so that nobody sees its logits."""
+    net, flag, real = tiny.model(), Flag(), Runner.run
+    net.tok_embeddings.weight[200] = math.nan
+
+    def run(*args: Any, **options: Any) -> torch.Tensor:
+        h: torch.Tensor = real(*args, **options)
+        if bool(h.isnan().any()):
+            flag.set()
+        return h
+
+    monkeypatch.setattr(Runner, "run", run)
+    bad = Request(prompt, SamplingParams(max_new_tokens=9, logit_bias={200: 1e3}), cancelled=flag)
+    good = Request([20, 21], SamplingParams(max_new_tokens=5))
+    events = list(Batch(net, iter([bad, good]), slots=1))
+    assert flag.is_set()
+    assert [event.error for event in events if isinstance(event, Ended)] == [None, None]
+    answer = [event.token.id for event in events if isinstance(event, TokenEvent) and event.number == 1]
+    assert answer == [token.id for token in generate(net, good.prompt, good.params)]
 
 
 def _tokenizer() -> Any:
