@@ -69,6 +69,15 @@ def test_a_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str
     assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
 
 
+def test_rows_without_a_token_survive_a_round_trip(tmp_path: Path) -> None:
+    """GGUF lists a token for every row of the embedding; tokenizer.json lists only those that exist."""
+    source = tiny.write_gguf(tmp_path / "a.gguf", dataclasses.replace(tiny.CONFIG, vocab_size=400))
+    folder = convert(source, tmp_path / "hf", "hf").path
+    back = convert(convert(folder, tmp_path / "b.gguf", "gguf").path, tmp_path / "back", "hf").path
+    assert all(torch.equal(logits(source), logits(path)) for path in (folder, back))
+    assert llama.load_tokenizer(back).encode("hello") == llama.load_tokenizer(folder).encode("hello")
+
+
 def test_chat_templates_with_names_survive_every_conversion(source: Path, tmp_path: Path) -> None:
     named = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}{{ messages[0].content }}"}
     folder = convert(source, tmp_path / "hf", "hf").path
