@@ -151,7 +151,7 @@ def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -
 def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     new = str(tmp_path / "x")
     for arguments, code, message in (
-        ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
+        ((str(meta), str(meta), "--to", "hf"), 2, b"exists already"),
         ((str(tmp_path / "none"), new, "--to", "hf"), 1, b"there is no file or folder"),
         ((str(meta), new, "--to", "onnx"), 2, b"invalid choice"),
         ((str(meta), new, "--to", "hf", "--shards", "-1"), 2, b"shards must be an integer"),
