@@ -21,6 +21,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,40 +200,33 @@ def _build(form: str, library: Path) -> None:
         raise RuntimeError("no C++ compiler found (c++, g++, clang++); install one, or set CXX to its command")
     if sys.stderr is not None and sys.stderr.isatty():
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
-    sources = sorted(SOURCE.parent.glob("*.cpp"), reverse=True)
     flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
     with tempfile.TemporaryDirectory() as folder:
-        objects = [f"{folder}/{source.stem}.o" for source in sources]
-        compiled = [
-            [*flags, f"-I{root / 'include'}", "-c", str(source), "-o", made]
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        _run(compiled)  # each on its own core
-        _run([[*flags, "-shared", *objects, "-o", str(library), *link]])
-
-
-def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands at once; each writes the file that follows -o. Raises RuntimeError if one fails."""
-    # A session of its own for each: a compiler starts other programs, which must end with it
-    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
-    processes: list[subprocess.Popen[str]] = []
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all are known, so that all are ended
-    try:
+        objects = [f"{folder}/{source.stem}.o" for source in sorted(SOURCE.parent.glob("*.cpp"), reverse=True)]
+        script = ""
+        for i, made in enumerate(objects):  # one shell runs the compilers, each on its own core
+            source = SOURCE.parent / f"{Path(made).stem}.cpp"
+            compile = [*flags, f"-I{root / 'include'}", "-c", str(source), "-o", made]
+            script += f"{shlex.join(compile)} & p{i}=$!\n"
+        script += "".join(f"wait $p{i} && " for i in range(len(objects)))
+        script += shlex.join([*flags, "-shared", *objects, "-o", str(library), *link])
+        # A session of its own: the compilers start other programs, and all of them must end with it
+        process = subprocess.Popen(
+            ["sh", "-c", script],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
-            processes += [subprocess.Popen(command, start_new_session=True, **pipes) for command in commands]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        outputs = [process.communicate(timeout=300)[1] for process in processes]
-    except BaseException:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-                process.communicate()
-        raise
-    for process, command, output in zip(processes, commands, outputs, strict=True):
-        if process.returncode or not os.path.isfile(command[command.index("-o") + 1]):
-            reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
-            raise RuntimeError(f"{command[0]} could not build {SOURCE.name}: {reason.strip()}")
+            _, output = process.communicate(timeout=300)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+            process.communicate()
+            raise
+    if process.returncode or not library.is_file():
+        reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
+        raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
 
 
 def _load_library(path: str) -> ctypes.CDLL:

@@ -159,7 +159,9 @@ def test_local_files_are_used_without_the_network(
     assert attempt(*command(name, model), before=NO_SOCKET).survived()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path.parent / f"{tmp_path.name}.hf"))
-    attempt("inspect", "org/name", before=NO_SOCKET).refused("org/name", "there is no file, folder or complete local copy")
+    attempt("inspect", "org/name", before=NO_SOCKET).refused(
+        "org/name", "there is no file, folder or complete local copy"
+    )
 
 
 def test_a_local_model_runs_without_a_home(
