@@ -652,7 +652,11 @@ def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
     script, started = tmp_path / "compiler", tmp_path / "started"
     script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {started}.new\nmv {started}.new {started}\nwait\n")
     script.chmod(0o755)
-    code = "from llama.engine import kernels; kernels._build('plain', kernels.Path('unused.so'))"
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever the tests' process ignores
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\n"
+        "from llama.engine import kernels; kernels._build('plain', kernels.Path('unused.so'))"
+    )
     build = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "CXX": str(script)}, stderr=-3)
     while not started.exists():
         assert build.poll() is None
