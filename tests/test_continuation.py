@@ -61,7 +61,7 @@ def test_a_prompt_and_its_continuation_decode_to_the_joined_text(kind: str, ids:
 # ------------------------------------------------------------------------------------------------- through a model
 @pytest.fixture(scope="module")
 def pieces_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a random model with a SentencePiece vocabulary, of which most answers begin with a space."""
+    """Return a random model with a SentencePiece vocabulary. Most of its answers begin with a space."""
     config, metadata = dataclasses.replace(tiny.CONFIG, vocab_size=340), piece_metadata(LIBRARY)
     state, tokens = tiny.weights(config), metadata["tokenizer.ggml.tokens"]
     state["output.weight"][[i for i, token in enumerate(tokens) if token[0] == "▁"]] *= 9

@@ -20,7 +20,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """{"texts": the rendered texts}, or {"error": the message of the template's exception}. The keys of a request:
 
     template  Jinja source
-    values    the variables of the template, of which messages and tools are a user's
+    values    the variables of the template; messages and tools come from a user
     variables more of them, from a user
     now       the time for strftime_now, in ISO format
     hidden    regular expressions, one for each text: what they find in the strings of messages and tools is replaced by

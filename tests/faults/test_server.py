@@ -472,6 +472,29 @@ def test_offsets_count_the_characters_of_the_text(server: Running, llm: Llama) -
 
 
 # --------------------------------------------------------------------------------- L06: addresses, keys, many clients
+def test_schemas_that_take_long_do_not_delay_requests_without_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_chat
+
+    def slow(*args: Any) -> Any:
+        begun.release()
+        go_on.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(app, "parse_chat", slow)
+    chat = json.dumps({"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}}).encode()
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(ask, server, CHAT, chat) for _ in range(app.PARSED)]
+        try:
+            assert all(begun.acquire(timeout=10) for _ in asked)
+            assert ask(server, TEXT, json.dumps({"prompt": "a", "max_tokens": 1}).encode())[0] == 200
+            assert not any(one.done() for one in asked)
+        finally:
+            go_on.set()
+        assert [one.result()[0] for one in asked] == [200] * len(asked)
+
+
 def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
     for path in ["//v1/models", "/%ff", "/../../etc/passwd", "/" + "a" * 5000, "/v1/models/other"]:
         status, text, headers = ask(server, path, b"", "GET")

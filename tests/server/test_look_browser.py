@@ -110,7 +110,7 @@ def ids_of(tokens: list[dict[str, Any]]) -> list[int]:
     return [one["id"] for one in tokens]
 
 
-def told(turn: dict[str, Any]) -> list[int]:
+def answer_ids(turn: dict[str, Any]) -> list[int]:
     """The ids of an answer without the stop id, as in `Completion.tokens`."""
     return ids_of(turn["tokens"][:-1] if turn["end"] == "stop" else turn["tokens"])
 
@@ -146,7 +146,7 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     tab.click("#samples button >> nth=0")
     turn = settle(tab)
     question = turn["question"]
-    assert told(turn) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
+    assert answer_ids(turn) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
 
     tab.click(f"#t{turn['n']}-3 .w")
     settle(tab)
@@ -176,7 +176,7 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert body["off"] == [head]
     off = settle(tab)
     with ablated(tiny_llm.model, [tuple(head)]):
-        assert told(off) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
+        assert answer_ids(off) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
     assert tab.inner_text(".place") == "3/3"
     assert f"without head {head[0]}.{head[1]}" in tab.inner_text(".foot")
     first = next(i for i, (a, b) in enumerate(zip(off["tokens"], branch["tokens"], strict=False)) if a["id"] != b["id"])
