@@ -86,6 +86,10 @@ class Terminal:
         if self.running:
             os.kill(self.pid, signal.SIGKILL)
             self.forked.finish()
+        if self.child.child_fd >= 0:
+            self.hang_up()
+
+    def hang_up(self) -> None:
         os.close(self.side)
         self.child.close()
 
@@ -171,6 +175,13 @@ def talk(clearllama: Run, model: Path, *lines: str, args: tuple[str, ...] = (), 
     done = clearllama("chat", "-m", str(model), *GREEDY, *args, stdin="\n".join([*lines, ""]).encode())
     assert done.returncode == code, done.stderr
     return done
+
+
+def test_a_chat_whose_terminal_is_gone_ends(start: Start, tiny_gguf: Path) -> None:
+    chat = start("-m", tiny_gguf)
+    chat.hang_up()
+    chat.running = False
+    assert chat.forked.finish().returncode in (0, 1)  # readline reads the end of the input
 
 
 def test_a_full_context_drops_the_oldest_turns(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:

@@ -103,10 +103,10 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
             streams.write_stderr("")
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
-        except Exception as error:  # the conversation continues, unless a pipe can't be read
+        except Exception as error:  # the conversation continues, unless its input can't be read
             if (
                 args.debug
-                or (chat.piped and not text)
+                or (not text and (chat.piped or not isinstance(error, LlamaError)))
                 or (args.world is not None and not isinstance(error, LlamaError))
             ):
                 raise

@@ -807,11 +807,24 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
     return CHAT, {**body, "messages": [{"role": "user", "content": words}]}
 
 
+# Two things look like a leak for hours, though they are bounded: oneDNN's cache of a compiled product for each of the
+# last 1,024 shapes, and freed pages that malloc keeps.
+ONLY_WHAT_IS_USED = """
+import ctypes, os, threading, time
+os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+def trim():
+    while True:
+        ctypes.CDLL(None).malloc_trim(0)
+        time.sleep(0.05)
+threading.Thread(target=trim, daemon=True).start()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc (Linux)")
 def test_10000_requests_leak_nothing(forked: Forked, tiny_gguf: Path) -> None:
-    server: Any = Command(forked, tiny_gguf, before="", seconds=1700)
+    server: Any = Command(forked, tiny_gguf, before=ONLY_WHAT_IS_USED, seconds=1700)
 
     def send(number: int) -> int:
         path, body = request(number)
@@ -834,7 +847,7 @@ def test_10000_requests_leak_nothing(forked: Forked, tiny_gguf: Path) -> None:
                 points.append((start, pages * os.sysconf("SC_PAGE_SIZE")))
                 descriptors.add(len(os.listdir(process / "fd")))
     workers = min(32, (os.cpu_count() or 1) + 4)  # asyncio.to_thread starts its threads when they are first needed
-    assert len(os.listdir(process / "task")) <= 2 + workers  # the event loop, the engine
+    assert len(os.listdir(process / "task")) <= 3 + workers  # the event loop, the engine, `trim`
     assert statuses == {0, 200, 400, 429}
     assert len(descriptors) == 1
     assert slope(points) < GROWTH
