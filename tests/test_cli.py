@@ -153,7 +153,9 @@ def test_an_interrupt_while_loading_ends_the_command(default_gguf: Path, after: 
 def test_nohup_keeps_the_command_running(tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**20})
     args = [sys.executable, "-m", "llama", "generate", "-q", "-m", str(path), "--raw", "hello", "-n", "1000000"]
-    process = subprocess.Popen(["nohup", *args, "--temp", "3", "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        ["nohup", *args, "--temp", "3", "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGHUP)
