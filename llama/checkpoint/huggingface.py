@@ -46,6 +46,7 @@ NO_EFFECT = {
     "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
+    "max_window_layers", "no_rope_layer_interval",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -163,13 +164,11 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
     theta, scaling, warnings = _read_rope(fields, defaults.theta)
-    # as in transformers, null stands for n_heads, and a missing key for the default of the model_type
-    kv_heads = n_heads if "num_key_value_heads" in fields.values else defaults.n_kv_heads or n_heads
     config = ModelConfig(
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=fields.get("num_key_value_heads", int, kv_heads),
+        n_kv_heads=fields.get("num_key_value_heads", int, n_heads),
         head_dim=fields.get("head_dim", int, dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
@@ -181,8 +180,8 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         attention_bias=defaults.bias_keys and fields.get("attention_bias", bool, False),
         qkv_bias=defaults.qkv_bias,
         mlp_bias=defaults.bias_keys and fields.get("mlp_bias", bool, False),
-        no_rope_layers=no_rope_layers(fields, kind, n_layers),
-        sliding_window=sliding_window(fields, kind, n_layers),
+        no_rope_layers=no_rope_layers(fields, n_layers) if kind == "smollm3" else (),
+        sliding_window=sliding_window(fields, kind),
     )
     return config, [*warnings, *base.unknown_keys(fields, NO_EFFECT)]
 
@@ -281,20 +280,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
             if tensor.name.endswith(self.unused):
                 continue
-            # In a model that was saved without its head, names lack the prefix "model."
-            full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
-            name = base.to_model_name(full, NAMES, LAYERS)
+            name = base.to_model_name(source, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
-            other = self._tensors.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
+            other = self._tensors.setdefault(name, {}).setdefault(suffix or source.rpartition(".")[2], tensor)
             if other is not tensor:
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
-        if (
-            self.config.tie_embeddings
-            and "tok_embeddings.weight" not in self._tensors
-            and "output.weight" in self._tensors
-        ):
-            self._tensors["tok_embeddings.weight"] = self._tensors.pop("output.weight")
         for name, stored in self._tensors.items():
             if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
                 self._matrices[name] = self._matrix(name, stored)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checks import integer, number
+from ..checks import integer
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..system.documents import Fields, read_json, size_of
@@ -25,7 +25,7 @@ from .base import FLOATS, META_NAMES, Checkpoint
 from .torchfile import read_torch
 
 PARAMS = "params.json"
-TENSOR = re.compile(r"(layers\.[0-9]{1,6}\.)?([\w.]+?)(\.weight|\.scales|\.zeros|\.adaptor\.[AB]\.weight)")
+TENSOR = re.compile(r"(layers\.[0-9]{1,6}\.)?([\w.]+?)(\.weight|\.scales|\.adaptor\.[AB]\.weight)")
 # Tables in the files of LLaMA 1, Llama 2 and Code Llama; not read, since they follow from the configuration.
 TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 SPLIT_BY_COLUMNS = ("attention.wo", "feed_forward.w_down")  # other matrices are split by rows; vectors are not split
@@ -33,16 +33,17 @@ QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integer
 EMBEDDING, OUTPUT, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 WQ, WK, GATE = (f"layers.0.{name}.weight" for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"))
 
-# Keys of params.json without effect here; a vision model has further tensors, which are refused.
-NO_EFFECT = {"max_batch_size", "lora_args", "vision_chunk_size", "vision_max_num_chunks", "vision_model",
-             "vision_num_cross_attention_layers"}  # fmt: skip
+# Keys of params.json without effect here: the width of the feed-forward network is that of the weights, and a vision
+# model has further tensors, which are refused.
+NO_EFFECT = {"max_batch_size", "lora_args", "multiple_of", "ffn_dim_multiplier", "vision_chunk_size",
+             "vision_max_num_chunks", "vision_model", "vision_num_cross_attention_layers"}  # fmt: skip
 # (dim, n_layers) of Llama 3.2 1B and 3B, whose scaled RoPE has the factor 32 instead of 8
 SMALL_32 = {(2048, 16), (3072, 28)}
 CONTEXTS = {500000.0: 8192, 1000000.0: 16384}  # by theta: Llama 3, Code Llama
 ALL = slice(None)
 # How the 4-bit files of Llama 3.2 (QLoRA and SpinQuant) are quantized, and the parts of a weight in them
 SCHEME = "int4_weight_int8_dynamic_activation"
-SUFFIXES = (".weight", ".scales", ".zeros", ".adaptor.A.weight", ".adaptor.B.weight")
+SUFFIXES = (".weight", ".scales", ".adaptor.A.weight", ".adaptor.B.weight")
 SOME_ROWS = 256  # of embedding and output, which are compared in parts: in most models the first rows differ
 
 
@@ -274,7 +275,7 @@ def _config(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        hidden_dim=_hidden_dim(params, dim) or hidden_dim,
+        hidden_dim=hidden_dim,
         vocab_size=vocab_size,
         norm_eps=params.get("norm_eps", float, 1e-5),
         rope_theta=theta,
@@ -291,17 +292,6 @@ def _sizes(params: Fields) -> tuple[int, int, int, int]:
         for key in ("dim", "n_layers", "n_heads")
     )
     return dim, n_layers, n_heads, max(dim // n_heads, 1)
-
-
-def _hidden_dim(params: Fields, dim: int) -> int | None:
-    """Width of the feed-forward network as Meta's code computes it; None if params.json does not determine it."""
-    if params.get("multiple_of", int, None) is None:
-        return None
-    multiple = integer(f"{PARAMS}: multiple_of", params.get("multiple_of", int), error=ConfigError)
-    factor = params.get("ffn_dim_multiplier", float, 1)
-    number(f"{PARAMS}: ffn_dim_multiplier", factor, 0, LARGEST_SIZE, ConfigError, above=True)
-    hidden = int(factor * int(8 * dim / 3))
-    return multiple * -(-hidden // multiple)
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -325,17 +315,15 @@ def _unwrapped(file: Path) -> Fields:
 # with a scale per row. QLoRA adds a low-rank product. Meta's code also quantizes the activations to 8 bits; this code
 # does not, so its results are closer to the unquantized model. Source: llama-models, quantization/loader.py.
 def dequantize(shard: Mapping[str, Tensor], name: str, params: Fields, where: str) -> Tensor:
-    """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
+    """quants * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
     if (scheme := params.get("quantization_args", dict, {}).get("scheme")) != SCHEME:
         raise CheckpointError(f"{where}: {name} is int8, but quantization_args.scheme is {scheme!r:.60}, not {SCHEME}")
-    quants, scales, zeros, down, up = (shard.get(name + suffix) for suffix in SUFFIXES)
+    quants, scales, down, up = (shard.get(name + suffix) for suffix in SUFFIXES)
     if quants is None or scales is None or (down is None) != (up is None):
         raise DamagedError(f"{where}: the scales of {name} or one of its two adaptors are missing")
     try:
         out, width = quants.shape
         groups = quants.float().reshape(out, scales.numel() // out, -1)  # (out, groups, width / groups)
-        if zeros is not None:
-            groups = groups - zeros.float().reshape(out, -1, 1)
         weight = (groups * scales.float().reshape(out, -1, 1)).reshape(out, width)
         if down is None or up is None:
             return weight
