@@ -59,7 +59,9 @@ class MetaCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.params = _unwrapped(folder / PARAMS)
+        values = read_json(folder / PARAMS)
+        inner = values.get("model")  # some releases put the entries into an object
+        self.params = Fields(inner if isinstance(inner, dict) else values, PARAMS)
         self.files = find_shards(folder)
         self.parts = {file.name: file.stat().st_size for file in self.files}
         self.shards = [read_torch(file) for file in self.files]
@@ -209,25 +211,45 @@ class MetaCheckpoint(Checkpoint):
     # ----------------------------------------------------------------------------------------------- configuration
     def _read_config(self) -> tuple[ModelConfig, list[str]]:
         """The architecture by params.json and the weights, and what neither states. Finds the copies of heads."""
-        _, _, n_heads, head_dim = _sizes(self.params)
+        params = self.params
+        dim, n_layers, n_heads = (
+            integer(f"{PARAMS}: {key}", params.get(key, int), 1, LARGEST_SIZE, ConfigError)
+            for key in ("dim", "n_layers", "n_heads")
+        )
+        head_dim = max(dim // n_heads, 1)
         if (rows := self._shape(WQ)[0]) < n_heads * head_dim:
             found = f"{len(self.shards)} shards have {rows:,} of {n_heads * head_dim:,} rows of wq"
             raise ConfigError(f"{found}; download the other shards")
-        expected = self.params.get("n_kv_heads", int, n_heads)
+        expected = params.get("n_kv_heads", int, n_heads)
         stored = self._stored(WK).shape[0] * len(self.shards) // head_dim
         self._kv_copies = self._find_copies(stored, expected, head_dim)
-        config = _config(
-            self.params,
+        vocab_size = params.get("vocab_size", int, -1)  # -1 in Llama 2: the tokenizer's
+        scaled, theta, tied = (
+            params.get("use_scaled_rope", bool, False),
+            params.get("rope_theta", float, 1e4),
+            self._is_tied(),
+        )
+        factor = params.get("rope_scaling_factor", float, 32.0 if tied or (dim, n_layers) in SMALL_32 else 8.0)
+        # LLaMA 1 is stored in float16; its context is half that of Llama 2
+        context = CONTEXTS.get(theta, 2048 if self._stored(EMBEDDING).dtype == torch.float16 else 4096)
+        config = ModelConfig(
+            dim=dim,
+            n_layers=n_layers,
+            n_heads=n_heads,
             n_kv_heads=stored // self._kv_copies if expected == stored else expected,
+            head_dim=head_dim,
             hidden_dim=self._shape(GATE)[0],
-            vocab_size=self._shape(EMBEDDING)[0],
-            tied=self._is_tied(),
-            float16=self._stored(EMBEDDING).dtype == torch.float16,
+            vocab_size=self._shape(EMBEDDING)[0] if vocab_size == -1 else vocab_size,
+            norm_eps=params.get("norm_eps", float, 1e-5),
+            rope_theta=theta,
+            rope_scaling={**SCALED_ROPE, "factor": factor} if scaled else None,
+            max_seq_len=params.get("max_seq_len", int, 131072 if scaled else context),
+            tie_embeddings=tied,
         )
         assumed = {"max_seq_len": f"a context of {config.max_seq_len} tokens"}
-        if config.rope_scaling:
-            assumed["rope_scaling_factor"] = f"a RoPE scaling by the factor {config.rope_scaling['factor']:g}"
-        missing = [key for key in assumed if self.params.values.get(key) is None]
+        if scaled:
+            assumed["rope_scaling_factor"] = f"a RoPE scaling by the factor {factor:g}"
+        missing = [key for key in assumed if params.values.get(key) is None]
         return config, [f"{PARAMS} has no {key}; {assumed[key]} is assumed" for key in missing]
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
@@ -255,45 +277,6 @@ class MetaCheckpoint(Checkpoint):
         return tied
 
 
-def _config(
-    params: Fields, n_kv_heads: int, hidden_dim: int, vocab_size: int, tied: bool, float16: bool
-) -> ModelConfig:
-    """The architecture by params.json. The other arguments come from the weights, for what params.json does not state.
-
-    float16: the dtype of LLaMA 1, which has a context of 2,048 tokens. That of Llama 2 is 4,096.
-    """
-    dim, n_layers, n_heads, head_dim = _sizes(params)
-    if params.get("vocab_size", int, -1) != -1:  # -1 in Llama 2: the tokenizer's
-        vocab_size = params.get("vocab_size", int)
-    scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0)
-    small = tied or (dim, n_layers) in SMALL_32
-    factor = params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
-    context = 131072 if scaled else CONTEXTS.get(theta, 2048 if float16 else 4096)
-    return ModelConfig(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        hidden_dim=hidden_dim,
-        vocab_size=vocab_size,
-        norm_eps=params.get("norm_eps", float, 1e-5),
-        rope_theta=theta,
-        rope_scaling={**SCALED_ROPE, "factor": factor} if scaled else None,
-        max_seq_len=params.get("max_seq_len", int, context),
-        tie_embeddings=tied,
-    )
-
-
-def _sizes(params: Fields) -> tuple[int, int, int, int]:
-    """dim, n_layers, n_heads, head_dim."""
-    dim, n_layers, n_heads = (
-        integer(f"{PARAMS}: {key}", params.get(key, int), 1, LARGEST_SIZE, ConfigError)
-        for key in ("dim", "n_layers", "n_heads")
-    )
-    return dim, n_layers, n_heads, max(dim // n_heads, 1)
-
-
 def find_shards(folder: Path) -> list[Path]:
     """The shards of a model in order. Other files in the folder are not read."""
     count = sum(re.fullmatch(r"consolidated\.\d+\.pth", file.name) is not None for file in folder.iterdir())
@@ -301,13 +284,6 @@ def find_shards(folder: Path) -> list[Path]:
     for file in shards:
         size_of(file)  # raises CheckpointError if it is missing
     return shards
-
-
-def _unwrapped(file: Path) -> Fields:
-    """The entries of a params.json; some releases put them into an object "model"."""
-    values = read_json(file)
-    inner = values.get("model")
-    return Fields(inner if isinstance(inner, dict) else values, PARAMS)
 
 
 # ------------------------------------------------------------------------------------------------- quantized weights
