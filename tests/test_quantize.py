@@ -16,16 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.base import HUGGING_FACE_NAMES, to_file_name
 from llama.engine import kernels
 from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError
 from llama.loader import build, load_model
 from llama.model import Transformer
-from llama.quant import schemes
 from llama.quant.blocks import BlockFormat
 from llama.quant.schemes import SCHEMES, scheme_for
-from llama.quant.tiles import unpack
 from llama.tools.convert import convert, quantize
 
 from . import test_huggingface, tiny
@@ -107,29 +104,6 @@ def test_the_saved_model_equals_one_quantized_while_loading(
     before = ("meta, float8", "meta, QLoRA", "gguf, Q5_1")
     assert sum(AGAIN in warning for warning in proof.warnings) == (source in before)
     assert isinstance(loaded.layers[0].attention.wq, TileLinear)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
-    """Read by the safetensors package and compared with weights quantized by the reference formula."""
-    quantize(sources["gguf, tied"], tmp_path / "q", scheme)
-    with safe_open(tmp_path / "q" / "model.safetensors", "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    state = tiny.weights(TIED)
-    assert len(tensors) == len(state)
-    for name, weight in state.items():
-        stem = to_file_name(name, HUGGING_FACE_NAMES, "model.layers").removesuffix(".weight")
-        if weight.dim() == 1:
-            assert torch.equal(tensors[f"{stem}.weight"], weight)
-            continue
-        format = scheme_for("output" if name.startswith("tok_embeddings") else name, SCHEMES[scheme]).format
-        declared = {"shape": [*weight.shape], "bits": format.bits, "group": 32, "offset": format.offset}
-        assert json.loads(metadata[f"{stem}.tiles"]) == declared
-        tiles = tensors[f"{stem}.tiles"]
-        assert tiles.dtype == torch.uint8
-        found = unpack(tiles, *weight.shape, format).weight
-        assert distance(found, schemes.quantize(weight, format).weight) < 1e-4  # two ranges may be equally good
-        assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
 
 
 # ----------------------------------------------------------------------------------------- sources that are quantized
