@@ -232,7 +232,6 @@ LISTED = [{"name": name, "template": text} for name, text in BOTH.items()]
         (LISTED, {}, BOTH),
         (LISTED[:1], {}, "A"),
         (LISTED, {"chat_template.jinja": "é"}, "é"),
-        ("X", {"chat_template.jinja": "A", "additional_chat_templates/tool_use.jinja": "B"}, BOTH),
     ],
 )
 def test_chat_templates_are_read_as_in_transformers(
@@ -241,7 +240,6 @@ def test_chat_templates_are_read_as_in_transformers(
     from transformers import PreTrainedTokenizerFast
 
     edit(with_tokenizer, file="tokenizer_config.json", chat_template=listed, eos_token="</s>")
-    (with_tokenizer / "additional_chat_templates").mkdir()
     for name, text in files.items():
         (with_tokenizer / name).write_text(text)
     checkpoint = open_checkpoint(with_tokenizer)

@@ -325,25 +325,20 @@ class HuggingFaceCheckpoint(Checkpoint):
         return options
 
     def _chat_template(self) -> str | Mapping[str, str] | None:
-        """The chat template, or several by name. Files of their own replace those in tokenizer_config.json."""
-        files = {"default": self.path / "chat_template.jinja"}
-        files |= {path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))}
-        templates = {name: _read_template(path) for name, path in files.items() if path.exists()}
-        if not templates:
-            fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
-            if not isinstance(listed := fields.get("chat_template", object, None), list):
-                return fields.get("chat_template", str, None)
-            entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
-            templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
+        """The chat template, or several by name. A file chat_template.jinja replaces those in tokenizer_config.json."""
+        file = self.path / "chat_template.jinja"
+        if file.exists():
+            try:
+                return read_file(file, LARGEST).decode()
+            except UnicodeDecodeError:
+                raise DamagedError(f"{file} is not UTF-8") from None
+        fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
+        if not isinstance(listed := fields.get("chat_template", object, None), list):
+            return fields.get("chat_template", str, None)
+        entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
+        templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
         return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
 def read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return read_file(path, LARGEST).decode()
-    except UnicodeDecodeError:
-        raise DamagedError(f"{path} is not UTF-8") from None
