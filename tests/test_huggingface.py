@@ -260,9 +260,7 @@ def config(**changes: Any) -> Callable[[Path], object]:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (config(model_type="gpt2"), "model_type is 'gpt2'; only llama, .* can be run"),
-    "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
     "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
-    "rope kind": (config(rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral', expected one of default"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
     "int8": (lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
              r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16"),
