@@ -13,7 +13,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM
 
 import llama
 from llama.checkpoint import huggingface, open_checkpoint
@@ -133,12 +132,6 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
         assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
     edit(tmp_path, rope_parameters={**rope, "rope_theta": 20000.0})  # both may be there, if they agree
     assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
-
-
-def test_a_trained_length_beside_the_scaling_is_read_as_in_transformers(tmp_path: Path) -> None:
-    write(tmp_path)
-    edit(tmp_path, rope_parameters={**ROPES[3], "rope_theta": 10000.0}, original_max_position_embeddings=16)
-    compare(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path), lengths=(20, 33, 64, 65, 200))
 
 
 @pytest.mark.parametrize("length", [30, 63, 65])

@@ -54,7 +54,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,), "num_experts": (0,), "logit_scale": (1,), "logits_scaling": (1,),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "rope_interleaved": (False,),
-    "use_mrope": (False,),
+    "use_mrope": (False,), "original_max_position_embeddings": (None,),
 }  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # torch's dtypes -> their names in safetensors files
@@ -198,14 +198,11 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
             key = "rope_type" if key == "type" else key  # of transformers before 4.43
             if value is not None and merged.setdefault(key, value) != value:
                 raise ConfigError(f"{fields.where}: {key} is both {shown(merged[key])} and {shown(value)}")
-    length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
     scaling, where = Fields(merged, fields.where), fields.where
     theta, kind = scaling.get("rope_theta", float, default_theta), scaling.get("rope_type", str, "default")
     if kind not in SCALINGS:
         raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
-    if length is not None and kind in ("llama3", "yarn", "longrope"):
-        used["original_max_position_embeddings"] = length
     return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ())
 
 
