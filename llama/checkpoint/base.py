@@ -69,7 +69,7 @@ class Checkpoint(ABC):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Further facts to display: name, licence, quantization, and the bytes of the weights by their stored type."""
+        """Further facts to display: name, quantization, and the bytes of the weights by their stored type."""
         weights: dict[str, int] = {}
         for name, shape in self.shapes.items():
             nbytes = round(self.bits(name) * math.prod(shape) / 8)
