@@ -140,18 +140,6 @@ def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_pa
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
 
 
-# --------------------------------------------------------------------------------------------- other formats
-@pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
-    source = quantize(sources["meta"], tmp_path / "q", "int4").path
-    proof = convert(source, tmp_path / "out", to, dtype=torch.float32)
-    quantized_model, back = (load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
-    assert torch.equal(back(TOKENS), quantized_model(TOKENS))
-    original = load_model(sources["meta"], dtype="float32", device="cpu")
-    assert 0.01 < distance(back(TOKENS), original(TOKENS)) < 0.4
-    assert proof.warnings == []
-
-
 # ------------------------------------------------------------------------------------------------ errors and damage
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path, wrong: float) -> None:
