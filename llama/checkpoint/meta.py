@@ -229,7 +229,7 @@ class MetaCheckpoint(Checkpoint):
             params.get("rope_theta", float, 1e4),
             self._is_tied(),
         )
-        factor = params.get("rope_scaling_factor", float, 32.0 if tied or (dim, n_layers) in SMALL_32 else 8.0)
+        factor = 32.0 if tied or (dim, n_layers) in SMALL_32 else 8.0
         # LLaMA 1 is stored in float16; its context is half that of Llama 2
         context = CONTEXTS.get(theta, 2048 if self._stored(EMBEDDING).dtype == torch.float16 else 4096)
         config = ModelConfig(
@@ -243,14 +243,11 @@ class MetaCheckpoint(Checkpoint):
             norm_eps=params.get("norm_eps", float, 1e-5),
             rope_theta=theta,
             rope_scaling={**SCALED_ROPE, "factor": factor} if scaled else None,
-            max_seq_len=params.get("max_seq_len", int, 131072 if scaled else context),
+            max_seq_len=131072 if scaled else context,
             tie_embeddings=tied,
         )
-        assumed = {"max_seq_len": f"a context of {config.max_seq_len} tokens"}
-        if scaled:
-            assumed["rope_scaling_factor"] = f"a RoPE scaling by the factor {factor:g}"
-        missing = [key for key in assumed if params.values.get(key) is None]
-        return config, [f"{PARAMS} has no {key}; {assumed[key]} is assumed" for key in missing]
+        assumed = [f"a context of {config.max_seq_len} tokens", *[f"a RoPE scaling by the factor {factor:g}"] * scaled]
+        return config, [f"{one} is assumed, since {PARAMS} does not state it" for one in assumed]
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
