@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("target", "DST", "the new folder (hf) or file (gguf)", {"type": Path}),
         ("--to", ["hf", "gguf"], "format of the target", {"required": True}),
         ("--dtype", "DTYPE", dtypes),
-        ("--quantize", "KIND", "with --to gguf: q8_0 or q4_0; llama-quantize of llama.cpp writes other types"),
+        ("--quantize", "KIND", "with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp"),
     )
     add_writing_options(parser)
 

@@ -73,12 +73,7 @@ def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
     w = F.pad(weight.float(), (0, missing)).unflatten(1, (-1, format.group))  # (N, groups, group)
     if format.offset and missing:  # the padding of the last group must not widen its range
         w[:, -1, -missing:] = w[:, -1, :1]
-    candidates = _candidates(w, format, missing)
-    least, *found = next(candidates)
-    for error, *values in candidates:
-        better = error < least
-        least, *found = (torch.where(better, *pair) for pair in zip((error, *values), (least, *found), strict=True))
-    quants, scale, offset = found
+    quants, scale, offset = best(_candidates(w, format, missing))
     check_scales(scale, offset)
     quants = quants.to(torch.uint8).flatten(1)[:, :columns].contiguous()
     return Blocks(quants, scale[..., 0], offset[..., 0] if format.offset else None, format.bits, format.group)
@@ -103,6 +98,15 @@ def _candidates(w: Tensor, format: BlockFormat, missing: int) -> Iterator[tuple[
         gaps = quants * scale + offset - w
         gaps[:, -1, gaps.shape[-1] - missing :] = 0
         yield gaps.square().sum(-1, keepdim=True), quants, scale, offset
+
+
+def best(candidates: Iterator[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The values with the smallest error, for each group. A candidate is an error (.., groups, 1), then its values."""
+    least, *found = next(candidates)
+    for error, *values in candidates:
+        better = error < least
+        least, *found = (torch.where(better, *pair) for pair in zip((error, *values), (least, *found), strict=True))
+    return found
 
 
 def check_scales(*scales: Tensor) -> None:

@@ -109,7 +109,7 @@ def convert(  # many parameters, since each is a choice of the user
         # quantized: computed with in bfloat16, or dequantized here to float32
         dtypes = {name: kind or (torch.bfloat16 if name in formats else torch.float32) for name, kind in stored.items()}
     else:
-        formats = types_of(checkpoint.shapes, quantize)
+        formats = types_of(checkpoint.shapes, checkpoint.config, quantize)
         dtypes = dict.fromkeys(stored, torch.float32)
     if not is_folder:  # llama.cpp has vectors in float32
         dtypes |= {name: torch.float32 for name, shape in checkpoint.shapes.items() if len(shape) == 1}
