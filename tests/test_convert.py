@@ -104,20 +104,20 @@ def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: s
     assert types == {{None: "F32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q5_0"}[kind]}
 
 
+LISTS = {"short_factor": test_huggingface.SHORT, "long_factor": test_huggingface.LONG}
 REFUSED = [  # in GGUF
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 0.5},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7},
     {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0},
     {"rope_type": "yarn", "factor": 8.0, "truncate": False},
-    {"rope_type": "longrope", "short_factor": test_huggingface.SHORT, "long_factor": test_huggingface.LONG,
-     "original_max_position_embeddings": 32},
-]  # fmt: skip
+]
 USUAL = [rope for rope in test_huggingface.ROPES if not rope.keys() & {"beta_fast", "truncate"}]
 ROPES = [
-    *(rope for rope in USUAL if rope["rope_type"] not in ("dynamic", "longrope")),
+    *(rope for rope in USUAL if rope["rope_type"] != "dynamic"),
     {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5},
     {"rope_type": "yarn", "original_max_position_embeddings": 32},
+    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32, **LISTS},
     {"rope_type": "ntk", "factor": 3.0},
 ]
 

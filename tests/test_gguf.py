@@ -184,7 +184,8 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     assert open_checkpoint(older).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 
 
-LONG, FREQS = [1.0 + i for i in range(8)], "rope_freqs.weight"
+SHORT, LONG = [1 + i / 7 for i in range(8)], [1.0 + i for i in range(8)]
+FREQS, LENGTHS = "rope_freqs.weight", {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 SCALINGS: list[tuple[dict[str, Any], dict[str, list[float]], Any]] = [
     ({"type": "linear", "factor": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),
@@ -198,7 +199,9 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, list[float]], Any]] = [
     ({"type": "yarn", "factor": 4.0, "original_context_length": 64}, {}, {**YARN, "original_max_position_embeddings": 64}),
     ({"type": "yarn", "factor": 4.0, "attn_factor": 2.0}, {},
      {**YARN, "attention_factor": 2 * (0.1 * math.log(4) + 1)}),  # llama.cpp multiplies its own by it
-    ({}, {"rope_factors_long.weight": LONG}, "rope_factors_long.weight is not part of a LLaMA decoder"),
+    ({"type": "longrope", "original_context_length": 64, "attn_factor": 1.25}, LENGTHS,
+     {"rope_type": "longrope", "original_max_position_embeddings": 64, "attention_factor": 1.25}),
+    ({}, LENGTHS, {"rope_type": "longrope", "attention_factor": 1.0}),
     ({}, {FREQS: LONG}, {"rope_type": "divisors", "divisors": LONG}),
     ({"type": "yarn", "factor": 4.0}, {FREQS: LONG}, "yarn, .*rope_freqs.weight is not supported"),
 ]  # fmt: skip
@@ -214,6 +217,9 @@ def test_rope_scaling_is_read_as_by_llama_cpp(tmp_path: Path, keys: dict[str, An
             open_checkpoint(path)
         return
     found = open_checkpoint(path).config.rope_scaling
+    for kind in ("short", "long"):
+        values = [float(x) for x in extra[f"rope_factors_{kind}.weight"].double()] if tables == LENGTHS else None
+        assert (found or {}).pop(f"{kind}_factor", None) == values
     assert found == (pytest.approx(expected) if expected and "divisors" not in expected else expected)
 
 

@@ -40,7 +40,10 @@ PLAIN_VALUES = {
     "residual_scale": 0.0, "use_parallel_residual": False,
 }  # fmt: skip
 SCALING = "rope.scaling."
-ROPE_FREQS = "rope_freqs.weight"  # an extra tensor: divisors of the RoPE frequencies
+# Extra tensors: divisors of the RoPE frequencies
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+TABLES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 SPLIT = re.compile(r"(.*)-(\d{5})-of-((?!00000)\d{5})\.gguf")  # llama.cpp's name for a file of a split model
 
 
@@ -127,8 +130,7 @@ class GGUFCheckpoint(Checkpoint):
         stored = dict(found)
         if len(stored) < len(found):
             raise DamagedError(f"{path}: two of its {len(files)} files have the same tensor")
-        table = stored.pop(ROPE_FREQS, None)
-        divisors = None if table is None else table.read().double().flatten().tolist()
+        tables = {name: stored.pop(name).read().double().flatten().tolist() for name in TABLES if name in stored}
         self._tensors: dict[str, GGUFTensor] = {}
         for file_name, tensor in stored.items():
             name = base.to_model_name(file_name, NAMES, LAYERS)
@@ -136,7 +138,7 @@ class GGUFCheckpoint(Checkpoint):
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
             self._tensors[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.config = _config(self.metadata, self.shapes, divisors)
+        self.config = _config(self.metadata, self.shapes, tables)
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
@@ -197,7 +199,7 @@ def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:
 
 
 def _config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], divisors: list[float] | None
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
 ) -> ModelConfig:
     """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
     architecture = known(Fields(metadata, "metadata"), "general.architecture", GGUF_LAYOUTS)
@@ -225,7 +227,7 @@ def _config(
         vocab_size=shapes["tok_embeddings.weight"][0],
         norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(fields, divisors, head_dim, theta),
+        rope_scaling=_rope_scaling(fields, tables, head_dim, theta),
         max_seq_len=fields.get("context_length", int),
         tie_embeddings="output.weight" not in shapes,
         attention_bias=o_bias,
@@ -247,7 +249,9 @@ def _decimal(value: float) -> float:
     return value if isinstance(value, int) or float(np.float32(value)) != value else float(str(np.float32(value)))
 
 
-def _rope_scaling(fields: Fields, divisors: list[float] | None, head_dim: int, theta: float) -> dict[str, Any] | None:
+def _rope_scaling(
+    fields: Fields, tables: Mapping[str, list[float]], head_dim: int, theta: float
+) -> dict[str, Any] | None:
     """The scaling by the keys rope.scaling.*, the older key rope.scale_linear, or a table of divisors."""
     own = {key.removeprefix(SCALING): value for key, value in fields.values.items() if key.startswith(SCALING)}
     scaling = Fields(own, f"{fields.where}: rope.scaling")
@@ -259,17 +263,21 @@ def _rope_scaling(fields: Fields, divisors: list[float] | None, head_dim: int, t
     if kind == "linear" and factor in (0, 1):
         kind = "none"
     plain = not scaling.unknown() and attention == 1
-    if kind == "none" and plain and divisors:
-        return _as_llama3(divisors, head_dim, theta) or {"rope_type": "divisors", "divisors": divisors}
-    if kind == "none" and plain:
+    if kind == "none" and plain and not tables:
         return None
-    if kind == "linear" and plain and not divisors:
+    if kind == "none" and plain and tables.keys() == {ROPE_FREQS}:
+        divisors = tables[ROPE_FREQS]
+        return _as_llama3(divisors, head_dim, theta) or {"rope_type": "divisors", "divisors": divisors}
+    if kind == "linear" and plain and not tables:
         return {"rope_type": kind, "factor": factor}
-    if kind == "yarn" and not scaling.unknown() and not divisors:
+    if kind == "yarn" and not scaling.unknown() and not tables:
         if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
             original["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
         return {"rope_type": kind, "factor": factor, **original}
-    found = ", ".join([kind, *own, *([ROPE_FREQS] if divisors else [])])
+    if kind in ("none", "longrope") and not scaling.unknown() and tables.keys() == {ROPE_LONG, ROPE_SHORT}:
+        lists = {"short_factor": tables[ROPE_SHORT], "long_factor": tables[ROPE_LONG]}
+        return {"rope_type": "longrope", **lists, **original, "attention_factor": attention}  # llama.cpp computes none
+    found = ", ".join([kind, *own, *tables])
     raise ConfigError(f"{scaling.where}: {found:.200} is not supported in this combination; try llama.cpp")
 
 

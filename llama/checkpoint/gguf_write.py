@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
 from .architectures import GGUF_LAYOUTS, INTERVAL, every
 from .base import FLOATS, to_file_name
-from .gguf import LAYERS, NAMES, ROPE_FREQS, TEMPLATE
+from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .write import Model, raw_bytes, to_layout
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
@@ -33,16 +32,16 @@ def write(
     """
     import gguf
 
-    rope, divisors = rope_entries(model.config)
-    kind = architecture(model.config, divisors is not None)
+    rope, tables = rope_entries(model.config)
+    kind = architecture(model.config, bool(tables))
     writer = gguf.GGUFWriter(path, kind)
     file_type = FILE_TYPES[model.dtype] if file_type is None else file_type
     for key, value in {**metadata(model), "general.file_type": file_type, **rope}.items():
         _add(writer, key if key.startswith("general.") else f"{kind}.{key}", value)
     for key, value in _tokenizer(model).items():
         _add(writer, key, value)
-    if divisors is not None:
-        writer.add_tensor_info(ROPE_FREQS, divisors.shape, divisors.dtype, divisors.nbytes)
+    for name, values in tables.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for name, shape in model.shapes.items():
         type = gguf.GGMLQuantizationType[types.get(name) or FLOATS[model.dtypes[name]]]
         block, size = gguf.GGML_QUANT_SIZES[type]
@@ -51,29 +50,29 @@ def write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if divisors is not None:
-        writer.write_tensor_data(divisors)
+    for values in tables.values():
+        writer.write_tensor_data(values)
     for name in model.shapes:
         tensor = to_layout(name, model.read(name), model.config.head_dim, "interleaved", GGUF_LAYOUTS[kind])
         writer.write_tensor_data(raw_bytes(tensor))
     writer.close()
 
 
-def architecture(config: ModelConfig, has_divisors: bool) -> str:
+def architecture(config: ModelConfig, has_tables: bool) -> str:
     """The architecture of GGUF_LAYOUTS under which llama.cpp can run the model.
 
-    llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no RoPE divisors. Raises ConfigError
-    if none of them fits.
+    llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no tables of RoPE divisors. Raises
+    ConfigError if none of them fits.
     """
     if config.no_rope_layers:
-        others = has_divisors or config.mlp_bias or config.attention_bias
+        others = has_tables or config.mlp_bias or config.attention_bias
         if others or config.no_rope_layers != every(INTERVAL, config.n_layers):
             raise ConfigError(
                 f"in GGUF, only smollm3 has layers without RoPE: every {INTERVAL}th, with plain RoPE in the others and"
                 " without mlp_bias and attention_bias; convert the model to hf"
             )
         return "smollm3"
-    usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_divisors
+    usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
     return "qwen2" if config.qkv_bias and usual else "llama"
 
 
@@ -100,35 +99,39 @@ def metadata(model: Model) -> dict[str, Any]:
     }
 
 
-def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], NDArray[np.float32] | None]:
-    """The RoPE scaling as GGUF metadata, and as divisors of the frequencies, if it needs them.
+def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
+    """The RoPE scaling as GGUF metadata, and as tensors that divide the frequencies.
 
     llama.cpp computes linear and yarn from the metadata. Raises ConfigError for what it can't compute: a scaling that
     depends on the length of a text, and some parameters of yarn.
     """
     kind, scaling, prefix = kind_of(config.rope_scaling), config.rope_scaling or {}, "rope.scaling."
     if kind == "default":
-        return {}, None
+        return {}, {}
     if kind == "linear":
-        return {f"{prefix}type": kind, f"{prefix}factor": float(scaling["factor"])}, None
+        return {f"{prefix}type": kind, f"{prefix}factor": float(scaling["factor"])}, {}
     trained = trained_length(config)
     factor = float(scaling.get("factor") or config.max_seq_len / trained)
     betas = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
     usual = betas == (32, 1) and scaling.get("truncate", True) and factor >= 1 and trained == int(trained)
-    if kind in ("dynamic", "longrope", "proportional") or (kind == "yarn" and not usual):
+    if kind in ("dynamic", "proportional") or (kind == "yarn" and not usual):
         raise ConfigError(f"GGUF can't express the rope scaling {kind!r} as given; convert the model to hf")
     plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
     scaled, attention_factor = inverse_frequencies(
         config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len
     )
+    original: dict[str, Any] = {f"{prefix}type": kind, f"{prefix}original_context_length": int(trained)}
     if kind == "yarn":
         own = 0.1 * math.log(factor) + 1  # llama.cpp multiplies its own attention factor by the file's
-        values = kind, factor, attention_factor / own, int(trained)
-        keys = ("type", "factor", "attn_factor", "original_context_length")
-        return {f"{prefix}{key}": value for key, value in zip(keys, values, strict=True)}, None
+        return {f"{prefix}factor": factor, f"{prefix}attn_factor": attention_factor / own, **original}, {}
     # Divisors do not say by how much a scaling stretches the context. A factor would be applied on top of them.
-    divisors = (plain.double() / scaled.double()).float().numpy()
-    return {"context_length": stretched(config.max_seq_len, scaling)}, divisors
+    context: dict[str, Any] = {"context_length": stretched(config.max_seq_len, scaling)}
+    if kind == "longrope":
+        tables = {ROPE_LONG: scaling["long_factor"], ROPE_SHORT: scaling["short_factor"]}
+        context |= {f"{prefix}attn_factor": attention_factor, **original}
+    else:
+        tables = {ROPE_FREQS: (plain.double() / scaled.double()).tolist()}
+    return context, {name: np.array(table, np.float32) for name, table in tables.items()}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
