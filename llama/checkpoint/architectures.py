@@ -28,6 +28,9 @@ class ModelType(NamedTuple):
     qkv_bias              whether q_proj, k_proj and v_proj always add a bias
     slides                whether sliding_window has an effect: never, always, or if use_sliding_window is set
     window                the default of sliding_window
+    last_layers           whether only the layers from max_window_layers on have a window
+    n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
+    no_rope_interval      the default of no_rope_layer_interval; None: every layer has RoPE
     """
 
     architecture: str
@@ -38,14 +41,19 @@ class ModelType(NamedTuple):
     qkv_bias: bool = False
     slides: Literal["never", "always", "if used"] = "never"
     window: int | None = None
+    last_layers: bool = False
+    n_kv_heads: int | None = None
+    no_rope_interval: int | None = None
 
 
-INTERVAL = 4  # in GGUF, every fourth layer of a SmolLM3 has no RoPE
+INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fixed, in config.json it is the default
 MODEL_TYPES = {
     "llama": ModelType("LlamaForCausalLM", 2048),
-    "mistral": ModelType("MistralForCausalLM", 131072, bias_keys=False, slides="always", window=4096),
-    "qwen2": ModelType("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, slides="if used", window=4096),
-    "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used"),
+    "mistral": ModelType("MistralForCausalLM", 131072, bias_keys=False, slides="always", window=4096, n_kv_heads=8),
+    "qwen2": ModelType("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, slides="if used", window=4096,
+                       last_layers=True, n_kv_heads=32),
+    "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
+                         no_rope_interval=INTERVAL),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
 # Hugging Face's permutation for all but qwen2. Mistral's files have the architecture llama.
@@ -74,13 +82,19 @@ def every(interval: int, n_layers: int) -> tuple[int, ...]:
     return tuple(range(interval - 1, n_layers, interval))
 
 
-def no_rope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
     """The layers without RoPE. In config.json's list of this name, 0 means a layer without RoPE and 1 one with it.
 
     The name suggests the opposite (transformers' issue 43756), but transformers' modeling_smollm3.py reads the list in
     this way. Its default list and llama.cpp's smollm3.cpp also leave out RoPE in layers 3, 7, 11 and so on.
     """
-    listed = fields.get("no_rope_layers", list)
+    default = MODEL_TYPES[kind].no_rope_interval
+    if default is None:
+        return ()
+    interval = fields.get("no_rope_layer_interval", int, default)
+    listed = fields.get("no_rope_layers", list, None)
+    if listed is None:
+        return every(integer(f"{fields.where}: no_rope_layer_interval", interval, error=ConfigError), n_layers)
     if len(listed) < n_layers or not all(is_integer(rope) and rope in (0, 1) for rope in listed):
         raise ConfigError(
             f"{fields.where}: no_rope_layers must have a 0 (no RoPE) or a 1 for each of the {n_layers} layers"
@@ -88,16 +102,21 @@ def no_rope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(n_layers) if not listed[layer])
 
 
-def sliding_window(fields: Fields, kind: str) -> int | None:
-    """The sliding window in tokens, of all layers or of some; None if the file turns it off."""
+def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
+    """The sliding window in tokens; None if no layer has one."""
     model_type = MODEL_TYPES[kind]
     if model_type.slides == "never":
         return None
     default = None if "sliding_window" in fields.values else model_type.window  # null: no window
     window: int | None = fields.get("sliding_window", int, default)
     if model_type.slides == "if used":
-        types, used = fields.get("layer_types", list, []), fields.get("use_sliding_window", bool, False)
-        window = window if used or SLIDING in types else None
+        types, full = fields.get("layer_types", list, None), fields.get("max_window_layers", int, 28)
+        used = fields.get("use_sliding_window", bool, False)
+        if types is not None and any(type not in (FULL, SLIDING) for type in types):
+            raise ConfigError(f"{fields.where}: layer_types must be {FULL} or {SLIDING}, got {shown(types)}")
+        slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
+        # With types, transformers ignores use_sliding_window, except for Qwen2.
+        window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 

@@ -46,7 +46,6 @@ NO_EFFECT = {
     "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
-    "max_window_layers", "no_rope_layer_interval",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -54,7 +53,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,), "num_experts": (0,), "logit_scale": (1,), "logits_scaling": (1,),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "rope_interleaved": (False,),
-    "use_mrope": (False,), "original_max_position_embeddings": (None,),
+    "use_mrope": (False,),
 }  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # torch's dtypes -> their names in safetensors files
@@ -164,11 +163,13 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
     theta, scaling, warnings = _read_rope(fields, defaults.theta)
+    # as in transformers, null stands for n_heads, and a missing key for the default of the model_type
+    kv_heads = n_heads if "num_key_value_heads" in fields.values else defaults.n_kv_heads or n_heads
     config = ModelConfig(
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=fields.get("num_key_value_heads", int, n_heads),
+        n_kv_heads=fields.get("num_key_value_heads", int, kv_heads),
         head_dim=fields.get("head_dim", int, dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
@@ -180,8 +181,8 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         attention_bias=defaults.bias_keys and fields.get("attention_bias", bool, False),
         qkv_bias=defaults.qkv_bias,
         mlp_bias=defaults.bias_keys and fields.get("mlp_bias", bool, False),
-        no_rope_layers=no_rope_layers(fields, n_layers) if kind == "smollm3" else (),
-        sliding_window=sliding_window(fields, kind),
+        no_rope_layers=no_rope_layers(fields, kind, n_layers),
+        sliding_window=sliding_window(fields, kind, n_layers),
     )
     return config, [*warnings, *base.unknown_keys(fields, NO_EFFECT)]
 
@@ -198,11 +199,14 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
             key = "rope_type" if key == "type" else key  # of transformers before 4.43
             if value is not None and merged.setdefault(key, value) != value:
                 raise ConfigError(f"{fields.where}: {key} is both {shown(merged[key])} and {shown(value)}")
+    length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
     scaling, where = Fields(merged, fields.where), fields.where
     theta, kind = scaling.get("rope_theta", float, default_theta), scaling.get("rope_type", str, "default")
     if kind not in SCALINGS:
         raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
+    if length is not None and kind in ("llama3", "yarn", "longrope"):
+        used["original_max_position_embeddings"] = length
     return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ())
 
 
@@ -277,12 +281,20 @@ class HuggingFaceCheckpoint(Checkpoint):
             source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
             if tensor.name.endswith(self.unused):
                 continue
-            name = base.to_model_name(source, NAMES, LAYERS)
+            # In a model that was saved without its head, names lack the prefix "model."
+            full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
+            name = base.to_model_name(full, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
-            other = self._tensors.setdefault(name, {}).setdefault(suffix or source.rpartition(".")[2], tensor)
+            other = self._tensors.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
             if other is not tensor:
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
+        if (
+            self.config.tie_embeddings
+            and "tok_embeddings.weight" not in self._tensors
+            and "output.weight" in self._tensors
+        ):
+            self._tensors["tok_embeddings.weight"] = self._tensors.pop("output.weight")
         for name, stored in self._tensors.items():
             if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
                 self._matrices[name] = self._matrix(name, stored)
@@ -322,20 +334,25 @@ class HuggingFaceCheckpoint(Checkpoint):
         return options
 
     def _chat_template(self) -> str | Mapping[str, str] | None:
-        """The chat template, or several by name. A file chat_template.jinja replaces those in tokenizer_config.json."""
-        file = self.path / "chat_template.jinja"
-        if file.exists():
-            try:
-                return read_file(file, LARGEST).decode()
-            except UnicodeDecodeError:
-                raise DamagedError(f"{file} is not UTF-8") from None
-        fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
-        if not isinstance(listed := fields.get("chat_template", object, None), list):
-            return fields.get("chat_template", str, None)
-        entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
-        templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
+        """The chat template, or several by name. Files of their own replace those in tokenizer_config.json."""
+        files = {"default": self.path / "chat_template.jinja"}
+        files |= {path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))}
+        templates = {name: _read_template(path) for name, path in files.items() if path.exists()}
+        if not templates:
+            fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
+            if not isinstance(listed := fields.get("chat_template", object, None), list):
+                return fields.get("chat_template", str, None)
+            entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
+            templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
         return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
 def read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_file(path, LARGEST).decode()
+    except UnicodeDecodeError:
+        raise DamagedError(f"{path} is not UTF-8") from None
