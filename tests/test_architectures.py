@@ -86,7 +86,15 @@ def test_a_gguf_file_has_the_architecture_and_rows_that_llama_cpp_expects(
 
 
 def test_a_zero_in_no_rope_layers_is_a_layer_without_rope(tmp_path: Path) -> None:
-    write(tmp_path, "SmolLM3", num_hidden_layers=8)
+    """The opposite reading of the list, which its name suggests, gives other logits."""
+    model = write(tmp_path, "SmolLM3", num_hidden_layers=8)
+    ours = load(tmp_path)
+    assert ours.config.no_rope_layers == (3, 7)
+    assert gap(ours, model, 64) < 5e-4
+    for block in model.model.layers:
+        block.self_attn.use_rope = not block.self_attn.use_rope
+    assert gap(ours, model, 64) > 0.1
+    edit(tmp_path, remove=("no_rope_layers",))
     assert load(tmp_path).config.no_rope_layers == (3, 7)
     for listed in ([1, 1], [1, 1, 1, 2, 1, 1, 1, 1], [True] * 8):
         edit(tmp_path, no_rope_layers=listed)
@@ -125,8 +133,9 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
     [
         ("mistral", {}, 4096),  # transformers' default
         ("mistral", {"sliding_window": None}, None),
-        ("qwen2", {"sliding_window": 4096}, None),
-        ("qwen2", {"use_sliding_window": True}, 4096),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, 4096),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, None),  # 28 layers have none
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 4096),
         ("smollm3", {"sliding_window": 128}, None),
         ("smollm3", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, 4),
     ],
@@ -134,7 +143,6 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
 )
 def test_a_window_applies_as_in_transformers(family: str, changes: dict[str, Any], window: int | None) -> None:
     required = {key: value for key, value in BASE.items() if "position" not in key and not key.endswith("_id")}
-    required["no_rope_layers"] = [1] * BASE["num_hidden_layers"]
     config, _ = read_config({"model_type": family, **required, **changes}, "config.json")
     assert config.sliding_window == window
     assert reach(config) == min(config.max_seq_len, window or config.max_seq_len)
@@ -152,4 +160,5 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         assert theirs.tie_word_embeddings == family.tied
         assert hasattr(theirs, "attention_bias") == hasattr(theirs, "mlp_bias") == family.bias_keys
         assert family.window == getattr(type(theirs), "sliding_window", None)
+        assert theirs.num_key_value_heads == (family.n_kv_heads or theirs.num_attention_heads)
         assert hasattr(transformers, family.architecture)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM
 
 import llama
 from llama.checkpoint import huggingface, open_checkpoint
@@ -134,6 +135,12 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
     assert torch.equal(load(tmp_path)(tokens(65)[:, :64]), logits)
 
 
+def test_a_trained_length_beside_the_scaling_is_read_as_in_transformers(tmp_path: Path) -> None:
+    write(tmp_path)
+    edit(tmp_path, rope_parameters={**ROPES[3], "rope_theta": 10000.0}, original_max_position_embeddings=16)
+    compare(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path), lengths=(20, 33, 64, 65, 200))
+
+
 @pytest.mark.parametrize("length", [30, 63, 65])
 @pytest.mark.parametrize("rope", [ROPES[2], ROPES[8]], ids=label)
 def test_scalings_by_length_generate_the_text_of_transformers(
@@ -173,13 +180,26 @@ def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> Non
         assert torch.equal(logits["one"], other), name
 
 
-def test_a_tied_model_may_store_both_matrices_if_they_are_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize("stored", [EMBEDDING, HEAD, "both"])
+def test_a_tied_model_may_store_either_matrix_or_both_if_equal(tmp_path: Path, stored: str, bare: bool) -> None:
+    """A model that was saved without its head has names without the prefix `model.`"""
     model = write(tmp_path, tie_word_embeddings=True)
-    change_state(tmp_path, lambda state: state.update({HEAD: state[EMBEDDING].clone()}))
+    prefix = len("model.") if bare else 0
+
+    def change(state: dict[str, torch.Tensor]) -> None:
+        embedding = state.pop(EMBEDDING)
+        for name in list(state):
+            state[name[prefix:]] = state.pop(name)
+        state.update({EMBEDDING[prefix:]: embedding} if stored != HEAD else {})
+        state.update({HEAD: embedding.clone()} if stored != EMBEDDING else {})
+
+    change_state(tmp_path, change)
     compare(tmp_path, model)
-    change_state(tmp_path, lambda state: state.update({HEAD: state[EMBEDDING] + 1}))
-    with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
-        open_checkpoint(tmp_path)
+    if stored == "both":
+        change_state(tmp_path, lambda state: state.update({HEAD: model.lm_head.weight.detach() + 1}))
+        with pytest.raises(LlamaError, match=r"lm_head\.weight differs from the embedding"):
+            open_checkpoint(tmp_path)
 
 
 # ------------------------------------------------------------------------------------- tokens, sampling, templates
@@ -225,6 +245,7 @@ LISTED = [{"name": name, "template": text} for name, text in BOTH.items()]
         (LISTED, {}, BOTH),
         (LISTED[:1], {}, "A"),
         (LISTED, {"chat_template.jinja": "é"}, "é"),
+        ("X", {"chat_template.jinja": "A", "additional_chat_templates/tool_use.jinja": "B"}, BOTH),
     ],
 )
 def test_chat_templates_are_read_as_in_transformers(
@@ -233,6 +254,7 @@ def test_chat_templates_are_read_as_in_transformers(
     from transformers import PreTrainedTokenizerFast
 
     edit(with_tokenizer, file="tokenizer_config.json", chat_template=listed, eos_token="</s>")
+    (with_tokenizer / "additional_chat_templates").mkdir()
     for name, text in files.items():
         (with_tokenizer / name).write_text(text)
     checkpoint = open_checkpoint(with_tokenizer)
@@ -253,7 +275,9 @@ def config(**changes: Any) -> Callable[[Path], object]:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (config(model_type="gpt2"), "model_type is 'gpt2'; only llama, .* can be run"),
+    "layers": (config(num_hidden_layers=5), "5 layers, but the file has tensors of 2"),
     "theta twice": (config(rope_theta=5.0), "rope_theta is both 5.0 and 10000.0"),
+    "rope kind": (config(rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral', expected one of default"),
     "two layouts": (lambda d: shutil.copy(first(d), d / WEIGHTS), "has both .*index.json and model.safetensors; remove"),
     "int8": (lambda d: change_state(d, lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})),
              r"is I8 \(.*\), expected one of F32, BF16, F16; get the weights in BF16"),

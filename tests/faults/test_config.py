@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
+import llama
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
 from llama.tools.convert import convert
@@ -47,6 +49,10 @@ def edit(document: Path, **changes: Any) -> None:
     document.write_text(json.dumps({**json.loads(document.read_text()), **changes}))
 
 
+def logits(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    return llama.load_model(folder, dtype="float32", device="cpu", **options)(tokens)
+
+
 TEXTS: dict[str, Callable[[bytes], bytes]] = {
     "more": lambda t: t + b"\n}",
     "not UTF-8": lambda t: t.replace(b"{", b'{"a": "\xff", ', 1),
@@ -67,6 +73,19 @@ def test_a_text_or_value_that_is_not_valid_is_refused(document: Path, name: str)
     assert len(str(caught.value)) < 500
 
 
+def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(originals: dict[str, Path], form: str) -> None:
+    """The test also checks that the logits differ without the scaling."""
+    positions = torch.tensor([0, 1, 50, 8191, 8192, 9000, 20_000, 65_000, 99_999])
+    tokens = torch.arange(300, 300 + len(positions))[None]
+    theirs = LlamaForCausalLM.from_pretrained(originals["hf"], dtype=torch.float32).eval()
+    expected = theirs(tokens, position_ids=positions[None]).logits
+    ours = llama.load_model(originals[form], dtype="float32", device="cpu", rope="real")
+    assert float((ours(tokens, positions) - expected).abs().max()) < 5e-3  # transformers computes angles in float32
+    plain = llama.load_model(originals[form], dtype="float32", device="cpu", rope_scaling={"rope_type": "default"},
+                             max_seq_len=131072)  # fmt: skip
+    assert float((plain(tokens, positions) - expected).abs().max()) > 0.05
+
+
 @pytest.mark.parametrize("form", ["hf"])
 def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try) -> None:
     evil = "import os\nopen(os.environ['CANARY'], 'w').close()\n"
@@ -78,6 +97,19 @@ def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try
          trust_remote_code=True, _attn_implementation_internal="evil/evil", _attn_implementation="evil/evil",
          custom_pipelines={"text-generation": {"impl": "evil.Evil"}})  # fmt: skip
     assert attempt("generate", *RUN, "-m", document.parent).stdout == expected.stdout != b""
+
+
+@pytest.mark.parametrize("form", ["hf"])
+def test_stop_ids_are_the_union_of_those_in_both_files(document: Path) -> None:
+    own = llama.load_tokenizer(document.parent).stop_ids
+    generation = document.with_name("generation_config.json")
+    for theirs, ours, wanted in ((5, [7, 8], {5, 7, 8}), ([5, 6], None, {5, 6}), ([], 7, {7})):
+        edit(document, eos_token_id=ours)
+        generation.write_text(json.dumps({"eos_token_id": theirs}))
+        assert wanted <= llama.load_tokenizer(document.parent).stop_ids <= wanted | own
+    generation.write_text('{"eos_token_id": [true, -1, 2.0, null]}')
+    with pytest.raises(LlamaError, match=r"generation_config\.json: eos_token_id must be an id"):
+        llama.load_tokenizer(document.parent)
 
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
