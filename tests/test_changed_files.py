@@ -125,7 +125,7 @@ def make_meta(folder: Path) -> Path:
     state["norm.weight"] = torch.nn.Parameter(state["norm.weight"])
     state["output.weight"] = state["output.weight"].T.contiguous().T  # strides that are not row-major
     params = {"dim": CONFIG.dim, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 8, "norm_eps": 1e-5,
-              "rope_theta": 10000.0, "use_scaled_rope": False, "max_seq_len": 64}  # fmt: skip
+              "rope_theta": 10000.0, "use_scaled_rope": False}  # fmt: skip
     (folder / "params.json").write_text(json.dumps(params))
     torch.save(state, folder / "consolidated.00.pth")
     return folder / "consolidated.00.pth"
@@ -266,7 +266,7 @@ def test_a_changed_file_is_refused_or_loaded_exactly(name: str, tmp_path: Path, 
 # keys of params.json and config.json -> the attribute of ModelConfig that has their value
 ATTRIBUTES = {
     "dim": "dim", "n_layers": "n_layers", "n_heads": "n_heads", "n_kv_heads": "n_kv_heads", "vocab_size": "vocab_size",
-    "norm_eps": "norm_eps", "rope_theta": "rope_theta", "max_seq_len": "max_seq_len", "hidden_size": "dim",
+    "norm_eps": "norm_eps", "rope_theta": "rope_theta", "hidden_size": "dim",
     "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers", "num_key_value_heads": "n_kv_heads",
     "intermediate_size": "hidden_dim", "head_dim": "head_dim", "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embeddings", "attention_bias": "attention_bias",
@@ -307,7 +307,9 @@ def test_a_changed_value_is_refused_or_becomes_that_of_the_model(name: str, file
         if attribute is None:
             assert now == before
         elif value in (None, -1) or how == "typo" or key == "use_scaled_rope":  # the default, or computed from it
-            assert now == dataclasses.replace(before, **{attribute: getattr(now, attribute)})
+            context = now.max_seq_len if key in ("use_scaled_rope", "rope_theta") else before.max_seq_len
+            kept = {"max_seq_len": context, attribute: getattr(now, attribute)}
+            assert now == dataclasses.replace(before, **kept)
         else:
             assert now == dataclasses.replace(before, **{attribute: value})
 

@@ -15,7 +15,6 @@ from tokenizers import models, pre_tokenizers
 
 from llama.chat import encode_chat, render
 from llama.errors import TokenizerError, UsageError
-from llama.text import Llama
 from llama.tokenizer import Decoder, Named, Tokenizer
 from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
@@ -181,13 +180,6 @@ def test_without_the_request_text_stays_text(name: str) -> None:
         messages = [{"role": "user", "content": "hello the"}, {"role": "assistant", "content": " a\n"}]
         text = render(TEMPLATE, messages, tokenizer)
         assert tokenizer.encode(text, parse_special=True) == encode_chat(tokenizer, TEMPLATE, messages)
-
-
-def test_generate_continues_what_a_chat_continues(tiny_llm: Llama) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 2.0, "seed": 1}
-    expected = tiny_llm.chat([{"role": "user", "content": "hello"}], **options).tokens
-    assert tiny_llm.generate(PROMPT, parse_special=True, **options).tokens == expected
-    assert [c.tokens for c in tiny_llm.generate([PROMPT], parse_special=True, **options)] == [expected]
 
 
 def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf: Path) -> None:

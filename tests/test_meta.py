@@ -143,7 +143,6 @@ def test_float8_weights_are_multiplied_by_their_row_scales(tmp_path: Path) -> No
 def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization=kind)
     base = "layers.1.feed_forward.w2"
-    save(folder, lambda s: s.update({f"{base}.zeros": torch.full_like(s[f"{base}.scales"], 2)}))
     file = torch.load(folder / "consolidated.00.pth", weights_only=True)
     checkpoint = open_checkpoint(folder)
     x = torch.randn(5, checkpoint.config.hidden_dim, generator=torch.Generator().manual_seed(0))
@@ -153,7 +152,7 @@ def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
         for group in range(x.shape[1] // 32):
             part = slice(32 * group, 32 * group + 32)
             scale = file[f"{base}.scales"][row, group]
-            expected[:, row] += inputs[:, part] @ ((file[f"{base}.weight"][row, part].float() - 2) * scale)
+            expected[:, row] += inputs[:, part] @ (file[f"{base}.weight"][row, part].float() * scale)
     if kind == "qlora":
         expected += 2.0 * (x @ file[f"{base}.adaptor.A.weight"].T) @ file[f"{base}.adaptor.B.weight"].T
     weight = checkpoint.tensor("layers.1.feed_forward.w_down.weight")
@@ -182,15 +181,12 @@ def edit_params(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({key: value for key, value in document.items() if value != "remove"}))
 
 
-def test_optional_keys_of_params_are_read_or_noted(tmp_path: Path) -> None:
+def test_what_params_json_does_not_state_is_noted(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-3b")
     assert len(open_checkpoint(folder).notes) == 2
     assert "factor 32" in " ".join(open_checkpoint(folder).notes)
-    edit_params(folder, rope_scaling_factor=16.0, max_seq_len=1000, model_family="new")
+    edit_params(folder, model_family="new")
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.config.rope_scaling is not None
-    assert checkpoint.config.rope_scaling["factor"] == 16.0
-    assert checkpoint.config.max_seq_len == 1000
     assert list(checkpoint.warnings) == ["params.json has unknown keys, which have no effect: model_family"]
     (folder / "params.json").write_text(json.dumps({"model": json.loads((folder / "params.json").read_text())}))
     assert open_checkpoint(folder).config == checkpoint.config
@@ -217,7 +213,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "int8": (lambda d: both(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8))), "layers.1.attention.wq is int8"),
     "float8": (lambda d: both(d, put(WQ, torch.zeros(128, 256).to(torch.float8_e4m3fn))), r"fp8_scales_0\.pt is missing"),
     "heads": (lambda d: edit_params(d, n_heads=7), "has shape|head"),
-    "width": (lambda d: edit_params(d, multiple_of=1024), r"w1.weight has shape \(896, 256\).* \(1024, 256\)"),
     "fewer tokens": (lambda d: cut_line(d / "tokenizer.model"), "767 tokens, but the embedding has 768 rows"),
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ def root(originals: Path, tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def test_original_below_a_folder_of_the_hub_or_two_formats_in_it(root: Path) -> None:
+def test_original_below_a_folder_of_the_hub(root: Path) -> None:
     hub = root / "hub"
     shutil.copytree(root / "llama-3", hub / "original")
     for name in ("config.json", "tokenizer.json"):  # a part of the other format, without its weights
@@ -50,13 +50,6 @@ def test_original_below_a_folder_of_the_hub_or_two_formats_in_it(root: Path) -> 
     )
     shutil.copy(root / "hf" / "model.safetensors", hub)
     assert (open_checkpoint(hub).format, list(open_checkpoint(hub).warnings)) == ("Hugging Face", [])
-    for file in (hub / "original").iterdir():
-        shutil.copy(file, hub)
-    found = open_checkpoint(hub)
-    assert (found.format, found.warnings[0]) == (
-        "Hugging Face",
-        f"{hub} has files of several formats; only those of Hugging Face are read",
-    )
 
 
 def test_a_folder_of_the_hubs_cache_is_searched_two_levels_deep(root: Path, tiny_gguf: Path) -> None:

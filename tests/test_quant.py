@@ -249,12 +249,8 @@ OUTLIERS = torch.tensor([5, 300])
 GGUF_WEIGHTS = {
     "normal": 0.05 * NORMAL,
     "zero": torch.zeros(8, 512),
-    "positive": NORMAL.abs(),
-    "negative": -NORMAL.abs(),
     "large": 1e5 * NORMAL,
     "outliers": (1e-2 * NORMAL).index_fill(1, OUTLIERS, 50),
-    "beside zeros": torch.zeros(8, 512).index_fill(1, OUTLIERS, 3),
-    "halves": (torch.arange(512) % 32 * 0.5).expand(8, 512).clone().index_fill(1, torch.arange(0, 512, 32), 127),
     "tiny": 1e-38 * NORMAL,
     "tiny outliers": torch.zeros(8, 512).index_fill(1, OUTLIERS, 1e-39),
     "tiny blocks": torch.cat((1e-39 * NORMAL[:, :256], NORMAL[:, 256:]), 1),

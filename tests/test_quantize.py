@@ -16,16 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.base import HUGGING_FACE_NAMES, to_file_name
 from llama.engine import kernels
 from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError
 from llama.loader import build, load_model
 from llama.model import Transformer
-from llama.quant import schemes
 from llama.quant.blocks import BlockFormat
 from llama.quant.schemes import SCHEMES, scheme_for
-from llama.quant.tiles import unpack
 from llama.tools.convert import convert, quantize
 
 from . import test_huggingface, tiny
@@ -109,29 +106,6 @@ def test_the_saved_model_equals_one_quantized_while_loading(
     assert isinstance(loaded.layers[0].attention.wq, TileLinear)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
-    """Read by the safetensors package and compared with weights quantized by the reference formula."""
-    quantize(sources["gguf, tied"], tmp_path / "q", scheme)
-    with safe_open(tmp_path / "q" / "model.safetensors", "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    state = tiny.weights(TIED)
-    assert len(tensors) == len(state)
-    for name, weight in state.items():
-        stem = to_file_name(name, HUGGING_FACE_NAMES, "model.layers").removesuffix(".weight")
-        if weight.dim() == 1:
-            assert torch.equal(tensors[f"{stem}.weight"], weight)
-            continue
-        format = scheme_for("output" if name.startswith("tok_embeddings") else name, SCHEMES[scheme]).format
-        declared = {"shape": [*weight.shape], "bits": format.bits, "group": 32, "offset": format.offset}
-        assert json.loads(metadata[f"{stem}.tiles"]) == declared
-        tiles = tensors[f"{stem}.tiles"]
-        assert tiles.dtype == torch.uint8
-        found = unpack(tiles, *weight.shape, format).weight
-        assert distance(found, schemes.quantize(weight, format).weight) < 1e-4  # two ranges may be equally good
-        assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
-
-
 # ----------------------------------------------------------------------------------------- sources that are quantized
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -164,18 +138,6 @@ def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_pa
     other = quantize(saved, tmp_path / "b", "int8")
     assert [AGAIN in warning and "(int4-g32+offset, int8-g32)" in warning for warning in other.warnings] == [True]
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
-
-
-# --------------------------------------------------------------------------------------------- other formats
-@pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
-    source = quantize(sources["meta"], tmp_path / "q", "int4").path
-    proof = convert(source, tmp_path / "out", to, dtype=torch.float32)
-    quantized_model, back = (load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
-    assert torch.equal(back(TOKENS), quantized_model(TOKENS))
-    original = load_model(sources["meta"], dtype="float32", device="cpu")
-    assert 0.01 < distance(back(TOKENS), original(TOKENS)) < 0.4
-    assert proof.warnings == []
 
 
 # ------------------------------------------------------------------------------------------------ errors and damage

@@ -120,6 +120,8 @@ def test_unigram_models() -> None:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text).ids).replace("<unk>", "")
     for text in ("</s>", "a</s>b <s>", "<pad>"):
         assert not set(ours.encode(text)) & {1, 2, 16}
+    with pytest.raises(TokenizerError, match=r"U\+FFFF"):  # the library's ids are those of three unknown characters
+        ours.encode("\uffff<unk>")
 
 
 # ----------------------------------------------------------------------------- tokens added to a SentencePiece model

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import keyword
 import re
-import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
-from .wheels import CACHE, wheel_member
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
@@ -221,32 +217,3 @@ def test_marks_are_the_control_tokens_without_text() -> None:
     assert call_marks(tokenizer) == {ids[0]: "<|python_tag|>", ids[1]: "[TOOL_CALLS]"}
     assert [tokenizer.decode([id]) for id in ids] == ["", "", "<tool_call>", ""]
     assert ids[3] in tokenizer.stop_ids
-
-
-def test_the_calls_that_mistral_common_encodes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its instruct tokenizers of versions 7, 11 and 13, with a small vocabulary."""
-    package = "mistral-common==1.13.1"
-    wheel_member(package, "mistral_common/tokens/tokenizers/instruct.py")
-    tokenizer = with_tokens("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    theirs = SimpleNamespace(get_special_token=lambda name: tokenizer.control.get(name, -1),
-                             encode=lambda text, bos, eos: tokenizer.encode(text))  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(str(CACHE / package / "wheel"))
-        for name in ("pydantic_extra_types", "pydantic_extra_types.language_code"):
-            patch.setitem(sys.modules, name, SimpleNamespace(LanguageAlpha2=str))
-        instruct: Any = pytest.importorskip("mistral_common.tokens.tokenizers.instruct", exc_type=ImportError)
-        messages = importlib.import_module("mistral_common.protocol.instruct.messages")
-        tool_calls = importlib.import_module("mistral_common.protocol.instruct.tool_calls")
-    function = tool_calls.FunctionCall(name="f", arguments='{"a": "é[ARGS]{"}')
-    message = messages.AssistantMessage(tool_calls=[tool_calls.ToolCall(id="VvvODy9mT", function=function)] * 2)
-    for version, id in (("V7", "VvvODy9mT"), ("V11", "VvvODy9mT"), ("V13", None)):
-        kind = getattr(instruct, f"InstructTokenizer{version}")
-        encoder = kind.__new__(kind)
-        vars(encoder).update(vars(instruct.InstructTokenizerV11(theirs)))
-        marks, ids = call_marks(tokenizer), encoder._encode_tool_calls_in_assistant_message(message)
-        text = "".join(marks.get(id, "") + bytes(tokenizer.token_bytes(id)).decode("latin-1") for id in ids)
-        content, calls = parse_tool_calls(text.encode("latin-1").decode(), TOOLS)
-        assert (content, names_of(calls)) == ("", [("f", {"a": "é[ARGS]{"})] * 2)
-        assert [call.get("id") for call in calls] == [id, id]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mistral_common"]:
-        del sys.modules[name]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
 
 import pytest
 import regex
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from llama.tokenizer.common import BYTE_OF
@@ -83,30 +79,11 @@ def test_words_are_those_of_the_regular_expressions(name: str) -> None:
         assert found == words_by_regex(text, EXPRESSIONS[name]), text
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[str, Any]:
-    """A vocabulary trained on text that was not split at all, so that the ids depend on how it is split."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    options: dict[str, Any] = {"special_tokens": ["<|endoftext|>", "<s>", "</s>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=list(BYTE_OF), **options)
-    backend.train_from_iterator(mixtures(200) * 2, trainer)
-    model = json.loads(backend.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
-
-
-def test_qwen2_has_the_ids_of_its_tokenizer_in_transformers(trained: dict[str, Any]) -> None:
-    tokens = trained["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in trained["tokenizer.ggml.merges"]]
-    theirs = Qwen2Tokenizer(vocab={token: id for id, token in enumerate(tokens)}, merges=merges)
-    ours = from_metadata({**trained, "tokenizer.ggml.pre": "qwen2"}, "x.gguf")
+def test_qwen2_has_the_ids_of_its_tokenizer_in_transformers() -> None:
+    """It composes characters before it splits a text."""
+    vocab = {character: id for id, character in enumerate(BYTE_OF)}
+    kinds = {"model": "gpt2", "pre": "qwen2", "tokens": list(vocab), "merges": []}
+    ours = from_metadata({f"tokenizer.ggml.{key}": value for key, value in kinds.items()}, "x.gguf")
+    theirs = Qwen2Tokenizer(vocab=vocab, merges=[])
     for text in [*mixtures(200), "e\u0301te\u0301", "\u1112\u1161\u11ab", "\u0958"]:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text

@@ -177,7 +177,7 @@ def write_meta(
     split = {name: make_tiny.split(name, tensor, config, shards, False) for name, tensor in pieces.items()}
     for rank in range(shards):
         torch.save({name: parts[rank] for name, parts in split.items()}, folder / f"consolidated.{rank:02d}.pth")
-    names = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta", "max_seq_len")
+    names = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta")
     params = {name: getattr(config, name) for name in names} | {"n_kv_heads": max(config.n_kv_heads, shards)}
     (folder / "params.json").write_text(json.dumps(params))
     return folder

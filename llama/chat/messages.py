@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any
 
 from ..checks import choice, shown
 from ..errors import UsageError
@@ -18,24 +18,14 @@ from ..errors import UsageError
 ToolCall = dict[str, Any]
 
 
-class Message(TypedDict):
-    """One turn, as check_messages returns it. Keys keep the order of the input, since templates may write them.
-
-    role          "system", "user", "assistant", "tool" or "ipython" (Llama 3's name for a tool's result)
-    content       the text; in the input, a message with tool_calls may have None or no content
-    tool_calls    assistant only: the functions it calls
-    reasoning_content  assistant only: its thoughts, which some templates write
-    tool_call_id  tool only: the id of the call that this message answers
-    name          tool only: the tool's name
-    """
-
-    role: str
-    content: str
-    tool_calls: NotRequired[list[ToolCall]]
-    reasoning_content: NotRequired[str]
-    tool_call_id: NotRequired[str]
-    name: NotRequired[str]
-
+# One turn, as check_messages returns it. Keys keep the order of the input, since templates may write them.
+#   role               one of ROLES; "ipython" is Llama 3's name for a tool's result
+#   content            the text; in the input, a message with tool_calls may have None or no content
+#   tool_calls         assistant only: the functions it calls
+#   reasoning_content  assistant only: its thoughts, which some templates write
+#   tool_call_id       tool only: the id of the call that this message answers
+#   name               tool only: the tool's name
+Message = dict[str, Any]
 
 # A role becomes part of the format's structure ("<|im_start|>" + role), so any other role is rejected.
 ROLES = ("system", "user", "assistant", "tool", "ipython")
@@ -74,7 +64,7 @@ def _message(message: Any, where: str) -> Message:
         checked.setdefault("content", "")
     if "content" not in checked:
         raise UsageError(f"{where} has no content")
-    return cast(Message, {key: value for key, value in checked.items() if value != []})
+    return {key: value for key, value in checked.items() if value != []}
 
 
 def _checked(values: Any, known: Mapping[str, Callable[[Any, str], Any]], where: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, DamagedError, UsageError
 from ..quant.blocks import Blocks
 from ..tokenizer import Tokenizer
 from .base import PIECE, Checkpoint
-from .lora import EMBEDDING, OUTPUT, Adapter, LowRank, read
+from .lora import EMBEDDING, OUTPUT, Adapter, read
 from .write import raw_bytes, to_layout
 
 # A path, "PATH:SCALE", or (path, scale); or several of them
@@ -38,7 +38,7 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """
     one = isinstance(adapters, str | os.PathLike) or (len(adapters) == 2 and isinstance(adapters[1], int | float))
     chosen = [_parse(each) for each in cast("Sequence[OneAdapter]", [adapters] if one else adapters)]
-    return AdaptedCheckpoint(base, [(read(path, base), scale) for path, scale in chosen]) if chosen else base
+    return AdaptedCheckpoint(base, [(read(path), scale) for path, scale in chosen]) if chosen else base
 
 
 def _parse(adapter: OneAdapter) -> tuple[Path, float]:
@@ -68,29 +68,25 @@ class AdaptedCheckpoint(Checkpoint):
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
         self.warnings, self.notes = base.warnings, base.notes
         self.shapes = dict(base.shapes)
-        self._changed = {name for one, _ in adapters for name in (*one.low_rank, *one.replaced)}
+        self._changed = {name for one, _ in adapters for name in one.low_rank}
         if self.config.tie_embeddings and self._changed & {EMBEDDING, OUTPUT}:
             self.config = dataclasses.replace(self.config, tie_embeddings=False)
             self.shapes[OUTPUT] = self.shapes[EMBEDDING]
-        for adapter, scale in adapters:
-            self._check(adapter, scale)
+        for adapter, _ in adapters:
+            self._check(adapter)
         self.adapters = [f"{one.path}, scale {scale:g}" for one, scale in adapters]
         self.adapters_hash = _hash(adapters)
 
-    def _check(self, adapter: Adapter, scale: float) -> None:
-        """Raise an error unless an adapter fits the base and the other adapters."""
+    def _check(self, adapter: Adapter) -> None:
+        """Raise CheckpointError unless an adapter fits the base and is finite."""
         where = f"adapter {adapter.path}"
-        if adapter.replaced and (scale != 1 or len(self._adapters) > 1):
-            raise UsageError(f"{where} replaces complete weights: merge it alone, with scale 1")
-        changes: list[tuple[str, LowRank | Tensor]] = [*adapter.low_rank.items(), *adapter.replaced.items()]
-        for name, change in changes:
-            if change.shape != self.shapes.get(name):
+        for name, low in adapter.low_rank.items():
+            if low.shape != self.shapes.get(name):
                 raise CheckpointError(
-                    f"{where} changes {self.file_name(name)} as a weight of shape {tuple(change.shape)}, but the model"
+                    f"{where} changes {self.file_name(name)} as a weight of shape {low.shape}, but the model"
                     f" has {self.shapes.get(name)}; pass the model that it was trained on with --model"
                 )
-        for tensor in adapter.tensors.values():
-            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in (low.down, low.up)):
                 raise DamagedError(f"{where} has values that are not finite floating-point numbers")
 
     @property
@@ -109,20 +105,14 @@ class AdaptedCheckpoint(Checkpoint):
         return self.piece(name, everything, everything) if self.changed(name) else self.base.tensor(self._source(name))
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        head_dim, weight = self.config.head_dim, None
-        for one, _ in self._adapters:
-            if name in one.replaced:
-                complete = to_layout(name, one.replaced[name], head_dim, one.layout, self.layout)
-                weight = complete[rows] if complete.dim() == 1 else complete[rows, columns]
-        if weight is None:
-            weight = self.base.piece(self._source(name), rows, columns)
+        weight = self.base.piece(self._source(name), rows, columns)
         if not self.changed(name):
             return weight
         merged = weight.to(torch.float32, copy=True)
         for one, scale in self._adapters:
             if name in one.low_rank:
                 low = one.low_rank[name]
-                up = to_layout(name, low.up, head_dim, one.layout, self.layout)[rows].float()
+                up = to_layout(name, low.up, self.config.head_dim, one.layout, self.layout)[rows].float()
                 down, step = low.down[:, columns].float(), max(1, PIECE // merged.shape[1])
                 for first in range(0, len(merged), step):  # in pieces, to save memory
                     merged[first : first + step].addmm_(up[first : first + step], down, alpha=scale * low.scale)
@@ -158,7 +148,8 @@ def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
     digest = hashlib.sha256()
     for adapter, scale in adapters:
         digest.update(f"{adapter.layout} {scale!r}\n".encode())
-        for name, tensor in sorted(adapter.tensors.items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(raw_bytes(tensor).data)
+        for name, low in sorted(adapter.low_rank.items()):
+            for part in (low.down, low.up):
+                digest.update(f"{name} {tuple(part.shape)} {part.dtype} {low.scale!r}\n".encode())
+                digest.update(raw_bytes(part).data)
     return digest.hexdigest()

@@ -69,7 +69,7 @@ class Checkpoint(ABC):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Further facts to display: name, licence, quantization, and the bytes of the weights by their stored type."""
+        """Further facts to display: name, quantization, and the bytes of the weights by their stored type."""
         weights: dict[str, int] = {}
         for name, shape in self.shapes.items():
             nbytes = round(self.bits(name) * math.prod(shape) / 8)
@@ -119,7 +119,14 @@ class Checkpoint(ABC):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises TokenizerError if there is none, CheckpointError if it does not fit."""
         tokenizer = self.tokenizer_override or self.own_tokenizer()
-        check_vocabulary(tokenizer, self.config, str(self.path))
+        # Some models pad the embedding; others have a few tokens without a row, which are an error only in a prompt.
+        # Llama 2's 32,000 tokens are just below a quarter of Llama 3's 128,256.
+        small, large = sorted((tokenizer.n_vocab, self.config.vocab_size))
+        if 4 * small < large:
+            raise CheckpointError(
+                f"{self.path}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has"
+                f" {self.config.vocab_size} rows; use the tokenizer that was published with the weights"
+            )
         return tokenizer
 
     @abstractmethod
@@ -141,20 +148,6 @@ def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
             if (place / name).exists():
                 return place / name
     raise TokenizerError(f"{folder} has no {' or '.join(names)}; name one with --tokenizer PATH")
-
-
-def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
-    """Raise CheckpointError if the numbers of tokens and embedding rows differ by more than a factor of four.
-
-    Some models pad the embedding; others have a few tokens without a row, which are an error only in a prompt. Llama
-    2's 32,000 tokens are just below a quarter of Llama 3's 128,256.
-    """
-    small, large = sorted((tokenizer.n_vocab, config.vocab_size))
-    if 4 * small < large:
-        raise CheckpointError(
-            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has {config.vocab_size} rows;"
-            " use the tokenizer that was published with the weights"
-        )
 
 
 def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:

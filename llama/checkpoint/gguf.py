@@ -146,9 +146,8 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        labels = {"name": "general.name", "organization": "general.organization", "licence": "general.license"}
-        facts = {label: self.metadata[key] for label, key in labels.items() if isinstance(self.metadata.get(key), str)}
-        return {**facts, **super().about}
+        name = self.metadata.get("general.name")
+        return {**({"name": name} if isinstance(name, str) else {}), **super().about}
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name].read()

@@ -15,9 +15,9 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
 from .architectures import GGUF_LAYOUTS, INTERVAL, every
-from .base import to_file_name
+from .base import FLOATS, to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
-from .write import Model, dtype_name, raw_bytes, to_layout
+from .write import Model, raw_bytes, to_layout
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
 
@@ -43,7 +43,7 @@ def write(
     for name, values in tables.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for name, shape in model.shapes.items():
-        type = gguf.GGMLQuantizationType[types.get(name) or dtype_name(model.dtypes[name])]
+        type = gguf.GGMLQuantizationType[types.get(name) or FLOATS[model.dtypes[name]]]
         block, size = gguf.GGML_QUANT_SIZES[type]
         stored = [*shape[:-1], shape[-1] // block * size]  # the package expects the shape of the bytes
         writer.add_tensor_info(to_file_name(name, NAMES, LAYERS), stored, np.dtype(np.uint8), math.prod(stored), type)

@@ -59,7 +59,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # torch's dtypes -> their names in safetensors files
 DTYPES = {
     **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
 

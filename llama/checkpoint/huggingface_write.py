@@ -14,9 +14,9 @@ from ..errors import ConfigError
 from ..rope import Layout
 from ..rope_scaling import kind_of
 from .architectures import FULL, MODEL_TYPES, SLIDING
-from .base import to_file_name
+from .base import FLOATS, to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
-from .write import Model, dtype_name, raw_bytes, to_layout
+from .write import Model, raw_bytes, to_layout
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 
@@ -49,7 +49,7 @@ def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
     def read() -> Tensor:
         return to_layout(name, model.read(name), model.config.head_dim, "interleaved", layout)
 
-    return Entry(dtype_name(model.dtypes[name]), model.shapes[name], model.nbytes(name), read)
+    return Entry(FLOATS[model.dtypes[name]], model.shapes[name], model.nbytes(name), read)
 
 
 def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -> None:

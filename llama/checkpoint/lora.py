@@ -19,7 +19,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError
 from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
-from .base import Checkpoint, to_file_name, to_model_name
+from .base import to_file_name, to_model_name
 from .huggingface import LAYERS, NAMES
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
@@ -28,11 +28,9 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and load the result"
 
 # A tensor's key in PEFT's files: the module, and which tensor of it
-KEY = re.compile(
-    r"base_model\.model\.(.+?)\.(?:lora_([AB])\.weight|lora_embedding_([AB])|(?:base_layer\.)?(weight|bias))"
-)
+KEY = re.compile(r"base_model\.model\.(.+?)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
 # Entries of adapter_config.json that do not change the merged weights, or only say which tensors the file has. Another
-# entry that is set, such as use_dora, changes the result in a way that is not supported.
+# entry that is set, such as use_dora or modules_to_save, changes the result in a way that is not supported.
 NO_EFFECT = {
     "auto_mapping", "peft_version", "revision", "inference_mode", "task_type", "lora_dropout", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
@@ -62,30 +60,18 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, with the model's tensor names.
-
-    layout    the order of the rows of wq and wk
-    low_rank  changes of matrices
-    replaced  complete tensors that replace those of the base
-    """
+    """An adapter: the changes of matrices, by the model's tensor names. layout: the order of the rows of wq and wk."""
 
     path: Path
     layout: Layout
     low_rank: Mapping[str, LowRank]
-    replaced: Mapping[str, Tensor]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors. A name also states the scale of a change."""
-        down = {f"{name} down {low.scale!r}": low.down for name, low in self.low_rank.items()}
-        return {**self.replaced, **down, **{f"{name} up": low.up for name, low in self.low_rank.items()}}
 
 
-def read(path: Path, base: Checkpoint) -> Adapter:
+def read(path: Path) -> Adapter:
     """The adapter at a path. Raises CheckpointError if it is damaged or can't be merged."""
     try:
         if (path / CONFIG).is_file():
-            return _read_peft(path, base.config.tie_embeddings)
+            return _read_peft(path)
         if path.suffix == ".gguf" and path.is_file():
             return _read_gguf(path)
     except (ConfigError, OverflowError, re.error) as error:  # an integer of hundreds of digits; no regular expression
@@ -116,12 +102,11 @@ def _read_gguf(path: Path) -> Adapter:
         if name == EMBEDDING:
             down, up = up.transpose(0, -1), down
         low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha
-    return Adapter(path, "interleaved", low_rank, {})
+    return Adapter(path, "interleaved", low_rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------- PEFT
-def _read_peft(folder: Path, tied: bool) -> Adapter:
-    """tied: whether the base uses its embedding as the output matrix."""
+def _read_peft(folder: Path) -> Adapter:
     fields = Fields(read_json(folder / CONFIG), CONFIG)
     if (kind := fields.get("peft_type", object, None)) != "LORA":
         raise CheckpointError(f"adapter {folder} has the PEFT type {kind!r:.40}, expected 'LORA'; merge it with peft")
@@ -131,13 +116,12 @@ def _read_peft(folder: Path, tied: bool) -> Adapter:
     ranks, alphas = (
         Fields(fields.get(f"{key}_pattern", dict, {}), f"{CONFIG}: {key}_pattern") for key in ("rank", "alpha")
     )
-    root, saved = fields.get("use_rslora", bool, False), fields.get("modules_to_save", list, [])
+    root = fields.get("use_rslora", bool, False)
     for key in fields.unknown():
         if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, ""):
             raise CheckpointError(f"adapter {folder}: {CONFIG} sets {key:.60}, which is not supported; {MERGE}")
-    pairs, replaced = _read_tensors(folder)
     low_rank = {}
-    for name, pair in pairs.items():
+    for name, pair in _read_pairs(folder).items():
         module = to_file_name(name, NAMES, LAYERS).removesuffix(".weight")
         r = _by_pattern(ranks, module, int, rank)
         if pair.keys() != {"down", "up"} or r < 1 or pair["down"].shape[:1] != (r,):
@@ -145,13 +129,7 @@ def _read_peft(folder: Path, tied: bool) -> Adapter:
             raise DamagedError(f"adapter {folder}: {module} has {found}, expected two matrices of rank {r!r:.20}")
         scale = _by_pattern(alphas, module, float, alpha) / (math.sqrt(r) if root else r)
         low_rank[name] = LowRank(pair["down"], pair["up"], scale)
-    complete = {name: to_file_name(name, NAMES, LAYERS) for name in replaced}
-    for module in saved:
-        if not any(f"{module}." in name for name in complete.values()):
-            raise DamagedError(f"adapter {folder} lacks the weights of {module!r:.80}, which {CONFIG} names as trained")
-    if tied and EMBEDDING in replaced and not any(f"{module}." in complete[EMBEDDING] for module in saved):
-        replaced.setdefault(OUTPUT, replaced[EMBEDDING])  # peft saved the tied weight itself, not a trained copy
-    return Adapter(folder, "half", low_rank, replaced)
+    return Adapter(folder, "half", low_rank)
 
 
 def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
@@ -160,21 +138,18 @@ def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
     return default if key is None else patterns.get(key, type)
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """{weight: {"down" and "up": its matrices}}, and {name: a complete tensor}, by the model's names."""
+def _read_pairs(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """{weight: {"down" and "up": its matrices}}, by the model's names."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists()), folder / WEIGHTS[0])
     pairs: dict[str, dict[str, Tensor]] = {}
-    replaced: dict[str, Tensor] = {}
     for key, stored in huggingface.open_file(path).items():
         match = KEY.fullmatch(key)
-        name = to_model_name(f"{match[1]}.{match[4] or 'weight'}", NAMES, LAYERS) if match else None
+        name = to_model_name(f"{match[1]}.weight", NAMES, LAYERS) if match else None
         if match is None or name is None:
-            raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix or a weight of a LLaMA; {MERGE}")
+            raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix of a LLaMA; {MERGE}")
         tensor = stored.read()
         if match[2]:
             pairs.setdefault(name, {})["down" if match[2] == "A" else "up"] = tensor
-        elif match[3]:  # an embedding is (V, C): A (r, V) transposed is up, B (C, r) transposed is down
+        else:  # an embedding is (V, C): A (r, V) transposed is up, B (C, r) transposed is down
             pairs.setdefault(name, {})["up" if match[3] == "A" else "down"] = tensor.transpose(0, -1)
-        else:
-            replaced[name] = tensor
-    return pairs, replaced
+    return pairs

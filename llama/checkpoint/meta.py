@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checks import integer, number
+from ..checks import integer
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..system.documents import Fields, read_json, size_of
@@ -25,7 +25,7 @@ from .base import FLOATS, META_NAMES, Checkpoint
 from .torchfile import read_torch
 
 PARAMS = "params.json"
-TENSOR = re.compile(r"(layers\.[0-9]{1,6}\.)?([\w.]+?)(\.weight|\.scales|\.zeros|\.adaptor\.[AB]\.weight)")
+TENSOR = re.compile(r"(layers\.[0-9]{1,6}\.)?([\w.]+?)(\.weight|\.scales|\.adaptor\.[AB]\.weight)")
 # Tables in the files of LLaMA 1, Llama 2 and Code Llama; not read, since they follow from the configuration.
 TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 SPLIT_BY_COLUMNS = ("attention.wo", "feed_forward.w_down")  # other matrices are split by rows; vectors are not split
@@ -33,16 +33,17 @@ QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integer
 EMBEDDING, OUTPUT, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 WQ, WK, GATE = (f"layers.0.{name}.weight" for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"))
 
-# Keys of params.json without effect here; a vision model has further tensors, which are refused.
-NO_EFFECT = {"max_batch_size", "lora_args", "vision_chunk_size", "vision_max_num_chunks", "vision_model",
-             "vision_num_cross_attention_layers"}  # fmt: skip
+# Keys of params.json without effect here: the width of the feed-forward network is that of the weights, and a vision
+# model has further tensors, which are refused.
+NO_EFFECT = {"max_batch_size", "lora_args", "multiple_of", "ffn_dim_multiplier", "vision_chunk_size",
+             "vision_max_num_chunks", "vision_model", "vision_num_cross_attention_layers"}  # fmt: skip
 # (dim, n_layers) of Llama 3.2 1B and 3B, whose scaled RoPE has the factor 32 instead of 8
 SMALL_32 = {(2048, 16), (3072, 28)}
 CONTEXTS = {500000.0: 8192, 1000000.0: 16384}  # by theta: Llama 3, Code Llama
 ALL = slice(None)
 # How the 4-bit files of Llama 3.2 (QLoRA and SpinQuant) are quantized, and the parts of a weight in them
 SCHEME = "int4_weight_int8_dynamic_activation"
-SUFFIXES = (".weight", ".scales", ".zeros", ".adaptor.A.weight", ".adaptor.B.weight")
+SUFFIXES = (".weight", ".scales", ".adaptor.A.weight", ".adaptor.B.weight")
 SOME_ROWS = 256  # of embedding and output, which are compared in parts: in most models the first rows differ
 
 
@@ -58,7 +59,9 @@ class MetaCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.params = _unwrapped(folder / PARAMS)
+        values = read_json(folder / PARAMS)
+        inner = values.get("model")  # some releases put the entries into an object
+        self.params = Fields(inner if isinstance(inner, dict) else values, PARAMS)
         self.files = find_shards(folder)
         self.parts = {file.name: file.stat().st_size for file in self.files}
         self.shards = [read_torch(file) for file in self.files]
@@ -208,26 +211,43 @@ class MetaCheckpoint(Checkpoint):
     # ----------------------------------------------------------------------------------------------- configuration
     def _read_config(self) -> tuple[ModelConfig, list[str]]:
         """The architecture by params.json and the weights, and what neither states. Finds the copies of heads."""
-        _, _, n_heads, head_dim = _sizes(self.params)
+        params = self.params
+        dim, n_layers, n_heads = (
+            integer(f"{PARAMS}: {key}", params.get(key, int), 1, LARGEST_SIZE, ConfigError)
+            for key in ("dim", "n_layers", "n_heads")
+        )
+        head_dim = max(dim // n_heads, 1)
         if (rows := self._shape(WQ)[0]) < n_heads * head_dim:
             found = f"{len(self.shards)} shards have {rows:,} of {n_heads * head_dim:,} rows of wq"
             raise ConfigError(f"{found}; download the other shards")
-        expected = self.params.get("n_kv_heads", int, n_heads)
+        expected = params.get("n_kv_heads", int, n_heads)
         stored = self._stored(WK).shape[0] * len(self.shards) // head_dim
         self._kv_copies = self._find_copies(stored, expected, head_dim)
-        config = _config(
-            self.params,
-            n_kv_heads=stored // self._kv_copies if expected == stored else expected,
-            hidden_dim=self._shape(GATE)[0],
-            vocab_size=self._shape(EMBEDDING)[0],
-            tied=self._is_tied(),
-            float16=self._stored(EMBEDDING).dtype == torch.float16,
+        vocab_size = params.get("vocab_size", int, -1)  # -1 in Llama 2: the tokenizer's
+        scaled, theta, tied = (
+            params.get("use_scaled_rope", bool, False),
+            params.get("rope_theta", float, 1e4),
+            self._is_tied(),
         )
-        assumed = {"max_seq_len": f"a context of {config.max_seq_len} tokens"}
-        if config.rope_scaling:
-            assumed["rope_scaling_factor"] = f"a RoPE scaling by the factor {config.rope_scaling['factor']:g}"
-        missing = [key for key in assumed if self.params.values.get(key) is None]
-        return config, [f"{PARAMS} has no {key}; {assumed[key]} is assumed" for key in missing]
+        factor = 32.0 if tied or (dim, n_layers) in SMALL_32 else 8.0
+        # LLaMA 1 is stored in float16; its context is half that of Llama 2
+        context = CONTEXTS.get(theta, 2048 if self._stored(EMBEDDING).dtype == torch.float16 else 4096)
+        config = ModelConfig(
+            dim=dim,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=stored // self._kv_copies if expected == stored else expected,
+            head_dim=head_dim,
+            hidden_dim=self._shape(GATE)[0],
+            vocab_size=self._shape(EMBEDDING)[0] if vocab_size == -1 else vocab_size,
+            norm_eps=params.get("norm_eps", float, 1e-5),
+            rope_theta=theta,
+            rope_scaling={**SCALED_ROPE, "factor": factor} if scaled else None,
+            max_seq_len=131072 if scaled else context,
+            tie_embeddings=tied,
+        )
+        assumed = [f"a context of {config.max_seq_len} tokens", *[f"a RoPE scaling by the factor {factor:g}"] * scaled]
+        return config, [f"{one} is assumed, since {PARAMS} does not state it" for one in assumed]
 
     def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
@@ -254,56 +274,6 @@ class MetaCheckpoint(Checkpoint):
         return tied
 
 
-def _config(
-    params: Fields, n_kv_heads: int, hidden_dim: int, vocab_size: int, tied: bool, float16: bool
-) -> ModelConfig:
-    """The architecture by params.json. The other arguments come from the weights, for what params.json does not state.
-
-    float16: the dtype of LLaMA 1, which has a context of 2,048 tokens. That of Llama 2 is 4,096.
-    """
-    dim, n_layers, n_heads, head_dim = _sizes(params)
-    if params.get("vocab_size", int, -1) != -1:  # -1 in Llama 2: the tokenizer's
-        vocab_size = params.get("vocab_size", int)
-    scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 10000.0)
-    small = tied or (dim, n_layers) in SMALL_32
-    factor = params.get("rope_scaling_factor", float, 32.0 if small else 8.0)
-    context = 131072 if scaled else CONTEXTS.get(theta, 2048 if float16 else 4096)
-    return ModelConfig(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        hidden_dim=_hidden_dim(params, dim) or hidden_dim,
-        vocab_size=vocab_size,
-        norm_eps=params.get("norm_eps", float, 1e-5),
-        rope_theta=theta,
-        rope_scaling={**SCALED_ROPE, "factor": factor} if scaled else None,
-        max_seq_len=params.get("max_seq_len", int, context),
-        tie_embeddings=tied,
-    )
-
-
-def _sizes(params: Fields) -> tuple[int, int, int, int]:
-    """dim, n_layers, n_heads, head_dim."""
-    dim, n_layers, n_heads = (
-        integer(f"{PARAMS}: {key}", params.get(key, int), 1, LARGEST_SIZE, ConfigError)
-        for key in ("dim", "n_layers", "n_heads")
-    )
-    return dim, n_layers, n_heads, max(dim // n_heads, 1)
-
-
-def _hidden_dim(params: Fields, dim: int) -> int | None:
-    """Width of the feed-forward network as Meta's code computes it; None if params.json does not determine it."""
-    if params.get("multiple_of", int, None) is None:
-        return None
-    multiple = integer(f"{PARAMS}: multiple_of", params.get("multiple_of", int), error=ConfigError)
-    factor = params.get("ffn_dim_multiplier", float, 1)
-    number(f"{PARAMS}: ffn_dim_multiplier", factor, 0, LARGEST_SIZE, ConfigError, above=True)
-    hidden = int(factor * int(8 * dim / 3))
-    return multiple * -(-hidden // multiple)
-
-
 def find_shards(folder: Path) -> list[Path]:
     """The shards of a model in order. Other files in the folder are not read."""
     count = sum(re.fullmatch(r"consolidated\.\d+\.pth", file.name) is not None for file in folder.iterdir())
@@ -313,29 +283,20 @@ def find_shards(folder: Path) -> list[Path]:
     return shards
 
 
-def _unwrapped(file: Path) -> Fields:
-    """The entries of a params.json; some releases put them into an object "model"."""
-    values = read_json(file)
-    inner = values.get("model")
-    return Fields(inner if isinstance(inner, dict) else values, PARAMS)
-
-
 # ------------------------------------------------------------------------------------------------- quantized weights
 # Linear layers of the blocks are 4-bit integers in int8 with a scale per group of a row; embedding and output are int8
 # with a scale per row. QLoRA adds a low-rank product. Meta's code also quantizes the activations to 8 bits; this code
 # does not, so its results are closer to the unquantized model. Source: llama-models, quantization/loader.py.
 def dequantize(shard: Mapping[str, Tensor], name: str, params: Fields, where: str) -> Tensor:
-    """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
+    """quants * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
     if (scheme := params.get("quantization_args", dict, {}).get("scheme")) != SCHEME:
         raise CheckpointError(f"{where}: {name} is int8, but quantization_args.scheme is {scheme!r:.60}, not {SCHEME}")
-    quants, scales, zeros, down, up = (shard.get(name + suffix) for suffix in SUFFIXES)
+    quants, scales, down, up = (shard.get(name + suffix) for suffix in SUFFIXES)
     if quants is None or scales is None or (down is None) != (up is None):
         raise DamagedError(f"{where}: the scales of {name} or one of its two adaptors are missing")
     try:
         out, width = quants.shape
         groups = quants.float().reshape(out, scales.numel() // out, -1)  # (out, groups, width / groups)
-        if zeros is not None:
-            groups = groups - zeros.float().reshape(out, -1, 1)
         weight = (groups * scales.float().reshape(out, -1, 1)).reshape(out, width)
         if down is None or up is None:
             return weight

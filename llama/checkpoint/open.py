@@ -78,14 +78,10 @@ def _open(path: Path) -> Checkpoint:
     for file in path.iterdir():  # an incomplete snapshot of the hub's cache: without this file, answers would differ
         if file.suffix in (".json", ".jinja", ".model") and not file.exists():
             raise CheckpointError(f"{file} is a link to a missing file; complete the download")
-    if readers := _readers(path):
-        checkpoint = readers[0](path)
-        if len(readers) > 1:
-            warning = f"{path} has files of several formats; only those of {checkpoint.format} are read"
-            checkpoint.warnings = [warning, *checkpoint.warnings]
-        return checkpoint
+    if reader := _reader(path):
+        return reader(path)
     paths = itertools.islice(itertools.chain(path.glob("*"), path.glob("*/*")), MOST_PATHS)
-    models = {folder for folder in paths if folder.name[0] != "." and folder.is_dir() and _readers(folder)}
+    models = {folder for folder in paths if folder.name[0] != "." and folder.is_dir() and _reader(folder)}
     below = sorted(folder for folder in models if folder.parent not in models)
     if len(below) == 1:
         checkpoint = _open(below[0])
@@ -101,8 +97,8 @@ def _open(path: Path) -> Checkpoint:
     raise CheckpointError(f"{path} is not a checkpoint: {EXPECTED}; found {', '.join(found[:4]) or 'no file'}")
 
 
-def _readers(folder: Path) -> list[Callable[[Path], Checkpoint]]:
-    return [read for recognizes, read in FORMATS if recognizes(folder)]
+def _reader(folder: Path) -> Callable[[Path], Checkpoint] | None:
+    return next((read for recognizes, read in FORMATS if recognizes(folder)), None)
 
 
 def _open_file(path: Path) -> Checkpoint:

@@ -24,7 +24,7 @@ from ..quant.matrices import Integers, Matrix, repeated, unpack_rows_of_words, u
 from ..system.documents import Fields, parse_json
 from .huggingface import HuggingFaceCheckpoint, StoredTensor
 
-FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
+FLOATS, FLOAT8 = ("F16", "BF16", "F32"), "F8_E4M3"
 INSTEAD = "run it with vLLM, or get the weights in BF16"
 
 
@@ -179,7 +179,7 @@ def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[t
     block = {(rows,): (1, columns), (rows, 1): (1, columns), (): weight.shape, (1,): weight.shape, (1, 1): weight.shape}
     if blocks:
         block = {(-(-rows // down), -(-columns // across)): (down, across) for down, across in blocks}
-    if scale.shape not in block or scale.dtype not in (*FLOATS, "F8_E8M0"):
+    if scale.shape not in block or scale.dtype not in FLOATS:
         raise scale.error(f"expected a floating-point tensor of shape {' or '.join(map(str, block))}")
     down, across = block[scale.shape]
 
@@ -210,7 +210,7 @@ class FP8(Method):
 
     def matrix(self, layer: Layer) -> Matrix:
         scale = layer.get("weight_scale") or layer["weight_scale_inv"]
-        return _scaled_floats(layer.matrix("weight", FLOAT8), scale, self.blocks)
+        return _scaled_floats(layer.matrix("weight", (FLOAT8,)), scale, self.blocks)
 
 
 # ---------------------------------------------------------------------------------------------- compressed-tensors
@@ -245,11 +245,11 @@ class CompressedTensors(Method):
             if columns < 1 or packed.shape != (rows, -(-columns * bits // 32)):
                 raise packed.error(f"expected {bits} bits for the shape ({rows}, {columns}) in weight_shape")
         else:
-            packed, bits = layer.matrix("weight", ("I8", *FLOAT8)), 8
+            packed, bits = layer.matrix("weight", ("I8", FLOAT8)), 8
             rows, columns = packed.shape
         groups = scale.shape[1] if len(scale.shape) == 2 else 1
         group = -(-columns // (groups or 1))
-        if packed.dtype in FLOAT8:
+        if packed.dtype == FLOAT8:
             return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
         if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
             raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import ConfigError
 from ..rope import Layout, to_half_layout, to_interleaved_layout
 from ..tokenizer import Tokenizer
-from .base import FLOATS
 
 ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")  # ends of the names whose rows RoPE rotates
 
@@ -59,10 +57,3 @@ def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor in row-major order, without a copy if it is contiguous."""
     raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """F32, BF16 or F16. Raises ConfigError for others."""
-    if dtype not in FLOATS:
-        raise ConfigError(f"weights are written as {', '.join(FLOATS.values())}, not {dtype}")
-    return FLOATS[dtype]

@@ -173,8 +173,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        if not self._control_ids.isdisjoint(ids):  # hidden names in a vocabulary of an unusual kind
-            raise TokenizerError(f"{self._where}: this vocabulary turns a part of the text into a control token")
+        if "\uffff" in text and ("Unigram" in self.kind or not self._control_ids.isdisjoint(ids)):  # see `build`
+            raise TokenizerError(f"{self._where}: the text has U+FFFF, with which the names of hidden tokens begin")
         if lost := self._missing.intersection(text.encode()):  # unless a longer token contains such a byte
             encoded = b"".join(map(self.token_bytes, ids))
             for byte in lost:

@@ -164,9 +164,6 @@ def test_anything_but_dense_tensors_by_name_is_refused(tmp_path: Path, name: str
     assert ("torch 1.6" in str(caught.value)) == (name == "legacy")
 
 
-# ---------------------------------------------------------------------------------------------------- the checkpoint
-
-
 # -------------------------------------------------------------------------------------------- the file and its path
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "loop"])
 @pytest.mark.parametrize("name", [FILE, PARAMS])
