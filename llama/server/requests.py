@@ -18,6 +18,7 @@ from ..chat.messages import check_tools, deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
+from ..sampling import OPTIONS
 from ..system.documents import parse_json
 from ..text import ENDS, LONGEST_TOKEN, Llama
 
@@ -27,14 +28,13 @@ MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SHARED = ("model", "max_tokens", "n", "seed", *ENDS, "stream", "stream_options", "logit_bias", "logprobs")
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
         "chat_template_kwargs")  # fmt: skip
-CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *SAMPLING)
-TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *SAMPLING)
+CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *OPTIONS)
+TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *OPTIONS)
 ANSWER_FIELDS = ("model", "messages", "prompt", "ids", "answer", "off", "top", "response_format", "seed", "max_tokens",
-                 "logit_bias", "chat_template_kwargs", *SAMPLING)  # fmt: skip
+                 "logit_bias", "chat_template_kwargs", *OPTIONS)  # fmt: skip
 LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
 SHOWN_TOP = 10  # alternatives for each token
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
@@ -227,7 +227,7 @@ def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
-    options = {name: body[name] for name in (*SAMPLING, *ENDS, "seed") if name in body}
+    options = {name: body[name] for name in (*OPTIONS, *ENDS, "seed") if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
     bias = body.get("logit_bias", {})
