@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
-from ..chat import check_messages, continues_answer
+from ..chat import check_messages, continues_answer, forced_call
 from ..chat.messages import check_tools, deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
@@ -93,7 +93,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     schema = _response_format(body.get("response_format"))
     call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
     if tools and (choice := body.get("tool_choice", "auto")) != "none":
-        call.tools, forced = tools, _forced(choice, tools)
+        call.tools, forced = tools, forced_call(choice, tools)
         if forced is not None and schema is not None:
             raise UsageError("response_format can't be combined with a tool_choice that requires a call")
         schema = schema or forced
@@ -335,32 +335,6 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             if not isinstance(function.get(key, kind()), kind):
                 raise UsageError(f"{key} of the function {name} must be {what}, got {shown(function[key])}")
     return tools
-
-
-def _forced(choice: object, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The schema of a call of one of the tools, or of the tool that `choice` names; None for "auto"."""
-    if choice == "auto":
-        return None
-    functions = [tool["function"] for tool in tools]
-    if isinstance(choice, dict):
-        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
-    elif choice != "required":
-        functions = []
-    if not functions:
-        raise UsageError(
-            f'tool_choice must be "none", "auto", "required" or {{type: function, function: {{name}}}} with the name of'
-            f" a tool, got {shown(choice)}"
-        )
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": one["name"]}, "parameters": one.get("parameters", {"type": "object"})},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for one in functions
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _response_format(form: Any) -> dict[str, Any] | None:
