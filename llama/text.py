@@ -209,20 +209,21 @@ class Llama:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its tokenizer to a new folder in Hugging Face's format, with the weights as they are now.
 
-        Merged adapters and edited weights are included. Raises UsageError if the path exists or the model is quantized,
-        and ConfigError if the format can't express the model.
+        Merged adapters and edited weights are included; quantized weights are dequantized to the model's dtype
+        (`llama.quantize` keeps them quantized). Raises UsageError if the path exists or several processes share the
+        model, ConfigError if the format can't express it.
         """
-        target, config = Path(path), self.model.config
-        if describe_quantization(self.model) or self.model.runner.world is not None:
-            raise UsageError("save writes a complete float model: load it in one process with dtype='bfloat16'")
-        if os.path.lexists(target):
-            raise UsageError(f"{target} exists already; name another folder, or remove it first")
-        weights = {name: self.model.get_parameter(name).detach() for name in expected_shapes(config)}
+        target, config, shapes = Path(path), self.model.config, expected_shapes(self.model.config)
+        if os.path.lexists(target) or self.model.runner.world is not None:
+            raise UsageError(f"{target}: expected a path that does not exist yet, and one process")
+        stored = dict(self.model.named_parameters())
+        dtypes = {name: stored.get(name, self.model.norm.weight).dtype for name in shapes}
 
         def read(name: str) -> Tensor:
-            return to_layout(name, weights[name].cpu(), config.head_dim, self.model.rope.layout, "interleaved")
+            module, _, kind = name.rpartition(".")
+            weight = getattr(self.model.get_submodule(module), kind).detach().to("cpu", dtypes[name])
+            return to_layout(name, weight, config.head_dim, self.model.rope.layout, "interleaved")
 
-        shapes, dtypes = {name: x.shape for name, x in weights.items()}, {name: x.dtype for name, x in weights.items()}
         template = TEMPLATES.get(self.chat_format or "", self.chat_template)
         model = Model(config, shapes, dtypes, read, self.tokenizer, template, self.sampling)
         with own_temporary(target.parent, ".save") as work:
@@ -406,15 +407,8 @@ def _named(number: int, count: int) -> Iterator[None]:
 
 
 def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
-    if not isinstance(stop, str | Sequence | None):
-        raise UsageError(f"stop must be a string or a list of strings, got {checks.shown(stop)}")
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise UsageError(f"a stop string must be a non-empty string, got {checks.shown(text)}")
-    if len(stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stops):
-        raise UsageError(
-            f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, got {len(stops)}, the"
-            f" longest with {max(map(len, stops))} characters"
-        )
+    stops: list[Any] = [] if stop is None else list(stop) if isinstance(stop, list | tuple) else [stop]
+    if len(stops) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in stops):
+        expected = f"at most {MOST_STOPS} stop strings of 1 to {LONGEST_STOP} characters"
+        raise UsageError(f"stop must be a string or a list: {expected}, got {checks.shown(stop)}")
     return stops

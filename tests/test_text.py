@@ -102,12 +102,6 @@ def test_a_stop_string_that_names_a_control_token_stops_at_its_id(tiny_llm: Llam
         assert (answer.tokens, answer.text, answer.finish_reason) == ([], "", "stop")
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
-def test_empty_stop_strings_are_usage_errors(tiny_llm: Llama, stop: object) -> None:
-    with pytest.raises(UsageError):
-        tiny_llm.generate("x", stop=stop)
-
-
 # -------------------------------------------------------------------------------------------------------- the API
 
 
@@ -207,8 +201,8 @@ def test_a_session_can_be_continued_after_its_stream_is_closed(tiny_llm: Llama) 
 
 
 def test_stop_strings_are_limited_since_each_token_is_compared_with_them(tiny_llm: Llama) -> None:
-    for stop in (["x" * 1001], ["x"] * 257):
-        with pytest.raises(UsageError, match="at most 64 stop strings of at most 1000 characters"):
+    for stop in (["x" * 1001], ["x"] * 257, "", ["a", ""], [5], 5):
+        with pytest.raises(UsageError, match="at most 64 stop strings of 1 to 1000 characters"):
             tiny_llm.generate("a", max_new_tokens=1, stop=stop)
 
 
@@ -241,7 +235,7 @@ def test_a_saved_model_has_equal_logits_here_and_in_transformers(tiny_gguf: Path
     torch.testing.assert_close(theirs(tokens).logits, llm.model(tokens), rtol=0, atol=1e-4)
     assert again.tokenizer.encode("hello the") == llm.tokenizer.encode("hello the")
     assert again.chat("hello", max_new_tokens=5).tokens == llm.chat("hello", max_new_tokens=5).tokens
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="does not exist yet"):
         llm.save(tmp_path / "saved")
 
 
@@ -275,6 +269,7 @@ def test_a_function_is_a_tool_with_the_schema_of_transformers(tiny_llm: Llama) -
     expected = get_json_schema(weather)
     expected["function"]["parameters"]["properties"]["at"].pop("nullable")
     expected["function"].pop("return", None)
+    expected["function"]["parameters"]["additionalProperties"] = False
     assert schema_of(weather) == expected
     named = {"type": "function", "function": {"name": "convert"}}
     for choice, tools in (("required", [convert]), ("convert", [weather, convert]), (named, [weather, convert])):

@@ -28,7 +28,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     for name in described.keys() & properties.keys():
         properties[name]["description"] = described[name]
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    schema = {"type": "object", "properties": properties, "required": required}
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     named = {"name": function.__name__, "description": " ".join(about.split("\n\n")[0].split())}
     return {"type": "function", "function": {**named, "parameters": schema}}
 
