@@ -455,7 +455,8 @@ def test_text_is_the_same_with_every_kind_of_draft(tiny_llm: Llama, more: dict[s
         fast = tiny_llm.generate(prompt, draft=draft, draft_tokens=tokens, **options)
         assert (fast.text, fast.tokens, fast.finish_reason) == (plain.text, plain.tokens, plain.finish_reason)
         assert fast.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
-        assert fast.stats.drafted_tokens >= fast.stats.accepted_tokens > 0
+        assert fast.stats.drafted_tokens >= fast.stats.accepted_tokens
+        assert fast.stats.accepted_tokens or "regex" in more  # a draft does not know the grammar
         assert fast.stats.as_dict()["accepted_tokens"] == fast.stats.accepted_tokens
 
 
