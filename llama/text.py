@@ -17,6 +17,7 @@ from torch import Tensor
 from . import checks
 from .chat import TEMPLATES, check_messages, check_tools, continues_answer, encode_chat, forced_call
 from .chat.functions import Tools
+from .chat.messages import Message
 from .checkpoint import huggingface_write
 from .checkpoint.write import Model, to_layout
 from .engine.linears import describe_quantization
@@ -179,7 +180,7 @@ class Llama:
         **options: Any,
     ) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
-        messages, schema = check_messages(messages), forced_call(tool_choice, check_tools(tools) or [])
+        messages, schema = _messages(messages), forced_call(tool_choice, check_tools(tools) or [])
         if schema is not None:
             if any(options.get(name) is not None for name in GRAMMARS):
                 raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
@@ -191,7 +192,7 @@ class Llama:
         self, messages: str | Dicts, tools: Tools | None = None, template_options: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
-        messages, begun = check_messages(messages), ""
+        messages, begun = _messages(messages), ""
         if continues_answer(messages):
             *messages, answer = messages
             begun = answer["content"]
@@ -387,6 +388,10 @@ class Llama:
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
         return params
+
+
+def _messages(messages: str | Dicts) -> list[Message]:
+    return check_messages([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
 
 
 def _last(pieces: Iterable[Piece]) -> Completion:

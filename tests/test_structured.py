@@ -8,14 +8,12 @@ import functools
 import gc
 import itertools
 import json
-import os
 import random
 import re
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -478,19 +476,6 @@ def test_every_completed_answer_meets_its_schema(kinds: dict[str, Tokenizer], fi
     seeds = range(first, first + count)
     counts = [check_answers(Schemas(seed).whole(), kinds[KIND[seed % 6]], 2, 100) for seed in seeds]
     assert sum(found > 0 for found in counts) > 0.75 * count
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "JSONSCHEMABENCH" not in os.environ, reason="needs JSONSCHEMABENCH=FOLDER, the data of that benchmark"
-)
-def test_schemas_in_use(kinds: dict[str, Tokenizer]) -> None:
-    """Schemas of github.com/guidance-ai/jsonschemabench: JSONSCHEMABENCH=FOLDER/data pytest -m slow -k schemas_in_use."""
-    files = sorted(Path(os.environ["JSONSCHEMABENCH"]).rglob("*.json"))
-    files = random.Random(0).sample(files, min(len(files), 300))
-    counts = [check_answers(json.loads(file.read_text()), kinds["tiktoken"], 3, 400) for file in files]
-    print(f"{len(counts)} schemas, {counts.count(-1)} rejected, {sum(c > 0 for c in counts)} with completed answers")
-    assert sum(count > 0 for count in counts) >= 200
 
 
 # ------------------------------------------------------------------------------------------------------- errors

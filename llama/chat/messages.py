@@ -44,12 +44,9 @@ ROLES = ("system", "user", "assistant", "tool", "ipython")
 DEEPEST_JSON = 64  # levels; the functions that traverse it are recursive
 
 
-def check_messages(messages: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Validated messages in a uniform shape; a text is one message of the user. Raises UsageError, with the message and
-    the key that is wrong."""
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, Sequence) or not messages:
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Validated messages in a uniform shape. Raises UsageError with the message and the key that is wrong."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise UsageError(f"messages must be a list with at least one message, got {shown(messages)}")
     return [_message(message, f"message {i}") for i, message in enumerate(messages)]
 

@@ -234,14 +234,6 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: flo
     assert float(chances[kept].sum()) >= p - 1e-5
 
 
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-30, 5e-324, 9.9e-6])
-def test_temperatures_near_zero_are_greedy(temperature: float, theirs: Callable[..., torch.Tensor]) -> None:
-    ids = [5, 6, 7]
-    for id in generated(ids, temperature=temperature, max_new_tokens=8, seed=1):
-        assert id == int(theirs(ids)[-1].argmax())
-        ids = [*ids, id]
-
-
 @pytest.mark.parametrize("k", [0, 320, 321, 2**31])
 def test_a_top_k_of_zero_or_at_least_the_vocabulary_size_has_no_effect(k: int) -> None:
     options: dict[str, Any] = {"temperature": 1.3, "seed": 7, "max_new_tokens": 12}
