@@ -265,8 +265,8 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     warnings = list(checkpoint.warnings)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
         warnings.append("float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
-    if scheme is not None or keep:
-        warnings += storage_warnings(checkpoint, weights, dtype)
+    if scheme is not None or options.fast:
+        warnings += storage_warnings(checkpoint, weights, dtype, keep)
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
@@ -282,8 +282,19 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
     changes: dict[str, Any] = {}
     try:
         if scaling is not None:
-            scaling, theta = _user_scaling(scaling, theta)
-            changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
+            if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
+                raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type, such as 'yarn'")
+            given = {key: value for key, value in scaling.items() if value is not None}
+            kind, spelling = kind_of(given), "type" if "rope_type" not in given else "rope_type"
+            theta = given.pop("rope_theta", None) if theta is None else theta
+            if unknown := given.keys() - {spelling, *PARAMETERS[kind]}:  # unlike in a file, a typo is an error
+                accepted = ", ".join((spelling, *PARAMETERS[kind]))
+                raise ConfigError(f"rope scaling {kind} does not accept {min(unknown)!r:.80}; it accepts {accepted}")
+            if kind in STRETCHING and "factor" not in given:
+                raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor): it multiplies the context")
+            if kind == "llama3":  # the constants of Meta's apply_scaling
+                given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
+            changes["rope_scaling"] = None if kind == "default" else given
             changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
         if theta is not None:
             changes["rope_theta"] = theta
@@ -296,26 +307,6 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
     except ConfigError as error:
         raise UsageError(str(error)) from None
     return changed
-
-
-def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
-    """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
-    if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
-        example = '{"rope_type": "yarn", "factor": 4.0}'
-        raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type; pass a dict such as {example}")
-    given = {key: value for key, value in scaling.items() if value is not None}
-    kind = kind_of(given)
-    if theta is None:
-        theta = given.pop("rope_theta", None)
-    accepted = ("rope_type" if "rope_type" in given else "type", *PARAMETERS[kind])
-    if unknown := [key for key in given if key not in accepted]:
-        names = ", ".join(map(str, unknown))
-        raise ConfigError(f"rope scaling {kind} does not accept {names!r:.80}; it accepts {', '.join(accepted)}")
-    if kind in STRETCHING and "factor" not in given:
-        raise ConfigError(f"rope scaling {kind} needs a factor (--rope-factor), by which it multiplies the context")
-    if kind == "llama3":  # the constants of Meta's apply_scaling
-        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
-    return given, theta
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:

@@ -5,6 +5,7 @@ arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and
 changes nothing else, so it is a function. Everything is computed in float64 and rounded to float32 once, at the end.
 
 The kinds and their parameters are those of transformers' modeling_rope_utils.py; `ntk` and `divisors` are added here.
+The factor of `dynamic` is relative to the model's context, as it is there.
 """
 
 from __future__ import annotations
@@ -42,22 +43,43 @@ class Base:
 # (base, the scaling's parameters) -> (inv_freq (D/2,) float64, factor of cos and sin)
 Scaling = Callable[[Base, Mapping[str, Any]], tuple[Tensor, float]]
 
+SCALINGS: dict[str, Scaling] = {}
+PARAMETERS: dict[str, tuple[str, ...]] = {}  # kind -> the parameters it accepts
+STRETCHING: list[str] = []  # kinds that multiply the context by `factor`
+BY_LENGTH: list[str] = []  # kinds whose frequencies depend on seq_len
 
+
+def register(*parameters: str, stretches: bool = False, by_length: bool = False) -> Callable[[Scaling], Scaling]:
+    """Add a kind of scaling, which has the name of its function; `parameters` are those it accepts."""
+
+    def add(function: Scaling) -> Scaling:
+        SCALINGS[function.__name__], PARAMETERS[function.__name__] = function, parameters
+        STRETCHING.extend([function.__name__] * stretches)
+        BY_LENGTH.extend([function.__name__] * by_length)
+        return function
+
+    return add
+
+
+@register()
 def default(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """No scaling: theta^(-2i/D)."""
     return base.inv_freq(), 1.0
 
 
+@register("factor", stretches=True)
 def linear(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Position interpolation (arXiv:2306.15595): positions are divided by factor."""
     return base.inv_freq() / _number(scaling, "factor"), 1.0
 
 
+@register("factor", stretches=True)
 def ntk(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """NTK-aware interpolation (bloc97, 2023): a larger base, so that the slowest pair is slowed down by factor."""
     return base.inv_freq(stretch=_number(scaling, "factor") ** (base.dim / (base.dim - 2))), 1.0
 
 
+@register("factor", stretches=True, by_length=True)
 def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Dynamic NTK (emozilla, 2023): unchanged up to the trained length, then a base that grows with the length."""
     trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(None, scaling)  # as in transformers
@@ -65,6 +87,11 @@ def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     return base.inv_freq(stretch=(factor * length / trained - (factor - 1)) ** (base.dim / (base.dim - 2))), 1.0
 
 
+@register(
+    *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "truncate"),
+    stretches=True,
+)
 def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are interpolated, with a ramp between; attention sharpens.
 
@@ -99,6 +126,9 @@ def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
     return sharpness(1)
 
 
+@register(
+    *("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"), by_length=True
+)
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """LongRoPE (arXiv:2402.13753): a divisor per pair, from a short list up to the trained length, then a long one."""
     trained = _trained_length(base.max_seq_len, scaling)
@@ -111,6 +141,7 @@ def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     return base.inv_freq() / divide, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
+@register("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", stretches=True)
 def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Llama 3.1: pairs with many full turns within the trained context stay, slow pairs are interpolated, with a ramp.
 
@@ -126,6 +157,7 @@ def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     return keep * inv_freq + (1 - keep) * inv_freq / factor, 1.0
 
 
+@register("factor", "partial_rotary_factor")
 def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Only the first partial_rotary_factor of the pairs rotate; the others carry no position."""
     part = _number(scaling, "partial_rotary_factor", default=1)
@@ -134,31 +166,10 @@ def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]
     return inv_freq, 1.0
 
 
+@register("divisors")
 def divisors(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """One divisor per pair, as GGUF files store them in the tensor `rope_freqs.weight`."""
     return base.inv_freq() / _divisors(base, scaling, "divisors"), 1.0
-
-
-SCALINGS: dict[str, Scaling] = {
-    kind.__name__: kind for kind in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional, divisors)
-}
-# kind -> the parameters it accepts
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor",),  # as in transformers, relative to the model's context
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "proportional": ("factor", "partial_rotary_factor"),
-    "divisors": ("divisors",),
-}  # fmt: skip
-BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
-STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")  # they multiply the context by `factor`
 
 
 def kind_of(scaling: Mapping[str, Any] | None) -> str:

@@ -1,25 +1,103 @@
-"""From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions."""
+"""From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions.
+
+Importing this module does not import torch, since the command line reads the options before it does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from . import checks
 from .errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 LARGEST_SEED = 2**63 - 1
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
-Processor = Callable[[Tensor, Tensor], Tensor]
+Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+
+
+# ------------------------------------------------------------------------------------------------------ filters
+def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make the ids in `seen` (.., N) less probable (arXiv:1909.05858). logits (.., V)."""
+    before = logits.gather(-1, seen)  # (.., N)
+    return logits.scatter(-1, seen, (before / penalty).where(before > 0, before * penalty))
+
+
+def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: float) -> Tensor:
+    """For ids in `answer` (.., N), subtract `presence` once and `frequency` per occurrence from logits (.., V).
+
+    The formula is OpenAI's: logit[j] - count[j] * frequency - (count[j] > 0) * presence.
+    """
+    count = logits.new_zeros(logits.shape).scatter_add(-1, answer, answer.new_ones(answer.shape).to(logits))  # (.., V)
+    return logits - count * frequency - (count > 0) * presence
+
+
+def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
+    """Add the values of `bias` to the logits (.., V) of its ids. Ids without a logit are never chosen anyway."""
+    known = {id: value for id, value in bias.items() if id < logits.shape[-1]}
+    added = logits.new_tensor([*known.values()]).expand(*logits.shape[:-1], -1)  # (.., N)
+    return logits.index_add(-1, logits.new_tensor([*known]).long(), added)  # (.., V)
+
+
+def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
+    """Apply the user's functions to logits (V,). Raises UsageError unless each returns logits with a finite maximum."""
+    from torch import Tensor
+
+    for processor in processors:
+        found = processor(ids.clone(), logits.clone())  # it may change them in place; the log-probabilities need these
+        floats = isinstance(found, Tensor) and found.is_floating_point()
+        if not floats or (found.shape, found.device) != (logits.shape, logits.device):
+            needed = f"floating-point logits {tuple(logits.shape)} on {logits.device}"
+            raise UsageError(f"a processor must return {needed}, got {found!r:.80}")
+        found = found.float()
+        top = float(found.amax())
+        if not math.isfinite(top) and math.isfinite(float(logits.amax())):
+            raise UsageError(f"a processor must return logits with a finite maximum, got {top}")
+        logits = found.clamp(max=LARGEST_LOGIT)  # dividing float32's largest number by a temperature would give inf
+    return logits
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Mask all but the k largest logits; ties with the k-th stay."""
+    k = min(k, logits.shape[-1])
+    kth = logits.topk(k).values[..., -1:]  # (.., 1)
+    return logits.masked_fill(logits < kth, -math.inf)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Mask the tokens outside the smallest set whose probability reaches p. At least one token stays."""
+    ordered, index = logits.sort(descending=True, stable=True)  # (.., V) each
+    probability = ordered.softmax(-1)  # (.., V), the largest first, as in the next two lines
+    before = probability.cumsum(-1) - probability  # total probability of all more probable tokens
+    outside = before >= p
+    outside[..., 0] = False
+    outside = outside.scatter(-1, index, outside)  # (.., V) in the order of the ids
+    return logits.masked_fill(outside, -math.inf)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Mask tokens less probable than p times the most probable one (arXiv:2407.01082)."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
+
+
+# ------------------------------------------------------------------------------------------------------ options
+def option(default: float, low: float, high: float, about: str, filter: object = None) -> Any:
+    """A numeric field of SamplingParams, which is also an option of the commands and of the server.
+
+    about   the help, where X is the value, or N if it is an integer
+    filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default
+    """
+    return dataclasses.field(default=default, metadata={"range": (low, high), "about": about, "filter": filter})
 
 
 @dataclass(frozen=True)
@@ -27,41 +105,28 @@ class SamplingParams:
     """How tokens are chosen. Construction raises UsageError if a value is out of range.
 
     max_new_tokens      maximum number of new tokens; 0 gives an empty answer
-    temperature         divides the logits; 0 (or below 1e-5) is greedy: always the most probable token
-    top_k               keep the k most probable tokens; 0 is off
-    top_p               keep the smallest set of tokens whose probability reaches this value; 1 is off
-    min_p               keep tokens at least this fraction as probable as the most probable one; 0 is off
-    repetition_penalty  divide positive (multiply negative) logits of tokens in the text, prompt included; 1 is off
-                        (arXiv:1909.05858)
-    presence_penalty    subtracted from the logit of every token that is in the answer; 0 is off
-    frequency_penalty   subtracted from a token's logit for each of its occurrences in the answer; 0 is off. Both
-                        penalties are those of OpenAI's API: tokens of the prompt do not count
     logit_bias          {id: value added to its logit}; -100 practically excludes an id
     processors          functions f(ids, logits) -> logits, called in order: ids (N,) of prompt and answer, logits (V,)
     seed                seed of the draws; None: a random one
     """
 
     max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    temperature: float = option(0.0, 0, 1e6, "divide the logits by X; 0 is greedy: always the most probable token")
+    top_k: int = option(0, 0, 2**31, "keep the N most probable tokens; 0 is off", top_k)
+    top_p: float = option(1.0, 0, 1, "keep the smallest set of tokens whose probability reaches X; 1 is off", top_p)
+    min_p: float = option(0.0, 0, 1, "keep tokens at least X times as probable as the first; 0 is off", min_p)
+    repetition_penalty: float = option(1.0, 0.01, 100, "above 1, make tokens of the text less probable; 1 is off")
+    presence_penalty: float = option(0.0, -100, 100, "subtract X from the logit of each token in the answer; 0 is off")
+    frequency_penalty: float = option(0.0, -100, 100, "subtract X for each time a token is in the answer; 0 is off")
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     processors: Sequence[Processor] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
         checks.integer("max_new_tokens", self.max_new_tokens, 0, 2**31)
-        checks.number("temperature", self.temperature, 0.0, 1e6)
-        checks.integer("top_k", self.top_k, 0, 2**31)
-        checks.number("top_p", self.top_p, 0.0, 1.0)
-        checks.number("min_p", self.min_p, 0.0, 1.0)
-        checks.number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        checks.number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        checks.number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name, field in OPTIONS.items():
+            check = checks.integer if isinstance(field.default, int) else checks.number
+            check(name, getattr(self, name), *field.metadata["range"])
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias must be a mapping from ids to numbers, got {checks.shown(self.logit_bias)}")
         for id, bias in self.logit_bias.items():
@@ -83,10 +148,12 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
-    @cached_property
-    def bias(self) -> tuple[Tensor, Tensor]:
-        """The ids of logit_bias and their values, (N,) each: converted once, not for each token."""
-        return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()]).float()
+
+# The numeric options by name, filters in the order in which they are applied
+OPTIONS = {field.name: field for field in dataclasses.fields(SamplingParams) if field.metadata}
+SamplingParams.__doc__ = (SamplingParams.__doc__ or "") + "".join(
+    f"    {name:18}  {field.metadata['about']}\n" for name, field in OPTIONS.items()
+)
 
 
 class History(NamedTuple):
@@ -106,68 +173,6 @@ class Constraint(Protocol):
         """Append a token to the answer. After a stop id, further calls have no effect."""
 
 
-# ------------------------------------------------------------------------------------------------------ filters
-def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make the ids in `seen` (.., N) less probable. logits (.., V)."""
-    before = logits.gather(-1, seen)  # (.., N)
-    return logits.scatter(-1, seen, torch.where(before > 0, before / penalty, before * penalty))
-
-
-def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: float) -> Tensor:
-    """For ids in `answer` (.., N), subtract `presence` once and `frequency` per occurrence from logits (.., V).
-
-    The formula is OpenAI's: logit[j] - count[j] * frequency - (count[j] > 0) * presence.
-    """
-    count = torch.zeros_like(logits).scatter_add(-1, answer, torch.ones_like(answer, dtype=logits.dtype))  # (.., V)
-    return logits - count * frequency - (count > 0) * presence
-
-
-def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Add `values` (N,) to the logits (.., V) of `ids` (N,). Ids without a logit are never chosen anyway."""
-    known = ids < logits.shape[-1]  # (N,)
-    added = values[known].to(logits.device).expand(*logits.shape[:-1], -1)  # (.., N)
-    return logits.index_add(-1, ids[known].to(logits.device), added)  # (.., V)
-
-
-def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
-    """Apply the user's functions to logits (V,). Raises UsageError unless each returns logits with a finite maximum."""
-    for processor in processors:
-        found = processor(ids.clone(), logits.clone())  # it may change them in place; the log-probabilities need these
-        floats = isinstance(found, Tensor) and found.is_floating_point()
-        if not floats or (found.shape, found.device) != (logits.shape, logits.device):
-            needed = f"floating-point logits {tuple(logits.shape)} on {logits.device}"
-            raise UsageError(f"a processor must return {needed}, got {found!r:.80}")
-        found = found.float()
-        top = float(found.amax())
-        if not math.isfinite(top) and math.isfinite(float(logits.amax())):
-            raise UsageError(f"a processor must return logits with a finite maximum, got {top}")
-        logits = found.clamp(max=LARGEST_LOGIT)  # dividing float32's largest number by a temperature would give inf
-    return logits
-
-
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Mask all but the k largest logits; ties with the k-th stay."""
-    k = min(k, logits.shape[-1])
-    kth = logits.topk(k).values[..., -1:]  # (.., 1)
-    return logits.masked_fill(logits < kth, -torch.inf)
-
-
-def top_p(logits: Tensor, p: float) -> Tensor:
-    """Mask the tokens outside the smallest set whose probability reaches p. At least one token stays."""
-    ordered, index = logits.sort(descending=True, stable=True)  # (.., V) each
-    probability = ordered.softmax(-1)  # (.., V), the largest first, as in the next two lines
-    before = probability.cumsum(-1) - probability  # total probability of all more probable tokens
-    outside = before >= p
-    outside[..., 0] = False
-    outside = outside.scatter(-1, index, outside)  # (.., V) in the order of the ids
-    return logits.masked_fill(outside, -torch.inf)
-
-
-def min_p(logits: Tensor, p: float) -> Tensor:
-    """Mask tokens less probable than p times the most probable one (arXiv:2407.01082)."""
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
-
-
 # ------------------------------------------------------------------------------------- probabilities and the draw
 def extreme(logits: Tensor) -> Tensor:
     """The largest of the logits (.., V) -> (..), or the smallest if that is NaN or below -LARGEST_LOGIT.
@@ -175,7 +180,7 @@ def extreme(logits: Tensor) -> Tensor:
     This one number shows whether all logits are finite, since a minimum or maximum that includes NaN is NaN.
     """
     low, top = logits.aminmax(dim=-1)
-    return torch.where(low > -LARGEST_LOGIT, top, low)
+    return top.where(low > -LARGEST_LOGIT, low)
 
 
 def stages(
@@ -196,22 +201,19 @@ def stages(
             logits = count_penalties(logits, *counted)
         yield "penalties", logits
         if params.logit_bias:
-            yield "logit_bias", (logits := add_bias(logits, *params.bias))
+            yield "logit_bias", (logits := add_bias(logits, params.logit_bias))
         yield "processors", (logits := process(logits, text.ids, params.processors))
     if allowed is not None:
-        logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -torch.inf)
-        if params.processors and bool(logits.amax() == -torch.inf):
+        logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -math.inf)
+        if params.processors and bool(logits.amax() == -math.inf):
             raise UsageError("the processors exclude every token that the grammar allows")
         yield "grammar", logits
     if params.greedy:
         return
     yield "temperature", (logits := logits / params.temperature)
-    if params.top_k > 0:
-        yield "top_k", (logits := top_k(logits, params.top_k))
-    if params.top_p < 1:
-        yield "top_p", (logits := top_p(logits, params.top_p))
-    if params.min_p > 0:
-        yield "min_p", min_p(logits, params.min_p)
+    for name, field in OPTIONS.items():
+        if (mask := field.metadata["filter"]) is not None and (value := getattr(params, name)) != field.default:
+            yield name, (logits := mask(logits, value))
 
 
 def probs(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
@@ -222,7 +224,7 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
     """
     *_, (_, logits) = stages(logits, params, text, allowed)
     if params.greedy:
-        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return logits.new_zeros(logits.shape).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     return logits.softmax(-1)
 
 
@@ -232,7 +234,7 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
     Of exponential variables with rates p, the smallest is at x with probability p(x) (the Gumbel-max trick), and E / p
     has rate p if E has rate 1.
     """
-    noise = torch.empty_like(probabilities).exponential_(1, generator=generator)  # (.., V)
+    noise = probabilities.new_empty(probabilities.shape).exponential_(1, generator=generator)  # (.., V)
     return (probabilities / noise).argmax(-1)  # (..)
 
 

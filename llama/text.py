@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from queue import Queue
 from typing import Any, overload
 
+from torch import Tensor
+
 from . import checks
-from .chat import check_messages, continues_answer, encode_chat
+from .chat import TEMPLATES, check_messages, check_tools, continues_answer, encode_chat, forced_call
+from .chat.functions import Tools
+from .chat.messages import Message
+from .checkpoint import huggingface_write
+from .checkpoint.write import Model, to_layout
 from .engine.linears import describe_quantization
 from .engine.nonfinite import locate
 from .engine.placement import describe_devices
 from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
-from .generation.answer import Answer, AtLeast, Completion, Piece, Prompt, Stats, StopText
+from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopText, exclude_until
 from .generation.batch import Batch, Ended, PromptScored, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar
 from .model import Transformer
-from .sampling import LARGEST_SEED, Constraint, SamplingParams
+from .sampling import LARGEST_SEED, SamplingParams
+from .system.temporary import own_temporary, replace
 from .tokenizer import Tokenizer, token_ids
+from .weights import expected_shapes
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
@@ -32,13 +42,12 @@ BATCH_SIZE = 16  # answers in progress at once
 
 GRAMMARS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # option -> kind (structured.KINDS)
 ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")  # options that decide when an answer ends
-ALONE = ("draft", "draft_tokens", "session")  # options that run one answer after the other
-MOST_ANSWERS = 1024  # to one prompt
+ALONE = ("draft", "draft_tokens", "session")  # options of single answers
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 
-Dicts = Sequence[Mapping[str, Any]]  # messages of a chat, or tools
+Dicts = Sequence[Mapping[str, Any]]  # messages of a chat
 
 
 class Llama:
@@ -53,9 +62,9 @@ class Llama:
     adapters       descriptions of the merged LoRA adapters
     warnings       what a user should know about the checkpoint, one line each
 
-    Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy, unless `sampling`
-    contains another value), top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-    frequency_penalty=0.0, logit_bias={}, processors=[], seed=None; `SamplingParams` describes them. Further options:
+    All methods have the sampling options of `SamplingParams`, with its defaults unless `sampling` contains others:
+    max_new_tokens=256, temperature=0.0 (greedy), top_k, top_p, min_p, penalties, logit_bias, processors (functions that
+    edit the logits), seed. Further options:
 
     stop            a string, or a list of strings, that end the text; stop_token_ids: ids that end it
     min_tokens      the answer does not end before it has so many tokens; ignore_eos=True: it never does
@@ -97,118 +106,93 @@ class Llama:
         return f"Llama({self.model.extra_repr()}{weights}, {where}, {self.tokenizer}, chat: {chat})"
 
     @overload
-    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    def generate(self, prompt: str, **options: Any) -> Completion: ...
     @overload
-    def generate(self, prompt: Sequence[str], *, n: None = None, **options: Any) -> list[Completion]: ...
-    @overload
-    def generate(self, prompt: str, *, n: int, **options: Any) -> list[Completion]: ...
-    @overload
-    def generate(self, prompt: Sequence[str], *, n: int, **options: Any) -> list[list[Completion]]: ...
+    def generate(self, prompt: Sequence[str], **options: Any) -> list[Completion]: ...
     def generate(
-        self, prompt: str | Sequence[str], *, n: int | None = None, parse_special: bool = False, **options: Any
-    ) -> Completion | list[Completion] | list[list[Completion]]:
+        self,
+        prompt: str | Sequence[str],
+        *,
+        parse_special: bool = False,
+        batch_size: int = BATCH_SIZE,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
         """Continue raw text; a begin-of-text id is added if the model was trained with one.
 
         parse_special=True encodes control strings in the text, such as <|im_end|>, as control tokens. Use it only for
         text that you wrote. Without it, text never becomes a control token.
 
-        A list of prompts returns a list of completions, the same as one by one. batch_size of them (default: 16) run at
-        once; with a draft or a session, they run one after the other. The first error ends all of them; its message
-        gives the number of the prompt. With n, each prompt gets a list of n completions, with the seeds seed, seed + 1
-        and so on.
+        A list of prompts returns a list of completions, the same as one by one. batch_size of them run at once, without
+        a draft or a session. The first error ends all of them; its message gives the number of the prompt. progress
+        gets the number of finished prompts and of all prompts; for a single text, as in `stream_ids`.
         """
-        prompts: Sequence[str] = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        if isinstance(prompt, str):
+            return _last(self.stream(prompt, parse_special=parse_special, progress=progress, **options))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
-        encoded = []
-        for number, text in enumerate(prompts):
-            with _named(number, len(prompts)):
-                encoded.append(self._encode(text, parse_special))
-        found = self._complete(encoded, n, options)
-        results = found if n is not None else [completion for (completion,) in found]
-        return results[0] if isinstance(prompt, str) else results
-
-    def _encode(self, prompt: str, parse_special: bool) -> list[int]:
-        if not isinstance(prompt, str):
-            raise UsageError(f"a prompt must be a string, got {type(prompt).__name__}")
-        return self.tokenizer.encode_prompt(prompt, parse_special)
-
-    def _complete(
-        self, prompts: Sequence[Sequence[int]], n: int | None, options: Mapping[str, Any]
-    ) -> list[list[Completion]]:
-        """n completions of each prompt as one batch; one of each, if n is None."""
-        options = dict(options)
-        batch_size = checks.integer("the batch size", options.pop("batch_size", BATCH_SIZE))
-        alone = [name for name in ALONE if options.get(name) is not None]
-        if n is None and (alone or len(prompts) == 1):
-            one_by_one = []
-            for number, ids in enumerate(prompts):
-                with _named(number, len(prompts)):
-                    pieces = self.stream_ids(ids, **options)
-                    one_by_one.append([piece.completion for piece in pieces if piece.completion is not None])
-            return one_by_one
-        if alone:
-            raise UsageError(f"{alone[0]} supports only one answer at a time: leave n out")
-        options = {name: value for name, value in options.items() if name not in ALONE}
-        prepared = [self.prepare(ids, options, 1 if n is None else n) for ids in prompts]
-        number_of = {prompt: number for number, several in enumerate(prepared) for prompt in several}
-        done: dict[Prompt, Completion] = {}
-        for prompt, piece in self.answers([*number_of], batch_size=batch_size):
-            with _named(number_of[prompt], len(prompts)):
+        if alone := [name for name in ALONE if options.pop(name, None) is not None]:
+            raise UsageError(f"{alone[0]} can't be combined with a list of prompts: call generate once for each prompt")
+        numbers: dict[Prompt, int] = {}
+        for number, text in enumerate(prompt):
+            with _named(number, len(prompt)):
+                numbers |= dict.fromkeys(
+                    self.prepare(self.tokenizer.encode_prompt(text, parse_special), options), number
+                )
+        done: dict[int, Completion] = {}
+        for one, piece in self.answers([*numbers], batch_size=batch_size):
+            with _named(numbers[one], len(prompt)):
                 if isinstance(piece, LlamaError):
                     raise piece
             if piece.completion is not None:
-                done[prompt] = piece.completion
-        return [[done[prompt] for prompt in several] for several in prepared]
+                done[numbers[one]] = piece.completion
+                if progress is not None:
+                    progress(len(done), len(prompt))
+        return [done[number] for number in range(len(prompt))]
 
     def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text.
 
         str(piece) is its text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
         """
-        return self.stream_ids(self._encode(prompt, parse_special), **options)
+        return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special), **options)
 
-    @overload
-    def chat(self, messages: Dicts, *, n: None = None, **options: Any) -> Completion: ...
-    @overload
-    def chat(self, messages: Dicts, *, n: int, **options: Any) -> list[Completion]: ...
-    def chat(
-        self,
-        messages: Dicts,
-        *,
-        tools: Dicts | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        n: int | None = None,
-        **options: Any,
-    ) -> Completion | list[Completion]:
-        """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or with n a list of n answers.
+    def chat(self, messages: str | Dicts, **options: Any) -> Completion:
+        """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or to one text of the user.
 
-        The model's template formats them, or the built-in format named by `chat_format`. tools are JSON schemas of
-        functions that the assistant may call; its calls are part of the text (chat/tool_calls.py parses them).
-        template_options are further variables of the template: {"enable_thinking": False}. If the last message is the
-        assistant's, the answer continues its text.
+        The model's template formats them, or the built-in format named by `chat_format`. If the last message is the
+        assistant's, the answer continues its text. Besides the options of the class:
+
+        tools        functions that the assistant may call: Python functions, or their JSON schemas. The calls are part
+                     of the text; `llama.chat.parse_tool_calls` finds them
+        tool_choice  "auto" (default), "none", "required" (the answer is a call), or the name of the function to call
+        template_options  further variables of the template, such as {"enable_thinking": False}
         """
-        ids = self.encode_chat(messages, tools, template_options)
-        (found,) = self._complete([ids], n, {"continues": continues_answer(messages), **options})
-        return found[0] if n is None else found
+        return _last(self.stream_chat(messages, **options))
 
     def stream_chat(
         self,
-        messages: Dicts,
+        messages: str | Dicts,
         *,
-        tools: Dicts | None = None,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
         template_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
-        ids = self.encode_chat(messages, tools, template_options)
+        messages, schema = _messages(messages), forced_call(tool_choice, check_tools(tools) or [])
+        if schema is not None:
+            if any(options.get(name) is not None for name in GRAMMARS):
+                raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
+            options["schema"] = schema
+        ids = self.encode_chat(messages, None if tool_choice == "none" else tools, template_options)
         return self.stream_ids(ids, continues=continues_answer(messages), **options)
 
     def encode_chat(
-        self, messages: Dicts, tools: Dicts | None = None, template_options: Mapping[str, Any] | None = None
+        self, messages: str | Dicts, tools: Tools | None = None, template_options: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
-        messages, begun = check_messages(messages), ""
+        messages, begun = _messages(messages), ""
         if continues_answer(messages):
             *messages, answer = messages
             begun = answer["content"]
@@ -222,6 +206,31 @@ class Llama:
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
         )
         return ids + (self.tokenizer.encode(begun) if begun else [])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model and its tokenizer to a new folder in Hugging Face's format, with the weights as they are now.
+
+        Merged adapters and edited weights are included; quantized weights are dequantized to the model's dtype
+        (`llama.quantize` keeps them quantized). Raises UsageError if the path exists or several processes share the
+        model, ConfigError if the format can't express it.
+        """
+        target, config, shapes = Path(path), self.model.config, expected_shapes(self.model.config)
+        if os.path.lexists(target) or self.model.runner.world is not None:
+            raise UsageError(f"{target}: expected a path that does not exist yet, and one process")
+        stored = dict(self.model.named_parameters())
+        dtypes = {name: stored.get(name, self.model.norm.weight).dtype for name in shapes}
+
+        def read(name: str) -> Tensor:
+            module, _, kind = name.rpartition(".")
+            weight = getattr(self.model.get_submodule(module), kind).detach().to("cpu", dtypes[name])
+            return to_layout(name, weight, config.head_dim, self.model.rope.layout, "interleaved")
+
+        template = TEMPLATES.get(self.chat_format or "", self.chat_template)
+        model = Model(config, shapes, dtypes, read, self.tokenizer, template, self.sampling)
+        with own_temporary(target.parent, ".save") as work:
+            (folder := work / target.name).mkdir()
+            huggingface_write.write(folder, model)
+            replace(folder, target)
 
     def stream_ids(
         self,
@@ -247,17 +256,11 @@ class Llama:
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
-        if guesses is not None and prepared.constraint is not None:
-            raise UsageError(
-                "a draft can't be combined with a schema, regex, grammar, min_tokens or ignore_eos: leave draft out"
-            )
-        if prepared.prompt_logprobs:
-            if session is not None or guesses is not None or progress is not None:
-                raise UsageError(
-                    "prompt_logprobs can't be combined with a session, a draft or progress: leave these out"
-                )
-            return self._alone(prepared)
-        return self._stream(prepared, session, guesses, progress)
+        if not prepared.prompt_logprobs:
+            return self._stream(prepared, session, guesses, progress)
+        if session is not None or guesses is not None or progress is not None:
+            raise UsageError("prompt_logprobs can't be combined with a session, a draft or progress: leave these out")
+        return self._alone(prepared)
 
     def _alone(self, prompt: Prompt) -> Generator[Piece]:
         """The pieces of one answer that runs as a batch."""
@@ -270,9 +273,9 @@ class Llama:
         self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
         ids = prompt.prompt
-        cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
+        cache = None if session is None else session.reuse(self.model, ids)
         answer = Answer(self.tokenizer, prompt, 0 if cache is None else cache.length)
-        plain = partial(generate, constraint=prompt.constraint, diagnose=partial(locate, self.model))
+        plain = partial(generate, diagnose=partial(locate, self.model))
         tokens = (plain if draft is None else partial(speculate, draft=draft))(
             self.model,
             ids,
@@ -282,6 +285,7 @@ class Llama:
             cache=cache,
             logprobs=prompt.logprobs,
             top_logprobs=prompt.top_logprobs,
+            constraint=prompt.constraint,
             progress=progress,
         )
         nonfinite = False
@@ -319,17 +323,15 @@ class Llama:
         shortest = checks.integer("min_tokens", sampling.pop("min_tokens", 0), 0, 2**31)
         if checks.boolean("ignore_eos", sampling.pop("ignore_eos", False)):
             shortest = 2**31
-        if shortest and grammar is not None:
-            raise UsageError("min_tokens and ignore_eos can't be combined with a schema, regex or grammar")
+        if shortest:
+            known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
+            ends = [id for id in (*self.tokenizer.stop_ids, *stop_ids) if id < self.tokenizer.n_vocab]
+            sampling["processors"] = [*sampling.get("processors", ()), exclude_until(known + shortest, ends)]
         params = self._params(sampling)
         prompts = []
-        for i in range(checks.integer("n", n, 1, MOST_ANSWERS)):
+        for i in range(n):
             seeded = dataclasses.replace(params, seed=((params.seed or 0) + i) % (LARGEST_SEED + 1))
-            constraint: Constraint | None = None
-            if grammar is not None:
-                constraint = grammar.constraint(ids if continues else ())
-            elif shortest:
-                constraint = AtLeast(shortest, self.tokenizer.n_vocab, [*self.tokenizer.stop_ids, *stop_ids])
+            constraint = None if grammar is None else grammar.constraint(ids if continues else ())
             one = Prompt(ids, seeded, logprobs, top, constraint, scored)
             one.stops, one.stop_ids, one.continues = stops, stop_ids, continues
             prompts.append(one)
@@ -388,6 +390,16 @@ class Llama:
         return params
 
 
+def _messages(messages: str | Dicts) -> list[Message]:
+    return check_messages([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
+
+
+def _last(pieces: Iterable[Piece]) -> Completion:
+    """The completion, which the last piece has."""
+    (completion,) = (piece.completion for piece in pieces if piece.completion is not None)
+    return completion
+
+
 @contextmanager
 def _named(number: int, count: int) -> Iterator[None]:
     """Prefix errors with the number of the prompt, if there are several: `number` from 0, in the message from 1."""
@@ -400,15 +412,8 @@ def _named(number: int, count: int) -> Iterator[None]:
 
 
 def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
-    if not isinstance(stop, str | Sequence | None):
-        raise UsageError(f"stop must be a string or a list of strings, got {checks.shown(stop)}")
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise UsageError(f"a stop string must be a non-empty string, got {checks.shown(text)}")
-    if len(stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stops):
-        raise UsageError(
-            f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, got {len(stops)}, the"
-            f" longest with {max(map(len, stops))} characters"
-        )
+    stops: list[Any] = [] if stop is None else list(stop) if isinstance(stop, list | tuple) else [stop]
+    if len(stops) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in stops):
+        expected = f"at most {MOST_STOPS} stop strings of 1 to {LONGEST_STOP} characters"
+        raise UsageError(f"stop must be a string or a list: {expected}, got {checks.shown(stop)}")
     return stops

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -186,7 +185,6 @@ def test_every_method_returns_scores_of_the_prompt(tiny_llm: Llama) -> None:
         last.completion,
         tiny_llm.generate("hello world", prompt_logprobs=True, **options),
         tiny_llm.generate(["hello world", "x"], prompt_logprobs=True, **options)[0],
-        tiny_llm.generate("hello world", n=2, prompt_logprobs=True, **options)[0],
     ):
         assert scored is not None
         assert scored.prompt_logprobs is not None
@@ -217,7 +215,7 @@ def test_top_logprobs_are_the_largest_of_the_models_distribution() -> None:
         text.append(one.id)
 
 
-# ------------------------------------------------------------------------------------------------- memory, n, options
+# ---------------------------------------------------------------------------------------------------- memory, options
 def test_if_memory_runs_out_the_longest_answer_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama.cache.FIRST_SLOTS", 16)
     monkeypatch.setattr(batch, "RESERVED", 1)
@@ -234,21 +232,6 @@ def test_if_memory_runs_out_the_longest_answer_ends_with_the_error(monkeypatch: 
     assert isinstance(ends[0], MemoryLimitError)
     assert ends[1] is None
     assert sum(isinstance(event, TokenEvent) and event.number == 0 for event in events) == 32 - 10 + 1
-
-
-def test_n_answers_have_consecutive_seeds(tiny_llm: Llama) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.5}
-    together = tiny_llm.generate("abc", n=3, seed=5, **options)
-    assert [c.tokens for c in together] == [tiny_llm.generate("abc", seed=5 + i, **options).tokens for i in range(3)]
-    assert [c.stats.seed for c in together] == [5, 6, 7]
-    several = tiny_llm.generate(["abc", "de"], n=2, seed=5, **options)
-    assert [[c.tokens for c in row] for row in several] == [
-        [tiny_llm.generate(text, seed=5 + i, **options).tokens for i in range(2)] for text in ("abc", "de")
-    ]
-    assert len({tuple(c.tokens) for c in tiny_llm.generate("abc", n=4, **options)}) > 1
-    for n in (0, -1, 1.5, True, 10**6):
-        with pytest.raises(UsageError, match="n must be"):
-            tiny_llm.generate("abc", n=n)  # type: ignore[call-overload]
 
 
 def test_processors_see_the_text_and_change_the_choice(tiny_llm: Llama) -> None:
@@ -269,7 +252,9 @@ def test_processors_see_the_text_and_change_the_choice(tiny_llm: Llama) -> None:
         logits = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab]
         assert id == max((i for i in range(len(logits)) if i not in text), key=lambda i: float(logits[i]))
         text.append(id)
-    assert tiny_llm.generate(["abc"], max_new_tokens=12, processors=[never_twice])[0].tokens == found.tokens
+    together = tiny_llm.generate(["d", "abc"], max_new_tokens=12, processors=[never_twice])
+    drafted = tiny_llm.generate("abc", max_new_tokens=12, processors=[never_twice], draft="ngram")
+    assert together[1].tokens == drafted.tokens == found.tokens
     for bad, message in [
         (lambda ids, logits: logits[:3], "floating-point logits"),
         (lambda ids, logits: None, "got None"),

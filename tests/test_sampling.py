@@ -110,30 +110,9 @@ def test_a_seed_decides_the_tokens_and_the_global_generator_is_not_used() -> Non
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_greedy_tokens_are_the_argmax_of_full_passes() -> None:
-    model, ids = tiny.model(), [5, 6, 7]
-    for new in run(ids):
-        assert new == int(model(torch.tensor([ids]))[0, -1].argmax())
-        ids = [*ids, new]
-
-
 def test_the_repetition_penalty_applies_to_the_prompt() -> None:
     best = run([5, 6, 7], max_new_tokens=1)[0]
     assert run([best, 6, 5, 6, 7], max_new_tokens=1, repetition_penalty=100.0)[0] != best
-
-
-def test_logprobs_are_those_of_the_model_before_any_filter() -> None:
-    model, ids = tiny.model(), [5, 6, 7]
-    params = SamplingParams(max_new_tokens=6, temperature=1.7, top_k=9, seed=3)
-    for token in generate(model, ids, params, logprobs=True):
-        expected = model(torch.tensor([ids]))[0, -1].log_softmax(-1)[token.id]
-        assert token.logprob == pytest.approx(float(expected), abs=1e-4)
-        ids = [*ids, token.id]
-
-
-@pytest.mark.parametrize(("length", "new"), [(5, 50), (253, 3), (255, 1)])
-def test_an_answer_ends_at_the_end_of_the_context(length: int, new: int) -> None:
-    assert len(run(tiny.random_tokens(length)[0].tolist(), max_new_tokens=50)) == new
 
 
 @pytest.mark.parametrize("prompt", [[], [320], [-1], [5] * 256, [5] * 1000])

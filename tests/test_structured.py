@@ -8,14 +8,12 @@ import functools
 import gc
 import itertools
 import json
-import os
 import random
 import re
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -28,7 +26,7 @@ from hypothesis import strategies as st
 from llama.errors import UsageError
 from llama.generation import structured
 from llama.generation.structured import Constraint, Grammar, compile_grammar
-from llama.tokenizer import Decoder, Tokenizer
+from llama.tokenizer import Tokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
 
@@ -230,29 +228,10 @@ def test_masks_of_a_json_value_with_white_space() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- control tokens
-def test_only_a_grammar_that_names_a_control_token_allows_it() -> None:
-    named = compile_grammar(PLAIN, "grammar", 'start: <tag> "a" <eom> | <[3]> "b" | "<" "b"?').constraint()
-    first = ids_of(named.allowed())
-    assert first >= {2, 3}
-    assert not first & {0, 1}
-    named.advance(2)
-    named.advance(4 + PIECES.index(b"a"))
-    assert ids_of(named.allowed()) == {1}
-    assert not named.complete
-    named.advance(1)
+def test_no_grammar_allows_a_control_token() -> None:
     for kind, source in [("regex", "(?s:.)*"), ("json_schema", {}), ("grammar", "start: /(.|\\n)*/")]:
         constraint = compile_grammar(PLAIN, kind, source).constraint()  # type: ignore[arg-type]
         assert not ids_of(constraint.allowed()) & {2, 3}, kind
-
-
-def test_a_space_after_a_control_token_is_stripped_too() -> None:
-    constraint = compile_grammar(STRIPPING, "grammar", 'start: <tag> "ab"').constraint()
-    constraint.advance(2)
-    spaced = 4 + PIECES.index(b" a")
-    assert spaced in ids_of(constraint.allowed())
-    constraint.advance(spaced)
-    assert spaced not in ids_of(constraint.allowed())
-    assert Decoder(STRIPPING).feed(2) + "".join(map(Decoder(STRIPPING).feed, [spaced])) == "a"
 
 
 def test_an_answer_that_continues_a_text_keeps_its_first_space() -> None:
@@ -499,19 +478,6 @@ def test_every_completed_answer_meets_its_schema(kinds: dict[str, Tokenizer], fi
     assert sum(found > 0 for found in counts) > 0.75 * count
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "JSONSCHEMABENCH" not in os.environ, reason="needs JSONSCHEMABENCH=FOLDER, the data of that benchmark"
-)
-def test_schemas_in_use(kinds: dict[str, Tokenizer]) -> None:
-    """Schemas of github.com/guidance-ai/jsonschemabench: JSONSCHEMABENCH=FOLDER/data pytest -m slow -k schemas_in_use."""
-    files = sorted(Path(os.environ["JSONSCHEMABENCH"]).rglob("*.json"))
-    files = random.Random(0).sample(files, min(len(files), 300))
-    counts = [check_answers(json.loads(file.read_text()), kinds["tiktoken"], 3, 400) for file in files]
-    print(f"{len(counts)} schemas, {counts.count(-1)} rejected, {sum(c > 0 for c in counts)} with completed answers")
-    assert sum(count > 0 for count in counts) >= 200
-
-
 # ------------------------------------------------------------------------------------------------------- errors
 ERRORS = [
     ("json_schema", False, "no answer meets the JSON schema false"),
@@ -541,8 +507,7 @@ ERRORS = [
     ("grammar", "", "no start rule"),
     ("grammar", '{"grammars": []}', "can't be used"),
     ("grammar", 'root ::= "a"', "can't be used"),
-    ("grammar", "start: <|nothing|>", "unknown special token"),
-    ("grammar", 'start: x\nx[temperature=0.5]: "a"', "sets temperature= for a rule"),
+    ("grammar", "start: <tag>", "unknown special token"),
     ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
     ("lark", "start: A", "unknown kind of grammar 'lark'; known: json_schema, regex, grammar"),
 ]  # fmt: skip
@@ -643,8 +608,8 @@ def refs(length: int) -> dict[str, Any]:
 
 
 def test_the_child_process_gives_the_same_answers() -> None:
-    constraint = compile_grammar(PLAIN, "grammar", 'start: <tag> "a" | %json {"enum": ["é"]}').constraint()
-    assert ids_of(constraint.allowed()) >= {2, 4 + PIECES.index(b'"')}
+    constraint = compile_grammar(PLAIN, "grammar", 'start: "b" "a" | %json {"enum": ["é"]}').constraint()
+    assert ids_of(constraint.allowed()) >= {4 + PIECES.index(b"b"), 4 + PIECES.index(b'"')}
     with pytest.raises(UsageError, match="unclosed group"):
         compile_grammar(PLAIN, "regex", "[a](b")
 

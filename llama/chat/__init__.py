@@ -12,9 +12,10 @@ from ..checks import choice
 from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .formats import TEMPLATES, chat_format_of, check_format, check_template
+from .functions import Tools
 from .messages import check_messages, check_tools, continues_answer
 from .template import choose_template, encode_template, render
-from .tool_calls import parse_tool_calls
+from .tool_calls import forced_call, parse_tool_calls
 
 __all__ = [
     "TEMPLATES",
@@ -22,9 +23,11 @@ __all__ = [
     "check_format",
     "check_messages",
     "check_template",
+    "check_tools",
     "choose_template",
     "continues_answer",
     "encode_chat",
+    "forced_call",
     "parse_tool_calls",
     "render",
 ]
@@ -36,7 +39,7 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     format: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools | None = None,
     max_chars: int | None = None,
     **options: Any,
 ) -> list[int]:
@@ -45,7 +48,7 @@ def encode_chat(
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
-    tools      JSON schemas of the functions the assistant may call; the built-in formats have none
+    tools      the functions the assistant may call, or their JSON schemas; the built-in formats have none
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now, variables and add_generation_prompt, as for `render`
 

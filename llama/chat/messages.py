@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checks import choice, shown
 from ..errors import UsageError
+from .functions import Tools, schema_of
 
 # {"type": "function", "function": {"name": ..., "arguments": {...}}}, and an id if the input has one. The input may
 # have only the inner mapping, and arguments as JSON text.
@@ -46,13 +47,13 @@ def continues_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
     return len(messages) > 1 and last.get("role") == "assistant" and not last.get("tool_calls")
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+def check_tools(tools: Tools | None) -> list[dict[str, Any]] | None:
     """The JSON schemas of functions as plain dictionaries. Raises UsageError."""
     if tools is None:
         return None
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UsageError(f"tools must be a list of mappings, one JSON schema for each function, got {shown(tools)}")
-    return [_object(tool, f"tool {i}") for i, tool in enumerate(tools)]
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools):
+        raise UsageError(f"tools must be a list of functions or of their JSON schemas, got {shown(tools)}")
+    return [_object(schema_of(tool) if callable(tool) else tool, f"tool {i}") for i, tool in enumerate(tools)]
 
 
 def _message(message: Any, where: str) -> Message:

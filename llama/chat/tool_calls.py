@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
+from ..checks import shown
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
 from .messages import ToolCall, check_messages, check_tools
@@ -246,3 +247,28 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not name:
         raise UsageError(f"each tool must have a function with a name, got {tool!r:.80}")
     return name
+
+
+def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The schema of a call of one of the tools, or of the tool that `choice` names; None for "auto" and "none"."""
+    if choice in ("auto", "none"):
+        return None
+    functions = [tool.get("function", tool) for tool in tools]
+    if choice != "required":
+        named = {"type": "function", "function": {"name": choice}} if isinstance(choice, str) else choice
+        functions = [one for one in functions if named == {"type": "function", "function": {"name": one["name"]}}]
+    if not functions:
+        raise UsageError(
+            f'tool_choice must be "none", "auto", "required" or {{type: function, function: {{name}}}} with the name of'
+            f" a tool, got {shown(choice)}"
+        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": one["name"]}, "parameters": one.get("parameters", {"type": "object"})},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for one in functions
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}

@@ -25,7 +25,7 @@ from ..quant.blocks import Blocks
 from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
-from ..sampling import SamplingParams
+from ..sampling import OPTIONS, SamplingParams
 from ..system.documents import LARGEST, Fields, read_file, read_json, refuse_mistakes, size_of
 from ..tokenizer import Tokenizer
 from . import base
@@ -55,7 +55,6 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "rope_interleaved": (False,),
     "use_mrope": (False,),
 }  # fmt: skip
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # torch's dtypes -> their names in safetensors files
 DTYPES = {
     **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
@@ -323,7 +322,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _sampling(self) -> dict[str, Any]:
         """The options of generation_config.json: temperature and filters only if it sets do_sample."""
         samples = self.generation.get("do_sample") is True
-        keys = SAMPLING if samples else ("repetition_penalty",)
+        keys = (*OPTIONS,) if samples else ("repetition_penalty",)
         options: dict[str, Any] = {"temperature": 1.0} if samples else {}
         options |= {key: self.generation[key] for key in keys if self.generation.get(key) is not None}
         try:

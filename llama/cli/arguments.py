@@ -14,6 +14,7 @@ from typing import Any
 from ..checks import number
 from ..errors import UsageError
 from ..hub import default_model
+from ..sampling import OPTIONS, SamplingParams
 from . import streams
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
@@ -67,7 +68,7 @@ def variable(text: str) -> tuple[str, Any]:
         return name, value
 
 
-TYPES = {"N": int, "K": int, "P": float, "R": float, "S": float, "T": float, "ID=B": bias, "NAME=VALUE": variable}
+TYPES = {"N": int, "K": int, "S": float, "T": float, "X": float, "ID=B": bias, "NAME=VALUE": variable}
 
 
 def add(parser: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
@@ -153,8 +154,8 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     """
     group = parser.add_argument_group
     order = (
-        "applied in this order: penalties, logit bias, grammar, temperature, top-k, top-p, min-p. The defaults come"
-        f" from the checkpoint's generation_config.json; without that file: {fallback}"
+        "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed. The defaults"
+        f" come from the checkpoint's generation_config.json; without that file: {fallback}"
     )
     grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
     sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
@@ -167,17 +168,19 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         " (docs/guides/several-devices.md)"
     )
     most = "maximum number of new tokens (default: %(default)s)"
+    numbers = [
+        (
+            option(name) + " --temp" * (name == "temperature"),
+            "N" if isinstance(field.default, int) else "X",
+            field.metadata["about"],
+        )
+        for name, field in OPTIONS.items()
+    ]
     add_model_options(parser)
     add(
         group("sampling", order),
         ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
-        ("--temperature --temp", "T", "sampling temperature; 0 is greedy"),
-        ("--top-k", "K", "keep the K most likely tokens; 0 is off"),
-        ("--top-p", "P", "keep the smallest set of tokens whose probability reaches P; 1 is off"),
-        ("--min-p", "P", "keep tokens with at least P times the probability of the most likely one; 0 is off"),
-        ("--repetition-penalty", "R", "above 1, make tokens that are already in the text less likely; 1 is off"),
-        ("--presence-penalty", "P", "subtract P from the logit of each token that occurs in the answer; 0 is off"),
-        ("--frequency-penalty", "P", "subtract P from a token's logit for each time it occurs; 0 is off"),
+        *numbers,
         ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--seed", "N", "the same seed gives the same tokens (default: random)"),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
@@ -231,8 +234,6 @@ def add_output_options(parser: argparse.ArgumentParser, json: str | None = None)
 # --------------------------------------------------------------------------------------- the values of parsed options
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
-    from ..sampling import SamplingParams
-
     names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.logit_bias is not None:

@@ -204,7 +204,7 @@ class Chat:
                     raise UsageError(f"{path}: File exists; name another file")
                 reply = answers.save_session(self.session, path, self.llm.model)
             case "/load", file if file:
-                loaded = Session.load(os.path.expanduser(file), self.llm.model, self.llm.tokenizer)
+                loaded = Session.load(os.path.expanduser(file), self.llm.model)
                 loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
                 self.session, reply = loaded, f"{file}: loaded {answers.contents(loaded)}"
             case "/save" | "/load" as command, "":
@@ -228,7 +228,7 @@ class Chat:
         if self.session.messages == system_of(self.session.messages):  # some templates need a question
             self.restart(system_of(self.session.messages))
         else:
-            self.session.reuse(self.llm.model, self.llm.encode_chat(self.session.messages), self.llm.tokenizer)
+            self.session.reuse(self.llm.model, self.llm.encode_chat(self.session.messages))
             self.session.give_back(self.session.tokens, nonfinite=False)
         return "removed the last question and its answer"
 

@@ -152,9 +152,9 @@ def model_name(path_or_name: str) -> str:
 
 def load_draft(args: argparse.Namespace, llm: Llama) -> Draft | None:
     """Load the draft of --draft and check that it fits the model; None without --draft."""
-    from ..generation.speculative import DRAFTS, check_match, make_draft
+    from ..generation.speculative import check_match, make_draft
 
-    if args.draft is None or args.draft in DRAFTS:
+    if args.draft in (None, "ngram"):
         return make_draft(args.draft, args.draft_tokens)
     unset = ("world", "tokenizer", "max_seq_len", "rope_scaling", "rope_factor", "rope_theta")
     own = {**vars(args), **dict.fromkeys(unset), "model": args.draft, "adapter": []}

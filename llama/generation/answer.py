@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..generate import Token
+from ..sampling import Processor
 from ..tokenizer import Decoder, Tokenizer
 from .batch import Request
 
@@ -129,20 +130,14 @@ class StopText:
         return self.buffer[: min(starts, default=None)]
 
 
-class AtLeast:
-    """Excludes ids that would end an answer from its first `count` tokens (see `sampling.Constraint`)."""
+def exclude_until(length: int, ids: Sequence[int]) -> Processor:
+    """A processor (`SamplingParams`) that excludes `ids` while prompt and answer have fewer than `length` ids."""
+    index = torch.tensor(ids, dtype=torch.long)
 
-    def __init__(self, count: int, n_vocab: int, stop_ids: Sequence[int]):
-        self.left = count
-        self.every = torch.ones(n_vocab, dtype=torch.bool)  # (V,)
-        self.early = self.every.clone()  # (V,)
-        self.early[[id for id in stop_ids if 0 <= id < n_vocab]] = False
+    def exclude(text: Tensor, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, index.to(logits.device), -torch.inf) if len(text) < length else logits
 
-    def allowed(self) -> Tensor:
-        return self.early if self.left > 0 else self.every
-
-    def advance(self, id: int) -> None:
-        self.left -= 1
+    return exclude
 
 
 @dataclass(eq=False)

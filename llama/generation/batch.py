@@ -33,7 +33,7 @@ from torch import Tensor
 from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
-from ..errors import LlamaError, UsageError
+from ..errors import LlamaError
 from ..generate import (
     Token,
     agree,
@@ -181,12 +181,8 @@ class Batch:
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.longest = longest  # no request needs more positions
-        self._begun = False
 
     def __iter__(self) -> Iterator[Event]:
-        if self._begun:
-            raise UsageError("a batch can be iterated over only once; create another one for the same requests")
-        self._begun = True
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk
@@ -243,10 +239,12 @@ class Batch:
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
     def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Generator[Event | None]:
-        prompt, params = list(request.prompt), request.params
+        prompt, params, error = list(request.prompt), request.params, None
         try:
             room = room_for(self.model, prompt, params, None)
-        except LlamaError as error:
+        except LlamaError as found:
+            room, error = 0, found
+        if error is not None or (room == 0 and not request.prompt_logprobs):
             yield Started(number, request, 0)
             yield Ended(number, error)
             return
@@ -257,20 +255,18 @@ class Batch:
         slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
         yield Started(number, request, cached if source.owner == request.owner else 0)
         slot.used, slot.owner = number + 1, request.owner
-        ended = room == 0 and not request.prompt_logprobs
         scored: list[Token] = []
         try:
             self.cache.reserve(len(prompt) + min(room, RESERVED))
-            for hidden in () if ended else self._feed(prompt, slot, source, cached):  # (1, T, C)
+            for hidden in self._feed(prompt, slot, source, cached):  # (1, T, C)
                 if request.prompt_logprobs:
                     scored += self._score(prompt, len(slot.ids), hidden, request.top_logprobs)
                 if len(slot.ids) < len(prompt):
                     yield None
                 if request.cancelled.is_set():
                     break
-            if ended or request.cancelled.is_set():
-                if not ended:
-                    self._clear(slot)  # its last chunk was not checked for NaN
+            if request.cancelled.is_set():
+                self._clear(slot)  # its last chunk was not checked for NaN
                 yield Ended(number, None)
                 return
             with torch.inference_mode():

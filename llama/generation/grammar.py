@@ -18,20 +18,13 @@ LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "max_lexer_states": 50_000
 
 
 def answer(request: Mapping[str, Any]) -> str:
-    """The error in a grammar, empty if there is none. The keys of a request:
-
-    grammar  llguidance's JSON form of a grammar
-    control  control string -> id, for grammars that name control tokens
-    """
+    """The error in the grammar of a request, {"grammar": llguidance's JSON form}; empty if there is none."""
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
         # Half of what threads usually have, since the main process uses a part of its stack for other things
         resource.setrlimit(resource.RLIMIT_STACK, (4 * 2**20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-    size = 1 + max(request["control"].values(), default=-1)
-    tokens = [b""] * size + [bytes([byte]) for byte in range(255)] + [b"\xff<end>"]
-    for name, id in request["control"].items():
-        tokens[id] = b"\xff" + name.encode()
+    tokens = [*(bytes([byte]) for byte in range(255)), b"\xff<end>"]
     tokenizer = LLTokenizer(cast(Any, Vocabulary(tokens, len(tokens) - 1)), slices=[])
     matcher = LLMatcher(tokenizer, request["grammar"], log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error():

@@ -41,7 +41,7 @@ from ..generate import (
     top_of,
 )
 from ..model import Transformer
-from ..sampling import SamplingParams, extreme, probs, sample
+from ..sampling import Constraint, SamplingParams, extreme, probs, sample
 from .prefix import shared_prefix
 
 DRAFT_TOKENS = 10  # default maximum of drafted tokens in one pass
@@ -96,7 +96,7 @@ def speculate(  # the parameters of generate.generate
     cache: KVCache | None = None,
     logprobs: bool = False,
     top_logprobs: int = 0,
-    chunk: int | None = None,
+    constraint: Constraint | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Token]:
     """`generate.generate` with a draft: the same tokens if greedy, otherwise the same distribution of tokens.
@@ -106,14 +106,18 @@ def speculate(  # the parameters of generate.generate
     `draft.accepted` are counts. When the generator ends or is closed, the cache holds only the prompt and yielded
     tokens.
     """
+    if model.rope.by_length:
+        raise UsageError("a draft needs RoPE frequencies that do not depend on the length of the text: leave draft out")
     tokens = list(prompt)  # the prompt and each new token
     end = len(tokens) + room_for(model, tokens, params, cache)
     cache = model.new_cache(end) if cache is None else cache
     generator = random_generator(params, cache.device)
 
-    def distribution(logits: Tensor, text: Sequence[int], name: str, of: Transformer) -> Tensor:
+    def distribution(
+        logits: Tensor, text: Sequence[int], name: str, of: Transformer, allowed: Tensor | None = None
+    ) -> Tensor:
         check_extreme(float(extreme(logits)), f"{name} {len(text) - len(prompt) + 1}", text, partial(locate, of))
-        return probs(logits, params, history_of(text, len(prompt), params, n_vocab, logits.device))
+        return probs(logits, params, history_of(text, len(prompt), params, n_vocab, logits.device), allowed)
 
     def pick(logits: Tensor, text: Sequence[int]) -> DraftToken:
         q = distribution(logits[:n_vocab], text, "the draft model for new token", draft.model or model)
@@ -125,11 +129,12 @@ def speculate(  # the parameters of generate.generate
     try:
         if len(tokens) == end:
             return
-        logits = prefill(model, tokens[cache.length :], cache, chunk, progress)[None]  # (1, V)
+        logits = prefill(model, tokens[cache.length :], cache, progress=progress)[None]  # (1, V)
         drafted = list[DraftToken]()
         while True:
             for row, token in zip_longest(logits[:, :n_vocab], drafted):  # after the last token, after each drafted one
-                p = distribution(row, tokens, "new token", model)
+                allowed = None if constraint is None else constraint.allowed()
+                p = distribution(row, tokens, "new token", model, allowed)
                 if token is None:  # every drafted token was accepted, and the pass has one more distribution
                     id, accepted = int(sample(p, generator)), False
                 else:
@@ -139,6 +144,8 @@ def speculate(  # the parameters of generate.generate
                 if not accepted:
                     cache.trim(len(tokens))  # drop the tokens that were drafted after these
                 tokens.append(id)
+                if constraint is not None:
+                    constraint.advance(id)
                 logprob = float(row.log_softmax(-1)[id]) if logprobs else None
                 top = top_of(most_probable(row, top_logprobs)) if top_logprobs else {}
                 yield Token(id, logprob, id in stop_ids, top)
@@ -147,8 +154,6 @@ def speculate(  # the parameters of generate.generate
                 if not accepted:
                     break
             limit = min(draft.length(), end - len(tokens) - 1)  # a pass yields one token more than it accepts
-            if model.rope.by_length and not _same_frequencies(model, len(tokens), len(tokens) + limit):
-                limit = 0
             proposed = draft.propose(tokens, limit, pick) if limit else []
             drafted = [*takewhile(lambda token: n_vocab is None or token.id < n_vocab, proposed)]
             draft.drafted += len(drafted)
@@ -161,12 +166,6 @@ def speculate(  # the parameters of generate.generate
     finally:
         cache.trim(min(cache.length, len(tokens)))  # some fed tokens may not be verified yet
         draft.busy = False
-
-
-def _same_frequencies(model: Transformer, length: int, longer: int) -> bool:
-    """Whether texts of both lengths have the same RoPE frequencies (see rope.Rope)."""
-    (short, factor), (long, long_factor) = model.rope.frequencies(length), model.rope.frequencies(longer)
-    return factor == long_factor and torch.equal(short, long)
 
 
 # --------------------------------------------------------------------------------------------------------- drafts
@@ -283,21 +282,15 @@ def check_match(draft: Transformer, model: Transformer, n_vocab: int | None = No
         )
 
 
-DRAFTS: dict[str, Callable[[int], Draft]] = {"ngram": NGramDraft}  # drafts without a model
-
-
 def make_draft(draft: str | Transformer | Draft | None, most: int | None = None) -> Draft | None:
-    """A draft, given its name in DRAFTS or its model; None and a Draft are returned unchanged. Raises UsageError."""
+    """A draft, given as "ngram" or as its model; None and a Draft are returned unchanged. Raises UsageError."""
     if draft is None or isinstance(draft, Draft):
         if most is not None:
-            raise UsageError(
-                "draft_tokens (--draft-tokens) needs a draft given by its name or as a model; name one, such as"
-                " 'ngram', or leave draft_tokens out"
-            )
+            raise UsageError("draft_tokens (--draft-tokens) needs a draft that is 'ngram' or a model: leave it out")
         return draft
-    if not isinstance(draft, Transformer) and not (isinstance(draft, str) and draft in DRAFTS):
-        raise UsageError(
-            f"unknown draft {checks.shown(draft)}; expected {', '.join(map(repr, DRAFTS))} or a loaded model"
-        )
     most = DRAFT_TOKENS if most is None else most
-    return ModelDraft(draft, most) if isinstance(draft, Transformer) else DRAFTS[draft](most)
+    if isinstance(draft, Transformer):
+        return ModelDraft(draft, most)
+    if draft != "ngram":
+        raise UsageError(f"unknown draft {checks.shown(draft)}; expected 'ngram' or a loaded model")
+    return NGramDraft(most)

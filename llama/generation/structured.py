@@ -11,7 +11,7 @@ argmax under the mask, and sampling draws from the model's distribution, renorma
 (github.com/guidance-ai/llguidance).
 
 With a draft, no state is rolled back: the mask is applied to the model's distribution at the token that is verified,
-and `advance` is called for each accepted token. The draft's own distribution may be masked or not.
+and `advance` is called for each token of the answer. The draft's own distribution is not masked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import functools
 import importlib.util
 import itertools
 import json
-import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -54,24 +53,11 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # Without this, llguidance allows only one tokenization of text that must come next
 EXACT = '%llguidance {"no_forcing": true}'
 
-# Options of a rule in llguidance's Lark syntax that would be ignored, or would have to remove tokens from the answer
-NOT_SUPPORTED = {
-    "temperature": "set the temperature of the answer instead",
-    "stop": "use suffix=... or lazy instead",
-}
-
 DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allows no token
 
 
 # ------------------------------------------------------------------------------------------------ kinds of grammars
-class Source(NamedTuple):
-    """A grammar in llguidance's JSON form, and whether it may name control tokens."""
-
-    grammar: dict[str, Any]
-    names_control: bool = False
-
-
-def _json_schema(source: Any) -> Source:
+def _json_schema(source: Any) -> list[dict[str, Any]]:
     """The answer is a JSON value that matches a schema, given as a mapping or as JSON text."""
     try:
         schema = json.loads(source) if isinstance(source, str) else json.loads(json.dumps(source, allow_nan=False))
@@ -83,26 +69,20 @@ def _json_schema(source: Any) -> Source:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
     schema = {} if schema is True else schema
     answer = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": False}}
-    start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
-    return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]})
+    return [{"lark_grammar": f"{EXACT}\nstart: @answer"}, {"name": "answer", "json_schema": answer}]
 
 
-def _regex(source: Any) -> Source:
+def _regex(source: Any) -> list[dict[str, Any]]:
     """The complete answer matches a regular expression (docs.rs/regex: no look-around, no back-references)."""
     from llguidance import LLMatcher
 
     lark = json.loads(LLMatcher.grammar_from_regex(_text("regular expression", source)))["grammars"][0]["lark_grammar"]
-    return Source({"grammars": [{"lark_grammar": f"{lark}\n{EXACT}"}]})
+    return [{"lark_grammar": f"{lark}\n{EXACT}"}]
 
 
-def _lark(source: Any) -> Source:
-    """The answer matches a grammar in llguidance's Lark syntax, which may name control tokens: <|python_tag|>."""
-    text = _text("grammar", source)
-    for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
-        for name, remedy in NOT_SUPPORTED.items():
-            if re.search(rf"\b{name}[ \t]*=", options):
-                raise UsageError(f"the grammar sets {name}= for a rule, which is not supported; {remedy}")
-    return Source({"grammars": [{"lark_grammar": f"{text}\n{EXACT}"}]}, names_control=True)
+def _lark(source: Any) -> list[dict[str, Any]]:
+    """The answer matches a grammar in llguidance's Lark syntax."""
+    return [{"lark_grammar": f"{_text('grammar', source)}\n{EXACT}"}]
 
 
 def _text(what: str, source: Any) -> str:
@@ -115,8 +95,8 @@ def _text(what: str, source: Any) -> str:
     return source
 
 
-# Kind of grammar -> its name in messages, and the function that converts it
-KINDS: dict[str, tuple[str, Callable[[Any], Source]]] = {
+# Kind of grammar -> its name in messages, and the function that converts it to llguidance's grammars
+KINDS: dict[str, tuple[str, Callable[[Any], list[dict[str, Any]]]]] = {
     "json_schema": ("JSON schema", _json_schema),
     "regex": ("regular expression", _regex),
     "grammar": ("grammar", _lark),
@@ -141,7 +121,7 @@ class Vocabulary:
                 "structured output needs an end-of-text token, but this vocabulary has none; leave out the"
                 " schema, regex or grammar"
             )
-        self.n_vocab, self.control, self.stop_ids = tokenizer.n_vocab, dict(tokenizer.control), tokenizer.stop_ids
+        self.n_vocab, self.stop_ids = tokenizer.n_vocab, tokenizer.stop_ids
         self.strips = tokenizer.strips_leading_space
         self.text = [tokenizer.token_bytes(id) for id in range(self.n_vocab)]
         if (longest := max(map(len, self.text))) > LONGEST_TOKEN:
@@ -151,7 +131,7 @@ class Vocabulary:
             )
         # No text in UTF-8 has the byte 0xFF, which marks control tokens in llguidance
         tokens = [b"" if text.startswith(b"\xff") else text for text in self.text]
-        for name, id in self.control.items():
+        for name, id in tokenizer.control.items():
             tokens[id] = b"\xff" + name.encode()
         spaced = [id for id, token in enumerate(tokens) if self.strips and token.startswith(b" ")]
         self.tokens = tokens + [tokens[id][1:] for id in spaced]
@@ -210,16 +190,15 @@ def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mappin
         raise UsageError(
             f"a {what} for the answer needs a package that is not installed: pip install 'clearllama[structured]'"
         )
-    grammar, names_control = convert(source)
-    if len(text := json.dumps(grammar, ensure_ascii=False)) > LONGEST:
+    if len(text := json.dumps({"grammars": convert(source)}, ensure_ascii=False)) > LONGEST:
         raise UsageError(f"the {what} has more than {LONGEST:,} characters")
-    return _vocabulary(tokenizer).compile(what, text, names_control)
+    return _vocabulary(tokenizer).compile(what, text)
 
 
-def _compile(vocabulary: Vocabulary, what: str, grammar: str, names_control: bool) -> Grammar:
+def _compile(vocabulary: Vocabulary, what: str, grammar: str) -> Grammar:
     """Compile a grammar in llguidance's JSON form."""
     try:
-        error = CHILD.ask({"grammar": grammar, "control": vocabulary.control if names_control else {}})
+        error = CHILD.ask({"grammar": grammar})
     except ChildError as stopped:
         raise UsageError(f"compiling the {what} failed: {stopped}; simplify it") from None
     if error:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
-from ..chat import check_messages, continues_answer
+from ..chat import check_messages, continues_answer, forced_call
 from ..chat.messages import check_tools, deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
+from ..sampling import OPTIONS
 from ..system.documents import parse_json
 from ..text import ENDS, LONGEST_TOKEN, Llama
 
@@ -27,14 +28,13 @@ MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SHARED = ("model", "max_tokens", "n", "seed", *ENDS, "stream", "stream_options", "logit_bias", "logprobs")
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
         "chat_template_kwargs")  # fmt: skip
-CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *SAMPLING)
-TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *SAMPLING)
+CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *OPTIONS)
+TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *OPTIONS)
 ANSWER_FIELDS = ("model", "messages", "prompt", "ids", "answer", "off", "top", "response_format", "seed", "max_tokens",
-                 "logit_bias", "chat_template_kwargs", *SAMPLING)  # fmt: skip
+                 "logit_bias", "chat_template_kwargs", *OPTIONS)  # fmt: skip
 LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
 SHOWN_TOP = 10  # alternatives for each token
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
@@ -93,7 +93,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     schema = _response_format(body.get("response_format"))
     call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
     if tools and (choice := body.get("tool_choice", "auto")) != "none":
-        call.tools, forced = tools, _forced(choice, tools)
+        call.tools, forced = tools, forced_call(choice, tools)
         if forced is not None and schema is not None:
             raise UsageError("response_format can't be combined with a tool_choice that requires a call")
         schema = schema or forced
@@ -227,7 +227,7 @@ def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
-    options = {name: body[name] for name in (*SAMPLING, *ENDS, "seed") if name in body}
+    options = {name: body[name] for name in (*OPTIONS, *ENDS, "seed") if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
     bias = body.get("logit_bias", {})
@@ -335,32 +335,6 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             if not isinstance(function.get(key, kind()), kind):
                 raise UsageError(f"{key} of the function {name} must be {what}, got {shown(function[key])}")
     return tools
-
-
-def _forced(choice: object, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The schema of a call of one of the tools, or of the tool that `choice` names; None for "auto"."""
-    if choice == "auto":
-        return None
-    functions = [tool["function"] for tool in tools]
-    if isinstance(choice, dict):
-        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
-    elif choice != "required":
-        functions = []
-    if not functions:
-        raise UsageError(
-            f'tool_choice must be "none", "auto", "required" or {{type: function, function: {{name}}}} with the name of'
-            f" a tool, got {shown(choice)}"
-        )
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": one["name"]}, "parameters": one.get("parameters", {"type": "object"})},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for one in functions
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _response_format(form: Any) -> dict[str, Any] | None:

@@ -178,7 +178,7 @@ def generation_options(settings: Mapping[str, Any], sampling: Mapping[str, Any])
     if is_sampled:
         values = {**SAMPLED, **sampling, **values}
     else:
-        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        values["temperature"] = 0.0
     return {**values, "max_new_tokens": length, "stop": stop, "continues": False}
 
 

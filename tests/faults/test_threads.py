@@ -35,7 +35,9 @@ WAYS: dict[str, Callable[[Llama, int], list[list[int]]]] = {
     "a draft": lambda llm, i: [llm.generate("hello " * i, seed=i, draft="ngram", **OPTIONS).tokens],
     "a draft model": lambda llm, i: [llm.generate("hello " * i, seed=i, draft=llm, **OPTIONS).tokens],
     "a session": lambda llm, i: [
-        c.tokens for c in llm.generate(["hello", "hello x"], session=Session(), **OPTIONS, seed=i)
+        llm.generate(text, session=session, **OPTIONS, seed=i).tokens
+        for session in [Session()]
+        for text in ("hello", "hello x")
     ],
     "a chat": lambda llm, i: [llm.chat([{"role": "user", "content": "hello " * i}], seed=i, **OPTIONS).tokens],
 }
