@@ -273,7 +273,7 @@ class Llama:
         self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
         ids = prompt.prompt
-        cache = None if session is None else session.reuse(self.model, ids)
+        cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
         answer = Answer(self.tokenizer, prompt, 0 if cache is None else cache.length)
         plain = partial(generate, diagnose=partial(locate, self.model))
         tokens = (plain if draft is None else partial(speculate, draft=draft))(

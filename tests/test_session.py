@@ -21,7 +21,7 @@ from llama import cli, loader, study
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
-from llama.generation.session import Session, open_session, sample
+from llama.generation.session import Session, _checksum, open_session, sample
 from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -117,6 +117,13 @@ def test_the_file_contains_the_keys_and_values_of_a_full_pass_and_no_empty_slots
         torch.testing.assert_close(tensors[f"layers.{i}.v"], cache.v[i], rtol=0, atol=1e-6)
 
 
+def test_a_large_header_is_rejected_before_it_is_read(tmp_path: Path) -> None:
+    size = 2**24 + 1
+    (tmp_path / "s").write_bytes(size.to_bytes(8, "little") + b"{" + b" " * (size - 2) + b"}")
+    with pytest.raises(CheckpointError, match="its header has 16,777,217 bytes"):
+        Session.load(tmp_path / "s", tiny.model(LONG))
+
+
 def test_the_page_on_chat_reads_the_messages_of_a_file(tmp_path: Path, tiny_llm: Llama) -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "guides" / "chat.md").read_text()
     (code,) = re.findall(r"`(open_session\(path\)[^`]+)`", page)
@@ -150,6 +157,25 @@ def test_a_session_of_another_architecture_is_rejected_with_the_difference(
     assert "\n" not in str(caught.value)
 
 
+def test_a_session_of_another_dtype_or_cache_is_rejected_with_the_difference(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="dtype float32 instead of bfloat16"):
+        Session.load(saved, tiny.model(LONG).bfloat16())
+    quantized = tiny.model(LONG)
+    quantized.runner.cache_kind = "int8"
+    with pytest.raises(CheckpointError, match="kv_cache model instead of int8"):
+        Session.load(saved, quantized)
+
+
+def test_a_session_of_other_quantization_is_rejected(tiny_gguf: Path, tmp_path: Path) -> None:
+    wide = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
+    plain, int8 = loader.load(wide, dtype="float32").model, loader.load(wide, dtype="float32", quantize="int8").model
+    filled(plain, TEXT[:9]).save(tmp_path / "s", plain)
+    with pytest.raises(CheckpointError, match="quantization none instead of 8-bit"):
+        Session.load(tmp_path / "s", int8)
+    filled(int8, TEXT[:9]).save(tmp_path / "s", int8)
+    assert Session.load(tmp_path / "s", loader.load(wide, dtype="float32", quantize="int8").model).tokens == TEXT[:9]
+
+
 @pytest.mark.parametrize(
     ("name", "entry"),
     [
@@ -177,11 +203,14 @@ def test_the_sample_covers_the_ends_of_matrices_and_every_entry_of_norms() -> No
     assert sample(model) != before
 
 
-def test_context_and_form_of_the_rotation_may_differ_if_the_tokens_fit(saved: Path) -> None:
-    assert Session.load(saved, tiny.model(LONG, rope="real")).tokens == TEXT[:40]
+def test_the_context_may_differ_if_the_tokens_fit(saved: Path) -> None:
     assert len(Session.load(saved, tiny.model(LONG, max_seq_len=40)).tokens) == 40
     with pytest.raises(ContextLengthError, match="room for 39 tokens, not 40"):
         Session.load(saved, tiny.model(LONG, max_seq_len=39))
+
+
+def test_a_session_loads_with_another_form_of_the_rotation(saved: Path) -> None:
+    assert Session.load(saved, tiny.model(LONG, rope="real")).tokens == TEXT[:40]
 
 
 def test_frequencies_that_depend_on_the_length_do_not_support_sessions(saved: Path, tmp_path: Path) -> None:
@@ -191,22 +220,6 @@ def test_frequencies_that_depend_on_the_length_do_not_support_sessions(saved: Pa
         filled(model, TEXT[:40]).save(tmp_path / "t", model)
     with pytest.raises(UsageError, match="depend on the length"):
         Session.load(saved, model)
-
-
-def test_a_session_of_another_dtype_cache_or_quantization_is_rejected(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="dtype float32 instead of bfloat16"):
-        Session.load(saved, tiny.model(LONG).bfloat16())
-    quantized = tiny.model(LONG)
-    quantized.runner.cache_kind = "int8"
-    with pytest.raises(CheckpointError, match="kv_cache model instead of int8"):
-        Session.load(saved, quantized)
-    wide = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
-    plain, int8 = loader.load(wide, dtype="float32").model, loader.load(wide, dtype="float32", quantize="int8").model
-    filled(plain, TEXT[:9]).save(saved, plain)
-    with pytest.raises(CheckpointError, match="quantization none instead of 8-bit"):
-        Session.load(saved, int8)
-    filled(int8, TEXT[:9]).save(saved, int8)
-    assert Session.load(saved, loader.load(wide, dtype="float32", quantize="int8").model).tokens == TEXT[:9]
 
 
 # ------------------------------------------------------------------------------------------- damaged or other files
@@ -241,8 +254,29 @@ def about(metadata: dict[str, str], **changes: Any) -> None:
     ],
 )
 def test_a_modified_file_is_rejected(saved: Path, change: Any, message: str) -> None:
-    rewrite(saved, change)
+    """Also if its checksum is right."""
+
+    def sealed(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        change(tensors, metadata)
+        metadata["sha256"] = _checksum(metadata["about"], tensors)
+
+    rewrite(saved, sealed)
     with pytest.raises(CheckpointError, match=message):
+        Session.load(saved, tiny.model(LONG))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, m: t["layers.1.v"].view(torch.int32)[0, 0, 0, :1].bitwise_xor_(1),
+        lambda t, m: t["tokens"].add_(1).remainder_(320),
+        lambda t, m: about(m, messages=[{"role": "user", "content": "other"}]),
+        lambda t, m: m.pop("sha256"),
+    ],
+)
+def test_a_flipped_bit_is_found(saved: Path, change: Any) -> None:
+    rewrite(saved, change)
+    with pytest.raises(CheckpointError, match="checksum does not match"):
         Session.load(saved, tiny.model(LONG))
 
 
@@ -439,3 +473,12 @@ def test_an_empty_session_belongs_to_no_model(tiny_llm: Llama) -> None:
     with study.patch(tiny_llm, {"z.0": lambda x, at: x}):
         session.forget()
         assert tiny_llm.generate("abc", session=session, max_new_tokens=2).tokens
+
+
+def test_tokens_beyond_an_empty_cache_are_computed(tiny_llm: Llama) -> None:
+    prompt = tiny_llm.tokenizer.encode_prompt("hello")
+    for session in (Session(tokens=prompt), Session(tiny_llm.model.new_cache(), prompt)):
+        *_, last = tiny_llm.stream_ids(prompt, session=session, max_new_tokens=3)
+        assert last.completion is not None
+        assert last.completion.stats.cached_tokens == 0
+        assert last.completion.tokens == tiny_llm.generate("hello", max_new_tokens=3).tokens

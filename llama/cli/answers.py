@@ -102,7 +102,7 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     check_model(llm.model)
     if args.load_session is None:
         return Session()
-    session = Session.load(args.load_session, llm.model)
+    session = Session.load(args.load_session, llm.model, llm.tokenizer)
     streams.info(args, f"{args.load_session}: loaded {contents(session)}")
     return session
 

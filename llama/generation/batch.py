@@ -33,7 +33,7 @@ from torch import Tensor
 from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
-from ..errors import LlamaError
+from ..errors import LlamaError, UsageError
 from ..generate import (
     Token,
     agree,
@@ -181,8 +181,12 @@ class Batch:
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.longest = longest  # no request needs more positions
+        self._begun = False
 
     def __iter__(self) -> Iterator[Event]:
+        if self._begun:
+            raise UsageError("a batch can be iterated over only once; create another one for the same requests")
+        self._begun = True
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk

@@ -1,7 +1,7 @@
 """A conversation's KV cache and its ids, in memory and in a file, so that a text is fed once for many questions.
 
 The file is a safetensors file with the ids and the used slots of every layer. Its metadata has the settings of the
-model and the messages. Keys of another model, or of the same model under other settings, would give fluent
+model, the messages and a checksum. Keys of another model, or of the same model under other settings, would give fluent
 nonsense; so a session is accepted only by a model with the same settings and the same weights.
 """
 
@@ -30,11 +30,13 @@ from ..errors import CheckpointError, UsageError
 from ..model import Transformer
 from ..system.documents import parse_json
 from ..system.temporary import check_writable, own_temporary, replace
+from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
 
-MARK, FORMAT = "clearllama_session", "3"  # the metadata entry with the version of the file format
+MARK, FORMAT = "clearllama_session", "2"  # the metadata entry with the version of the file format
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
+LARGEST_HEADER = 2**24  # bytes; the text of 128,000 tokens has about 2**19
 ENDS = 1024  # bytes at the beginning and at the end of a weight that its hash covers
 
 ACQUIRING = Lock()  # makes the check and the reservation of a session one step, since threads may call at once
@@ -55,24 +57,29 @@ class Session:
     busy: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     _owner: tuple[ref[Transformer], dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
+    _tokenizer: Tokenizer | str | None = field(default=None, init=False, repr=False, compare=False)  # str: its digest
 
     def __repr__(self) -> str:
         return f"Session({len(self.tokens):,} tokens, {len(self.messages):,} messages)"
 
-    def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
+    def reuse(self, model: Transformer, prompt: Sequence[int], tokenizer: Tokenizer | None = None) -> KVCache:
         """The cache, trimmed to the prefix it shares with `prompt`, without the prompt's last token.
 
-        Raises UsageError while another stream uses the session, and if the session belongs to another model.
+        tokenizer  the one that encoded the prompt, if it is known
+
+        Raises UsageError while another stream uses the session, and if the session belongs to another model or
+        tokenizer.
         """
         with ACQUIRING:
             self._check_idle()
             self.busy = True
         try:
             if self.cache is None or not self.tokens:
-                self.cache, self.tokens, self._owner = model.new_cache(), [], None
-            self._bind(model)
+                self.cache, self.tokens, self._owner, self._tokenizer = model.new_cache(), [], None, None
+            self._bind(model, tokenizer)
             # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
-            shared = 0 if model.rope.by_length else shared_prefix(self.tokens, prompt)
+            # A session made of tokens alone has an empty cache: tokens beyond its length are computed again.
+            shared = 0 if model.rope.by_length else shared_prefix(self.tokens[: self.cache.length], prompt)
             self.cache.trim(shared)
             self.tokens = self.tokens[:shared]
             return self.cache
@@ -95,7 +102,7 @@ class Session:
     def forget(self) -> None:
         """Drop the cached tokens and the messages."""
         self._check_idle()
-        self.cache, self.tokens, self.messages, self._owner = None, [], [], None
+        self.cache, self.tokens, self.messages, self._owner, self._tokenizer = None, [], [], None, None
 
     def save(self, path: str | os.PathLike[str], model: Transformer) -> int:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.
@@ -109,10 +116,14 @@ class Session:
         check_target(target)
         if self.cache is None or not self.tokens:
             raise UsageError(f"{target}: the session holds no tokens yet, so there is nothing to save")
-        self._bind(model)
+        self._bind(model, None)
         tensors = {"tokens": torch.tensor(self.tokens), **_used(self.cache, len(self.tokens))}
-        entries = {name: Entry(DTYPES[x.dtype], tuple(x.shape), x.nbytes, x.cpu) for name, x in tensors.items()}
-        metadata = {MARK: FORMAT, "about": json.dumps({"settings": settings_of(model), "messages": self.messages})}
+        settings = settings_of(model)
+        if self._tokenizer is not None:
+            settings["tokenizer"] = _digest(self._tokenizer)
+        about = json.dumps({"settings": settings, "messages": self.messages})
+        metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
+        entries = {name: _entry(tensor) for name, tensor in tensors.items()}
         resolved = target.resolve()  # so that a symbolic link stays one
         try:
             with own_temporary(resolved.parent, ".session") as work:
@@ -126,36 +137,49 @@ class Session:
         return size
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Transformer) -> Session:
+    def load(cls, path: str | os.PathLike[str], model: Transformer, tokenizer: Tokenizer | None = None) -> Session:
         """Load a session from a file, to continue it with this model.
 
-        Raises CheckpointError if the file is damaged, is not a session, or belongs to another model (with the setting
-        that differs), ContextLengthError if it does not fit into the model's context.
+        tokenizer  the model's tokenizer, to check it now; without it, the first stream that uses the session checks it
+
+        Raises CheckpointError if the file is damaged, is not a session, or belongs to another model or tokenizer (with
+        the setting that differs), ContextLengthError if it does not fit into the model's context.
         """
         path = Path(path)
         check_model(model)
         file, about = open_session(path)
-        if found := _difference(about["settings"], settings_of(model)):
+        saved, ours = about["settings"], settings_of(model)
+        if "tokenizer" in saved:
+            ours["tokenizer"] = saved["tokenizer"] if tokenizer is None else _digest(tokenizer)
+        if found := _difference(saved, ours):
             raise CheckpointError(f"{path} was saved with {found}: load the same model with the same options")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        if _checksum(about["text"], tensors) != about["sha256"]:
+            raise _damaged(path, "its checksum does not match")
         ids = tensors.pop("tokens", torch.empty(0)).tolist()  # (N,)
         if not ids or not all(isinstance(id, int) and 0 <= id < model.config.vocab_size for id in ids):
             raise _damaged(path, f"it has no list of token ids below {model.config.vocab_size}")
         cache = model.new_cache()
         cache.place(len(ids))
         buffers = _used(cache, len(ids))  # views of the cache
-        if not all(name in tensors and _kind(tensors[name]) == _kind(buffer) for name, buffer in buffers.items()):
+        if {name: (x.shape, x.dtype) for name, x in tensors.items()} != {
+            name: (x.shape, x.dtype) for name, x in buffers.items()
+        }:
             raise _damaged(path, "its tensors are not those of a session of this model")
         for name, buffer in buffers.items():
             buffer.copy_(tensors[name])
         cache.commit()
-        messages = [dict(message) for message in check_messages(about["messages"])] if about["messages"] else []
+        try:
+            messages = [dict(message) for message in check_messages(about["messages"])] if about["messages"] else []
+        except UsageError as error:
+            raise _damaged(path, str(error)) from None
         session = cls(cache, ids, messages=messages)
-        session._bind(model)
+        session._bind(model, None)
+        session._tokenizer = saved.get("tokenizer") if tokenizer is None else tokenizer
         return session
 
-    def _bind(self, model: Transformer) -> None:
-        """Make this model the owner of the cached keys. Raises UsageError if another is.
+    def _bind(self, model: Transformer, tokenizer: Tokenizer | None) -> None:
+        """Make this model and tokenizer the owners of the cached keys. Raises UsageError if others are.
 
         The settings are compared too, since the settings of a loaded model can be changed.
         """
@@ -166,6 +190,11 @@ class Session:
             named = f" ({found})" if found else ""
             raise UsageError(f"this session holds the keys of another model{named}; create a session for each model")
         self._owner = owner, theirs
+        if tokenizer is None or tokenizer is self._tokenizer:
+            return
+        if self._tokenizer is not None and _digest(self._tokenizer) != _digest(tokenizer):
+            raise UsageError("this session holds ids of another tokenizer; create a session for each tokenizer")
+        self._tokenizer = tokenizer
 
     def _check_idle(self) -> None:
         if self.busy:
@@ -246,6 +275,10 @@ def sample(model: Transformer) -> str:
     return digest.hexdigest()[:16]
 
 
+def _digest(tokenizer: Tokenizer | str) -> str:
+    return tokenizer if isinstance(tokenizer, str) else tokenizer.digest()[:16]
+
+
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Up to three settings that differ, with both values; empty if none does."""
     other = [key for key in sorted(ours.keys() | theirs.keys()) if theirs.get(key) != ours.get(key)]
@@ -262,19 +295,30 @@ def _used(cache: KVCache, count: int) -> dict[str, Tensor]:
     }
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+def _entry(tensor: Tensor) -> Entry:
+    return Entry(DTYPES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, lambda: tensor.cpu())
+
+
+def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(raw_bytes(tensor.cpu()).data)
+    return digest.hexdigest()
 
 
 def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """An open session file, and {settings, messages} from its metadata. Raises CheckpointError."""
+    """An open session file, and {settings, messages, sha256, text} from its metadata. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a session file")  # a pipe would block
     try:
-        path.stat()  # safe_open's error for a missing file has no reason
+        with open(path, "rb") as raw:
+            header = int.from_bytes(raw.read(8), "little")  # bytes of JSON, which take 30 times the memory when parsed
+        if header > LARGEST_HEADER:
+            raise CheckpointError(f"{path} is not a session file: its header has {header:,} bytes")
         file = safe_open(str(path), framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
@@ -282,7 +326,8 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         raise CheckpointError(f"{path} is not a session file ({reason})") from None
     if metadata.get(MARK) != FORMAT:
         raise CheckpointError(f"{path} is not a session file of this version; pass a file that Session.save wrote")
-    about = parse_json(metadata.get("about", "").encode(), f"{path} (metadata)")
+    text = metadata.get("about", "")
+    about = parse_json(text.encode(), f"{path} (metadata)")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
         raise _damaged(path, "its metadata lacks the settings or the messages")
-    return file, about
+    return file, {**about, "text": text, "sha256": metadata.get("sha256")}

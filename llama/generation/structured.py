@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,12 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # Without this, llguidance allows only one tokenization of text that must come next
 EXACT = '%llguidance {"no_forcing": true}'
 
+# Options of a rule in llguidance's Lark syntax that would be ignored, or would have to remove tokens from the answer
+NOT_SUPPORTED = {
+    "temperature": "set the temperature of the answer instead",
+    "stop": "use suffix=... or lazy instead",
+}
+
 DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allows no token
 
 
@@ -82,7 +89,12 @@ def _regex(source: Any) -> list[dict[str, Any]]:
 
 def _lark(source: Any) -> list[dict[str, Any]]:
     """The answer matches a grammar in llguidance's Lark syntax."""
-    return [{"lark_grammar": f"{_text('grammar', source)}\n{EXACT}"}]
+    text = _text("grammar", source)
+    for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
+        for name, remedy in NOT_SUPPORTED.items():
+            if re.search(rf"\b{name}[ \t]*=", options):
+                raise UsageError(f"the grammar sets {name}= for a rule, which is not supported; {remedy}")
+    return [{"lark_grammar": f"{text}\n{EXACT}"}]
 
 
 def _text(what: str, source: Any) -> str:
