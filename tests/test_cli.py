@@ -252,13 +252,22 @@ def test_right_options_pass(words: str) -> None:
     assert cli.parse(["generate", *words.split()]).command == "generate"
 
 
-def test_every_command_has_help_and_accepts_no_abbreviated_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_one_screen_and_help_all_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Abbreviations of options are not accepted."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parsers = cli.build_parser().commands
     for command in (*cli.COMMANDS, ""):
-        for option, code in (("--help", 0), ("--hel", 2)):
+        for option, code in (("--help", 0), ("--help-all", 0 if command else 2), ("--hel", 2)):
             with pytest.raises(SystemExit) as ended:
                 cli.parse([*command.split(), option])
             out = capsys.readouterr().out
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
+            if option == "--help":
+                assert out.count("\n") <= 50, command
+            elif code == 0:
+                assert all(name in out for name in parsers[command]._option_string_actions)
 
 
 def test_help_imports_one_command_and_nothing_large() -> None:

@@ -40,9 +40,10 @@ Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab com
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     history = "do not read or write the file that keeps the input of earlier chats"
-    arguments.add(parser, ("--system", "TEXT", "the system message"), *arguments.CHAT, ("--no-history", None, history))
+    arguments.add(parser, ("--system", "TEXT", "the system message"), ("--no-history", None, history))
     arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
     arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
+    arguments.add_chat_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
