@@ -189,6 +189,10 @@ class Chat:
             case "/help", "":
                 reply = HELP
             case "/retry", "":
+                if not {**self.llm.sampling, **self.options}.get("temperature", 0):
+                    streams.info(
+                        self.args, "temperature is 0: the seed has no effect; --temperature 0.7 varies answers"
+                    )
                 other_seed = {name: value for name, value in self.options.items() if name != "seed"}
                 self.answer(self.session.messages[: self.last_question() + 1], other_seed)
                 reply = ""
