@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..hub.models import DEFAULT, suggestion
+from ..system.memory import free_memory
 from . import streams
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     elif chat or text:
         shown.write(before + "\n")
     streams.info(args, "stopped" if completion is None else _statistics(args, completion))
+    if args.model == DEFAULT and not args.quiet and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
+        streams.info(args, line)
     return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ..study.steering import ControlVector
     from ..text import Llama
     from ..tokenizer import Tokenizer
+
+SLOW = 5.0  # seconds
 
 
 def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = None) -> Llama:
@@ -104,6 +107,9 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
         *(f"adapter {adapter}" for adapter in adapters),
     ]
     streams.info(args, ", ".join(facts))
+    if args.quantize and seconds > SLOW and not adapters:
+        command = f"clearllama quantize {shlex.quote(args.model)} FOLDER --scheme {args.quantize}"
+        streams.info(args, f"{command} saves the quantized weights; -m FOLDER then loads without quantizing")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))

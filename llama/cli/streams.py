@@ -128,9 +128,11 @@ class Wrapped:
             parts, self.word = [*parts, self.word], ""
         for part in parts:
             size = sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in part)
-            if self.column + size > width and not part.isspace():
-                out.append("\n" * (self.column > 0))
+            if self.column + size > width and self.column > 0:
+                out.append("\n")
                 self.column = 0
+                if part.isspace():
+                    continue
             out.append(part)
             self.column = 0 if part == "\n" else (self.column + size) % width or width
         write("".join(out))
