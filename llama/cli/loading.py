@@ -130,7 +130,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
     set_chat_form(args, llm)
-    raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
+    raw: bool = args.raw or (llm.chat_template is None and llm.chat_format is None)
     for name in ("system", "template_option"):
         if raw and vars(args).get(name):
             option = arguments.option(name)
@@ -140,9 +140,12 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
 
 def why_raw(args: argparse.Namespace, llm: Llama) -> str:
     """Why prompts are continued as plain text."""
-    if args.raw:
+    if getattr(args, "raw", False):
         return "--raw"
-    return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
+    from ..chat import chat_format_of
+
+    format = chat_format_of(llm.tokenizer) or "NAME"
+    return f"the model has no chat template; if it was trained to chat, add --chat-format {format}"
 
 
 def dtype_name(model: Transformer) -> str:
