@@ -109,7 +109,7 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
     streams.info(args, ", ".join(facts))
     if args.quantize and seconds > SLOW and not adapters:
         command = f"clearllama quantize {shlex.quote(args.model)} FOLDER --scheme {args.quantize}"
-        streams.info(args, f"{command} saves the quantized weights; -m FOLDER then loads without quantizing")
+        streams.info(args, f"to quantize once and not at each load: {command}, then -m FOLDER")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
