@@ -34,7 +34,8 @@ NOTE = "<!-- Written by scripts/reference.py. Change the {} and run it again. --
 INDEX = """# Commands
 
 {note}
-`clearllama COMMAND [options]`, or `python -m llama COMMAND [options]`. `clearllama COMMAND --help` lists all options.
+`clearllama COMMAND [options]`, or `python -m llama COMMAND [options]`. `--help` shows the common
+options of a command, `--help-all` all of them.
 
 Standard output contains only the answer: text, or JSON with `--json`. Messages go to standard error.
 

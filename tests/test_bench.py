@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -101,19 +100,3 @@ def test_json_has_the_measurements_and_lines_have_the_keys_of_the_json(
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == list(result)
     assert "0.38M parameters" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--batch", "0"], "--batch must be an integer of at least 1"),
-        (["--batch", "1,2"], "--batch: invalid int value"),
-        (["--quality", "x"], "run clearllama perplexity FILE with and without --quantize"),
-    ],
-)
-def test_usage_errors_are_one_line(file: Path, capsys: Capture, options: list[str], message: str) -> None:
-    with contextlib.suppress(SystemExit):
-        assert main(["bench", "-m", str(file), "-q", *options]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err

@@ -169,7 +169,7 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_converted_folder_of_meta_has_the_chosen_template(meta: Path, tmp_path: Path, to: str) -> None:
     from transformers import AutoTokenizer
 
-    proof = convert(meta, tmp_path / "new", to, chat_template="llama3")
+    proof = convert(meta, tmp_path / "new", to)  # by the name of the folder
     assert proof.warnings == []
     assert open_checkpoint(proof.path).chat_template == TEMPLATES["llama3"]
     before, after = (llama.load(path, device="cpu", dtype="float32") for path in (meta, proof.path))

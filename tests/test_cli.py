@@ -92,24 +92,20 @@ def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path:
     [
         (("generate", "--temperature", "nan", "x"), "temperature"),
         (("generate", "--top-k", "-1", "x"), "--top-k"),
-        (("generate", "--seed", "-1", "x"), "seed"),
         (("generate", "-n", "-1", "x"), "--max-new-tokens"),
         (("generate", "--rope", "spiral", "x"), "--rope"),
         (("generate", "--logprobs", "x"), "--json"),
-        (("generate", "x", "-p", "y"), "twice"),
         (("generate",), "empty"),
         (("generate", "--device", "cuda:99", "x"), "available here: "),
         (("generate", "--dtype", "int3", "x"), "int3"),
         (("generate", "--threads", "0", "x"), "threads"),
-        (("generate", "--max-seq-len", "0", "x"), "--max-seq-len"),
-        (("bench", "--reps", "0"), "--reps"),
         (("pull", "gpt-5"), "or smollm2-135m-instruct"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(
     clearllama: Run, tiny_gguf: Path, args: tuple[str, ...], message: str
 ) -> None:
-    model = ("-m", str(tiny_gguf)) if args and args[0] in ("generate", "bench") else ()
+    model = ("-m", str(tiny_gguf)) if args[0] == "generate" else ()
     result = clearllama(*args, *model, stdin=b"")
     assert result.returncode == 2
     assert message in error_line(result)
@@ -254,13 +250,22 @@ def test_right_options_pass(words: str) -> None:
     assert cli.parse(["generate", *words.split()]).command == "generate"
 
 
-def test_every_command_has_help_and_accepts_no_abbreviated_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_one_screen_and_help_all_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Abbreviations of options are not accepted."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parsers = cli.build_parser().commands
     for command in (*cli.COMMANDS, ""):
-        for option, code in (("--help", 0), ("--hel", 2)):
+        for option, code in (("--help", 0), ("--help-all", 0 if command else 2), ("--hel", 2)):
             with pytest.raises(SystemExit) as ended:
                 cli.parse([*command.split(), option])
             out = capsys.readouterr().out
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
+            if option == "--help":
+                assert out.count("\n") <= 50, command
+            elif code == 0:
+                assert all(name in out for name in parsers[command]._option_string_actions)
 
 
 def test_help_imports_one_command_and_nothing_large() -> None:

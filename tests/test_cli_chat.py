@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
 import signal
 import stat
 import termios
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pexpect.fdpexpect import fdspawn
 
 from llama import loader
 from llama.chat import encode_chat
-from llama.cli import turns
+from llama.cli import streams, turns
 from llama.cli.chat import HELP
 from llama.generation.session import Session, open_session
 from llama.text import Llama
@@ -168,6 +174,33 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     os.kill(chat.pid, signal.SIGTERM)
     assert chat.end("") == 143
     assert termios.tcgetattr(chat.side) == chat.before
+
+
+def test_lines_typed_during_an_answer_are_turns_of_their_own(start: Start, letters: Path, tmp_path: Path) -> None:
+    chat = start("-m", letters, *GREEDY, "-n", "300")
+    chat.child.send("one" + ENTER)
+    chat.child.expect_exact("aaaa")
+    chat.child.send(f"two{ENTER}/undo{ENTER}three{ENTER}/save {tmp_path / 'talk'}{ENTER}")
+    chat.child.expect_exact("saved")
+    chat.prompt()
+    chat.child.send("/und\t")
+    chat.child.expect_exact("o")  # completed
+    assert questions(tmp_path / "talk") == ["one", "three"]
+
+
+@settings(max_examples=50)
+@given(st.text("ab ", max_size=200) | st.text("ab 語", max_size=200), st.integers(10, 30))
+def test_a_terminal_breaks_lines_between_words(text: str, width: int) -> None:
+    text = " ".join(text.split())
+    lines = io.StringIO()
+    lines.isatty = lambda: True  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(lines), mock.patch.dict(os.environ, COLUMNS=str(width)):
+        shown = streams.Wrapped()
+        for piece in [*re.findall(".{1,4}", text), "\n"]:
+            shown.write(piece)
+    if "語" not in text and max(map(len, text.split()), default=0) <= width:  # textwrap counts it as one column
+        assert [line.rstrip() for line in lines.getvalue().splitlines()] == (textwrap.wrap(text, width) or [""])
+    assert "".join(lines.getvalue().split()) == "".join(text.split())
 
 
 # ------------------------------------------------------------------------------------------------------------ a pipe

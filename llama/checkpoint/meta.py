@@ -113,10 +113,12 @@ class MetaCheckpoint(Checkpoint):
         return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""
+        """The format of the vocabulary if the folder's name contains "instruct" or "chat", which no file states."""
         from ..chat import chat_format_of
 
-        return chat_format_of(tokenizer)
+        folder = self.path.absolute()
+        name = str(folder) if folder.name == "original" else folder.name  # of a repository on the hub
+        return chat_format_of(tokenizer) if re.search("(?i)instruct|chat", name) else None
 
     # ----------------------------------------------------------------------------------------------------- tensors
     def _match_names(self) -> dict[str, tuple[str, int | None]]:

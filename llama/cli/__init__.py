@@ -85,16 +85,32 @@ class Formatter(argparse.HelpFormatter):
         super().add_usage(usage, shown, [], prefix)
 
 
+class HelpAll(argparse._HelpAction):
+    """--help-all: the help with every group of options."""
+
+    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
+        parser.rare = ()
+        super().__call__(parser, *_, **__)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with usage errors on one line, and without abbreviations of options."""
 
     commands: dict[str, Parser]  # of the main parser
+    rare: Collection[str] = arguments.RARE  # titles of the groups that --help leaves out
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False, formatter_class=Formatter)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
+
+    def format_help(self) -> str:
+        hidden = [group for group in self._action_groups if group.title in self.rare]
+        if hidden:
+            self._action_groups = [group for group in self._action_groups if group not in hidden]
+            self.epilog = f"--help-all also shows: {', '.join(str(group.title) for group in hidden)}"
+        return super().format_help()
 
 
 def build_parser(names: Collection[str] = COMMANDS) -> Parser:
@@ -114,6 +130,7 @@ def build_parser(names: Collection[str] = COMMANDS) -> Parser:
             command.description = module.__doc__
             command.set_defaults(run=module.run)
             module.add_options(command)
+            command.add_argument("--help-all", action=HelpAll, help="show all options and exit")
     return parser
 
 

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..hub.models import DEFAULT, suggestion
+from ..system.memory import free_memory
 from . import streams
 
 if TYPE_CHECKING:
@@ -29,13 +31,13 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
 
     Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
-    chat, text, completion = args.command == "chat", "", None
+    chat, text, completion, shown = args.command == "chat", "", None, streams.Wrapped()
     bar = streams.progress(args.quiet, "tok", leave=False, delay=DELAY)  # it is removed when the answer begins
     stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
     with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
             if not args.json:
-                streams.write(before + piece.text)
+                shown.write(before + piece.text)
                 before = ""
             text += piece.text
             completion = piece.completion
@@ -43,8 +45,10 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
         fields = {"text": text, "finish_reason": "interrupted"} if completion is None else as_dict(completion)
         streams.write_json({"prompt": prompt, **fields})
     elif chat or text:
-        streams.write(before + "\n")
+        shown.write(before + "\n")
     streams.info(args, "stopped" if completion is None else _statistics(args, completion))
+    if args.model == DEFAULT and not args.quiet and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
+        streams.info(args, line)
     return text
 
 

@@ -19,6 +19,10 @@ from . import streams
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 MANY = {"action": "append"}  # an option that may be repeated
+RARE = (  # titles of the groups of options that only --help-all shows
+    *("chat format", "other options", "advanced sampling", "structured output", "session"),
+    *("speculative decoding", "steering", "advanced model options", "RoPE", "several processes"),
+)
 
 # Options of several commands, as rows for `add`
 ADAPTER = (
@@ -36,20 +40,6 @@ KV_CACHE = (
     "--kv-cache",
     ["model", "int8"],
     "store keys and values in the model's dtype, or in int8, half the memory of 16 bits (default: model)",
-)
-CHAT = (
-    (
-        "--chat-format",
-        ["auto", "jinja", "llama2", "llama3"],
-        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
-        " without a template (default: auto, the template if there is one)",
-    ),
-    (
-        "--template-option",
-        "NAME=VALUE",
-        "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
-        {**MANY, "default": []},
-    ),
 )
 
 
@@ -97,25 +87,27 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     optional  the command also works without a model, so that --model has no default
     dtype     the default of --dtype; None for the fastest dtype of the device
     """
-    group = parser.add_argument_group("model")
-    default = " (default: %(default)s; the environment variable CLEARLLAMA_MODEL sets it)"
+    default = " (default: %(default)s; CLEARLLAMA_MODEL sets it)"
     model = (
-        "a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the Hugging Face hub, which"
-        f" is downloaded on first use{'' if optional else default}"
+        "a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the hub"
+        f"{'' if optional else default}"
     )
-    devices = "cpu, cuda, cuda:1, mps; cuda:0,cuda:1 puts layers on both (default: auto)"
-    dtypes = f"float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest on the device'})"
-    schemes = "quantize while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)"
+    devices = "cpu, mps, cuda, or cuda:0,cuda:1 (default: auto)"
+    dtypes = f"float32, bfloat16, float16 (default: {dtype or 'the fastest'})"
+    schemes = "int8 or int4; clearllama quantize --list shows more"
     add(
-        group,
+        parser.add_argument_group("model"),
         ("--model -m", "PATH_OR_NAME", model, {"default": None if optional else default_model()}),
-        ADAPTER,
-        TOKENIZER,
         ("--device", "DEVICE", devices, {"default": "auto"}),
         ("--dtype", "DTYPE", dtypes, {"default": dtype or "auto"}),
         ("--quantize", "SCHEME", schemes),
-        ("--compile", None, "compile the decoding step: about 20 s the first time"),
         ("--max-seq-len", "N", "context length in tokens (default: the model's)"),
+    )
+    add(
+        parser.add_argument_group("advanced model options"),
+        ADAPTER,
+        TOKENIZER,
+        ("--compile", None, "compile the decoding step: about 20 s the first time"),
         KV_CACHE,
         ("--gpu-layers", "K", "put only the last K layers on the GPU"),
         ("--threads", "N", "CPU threads (default: one per usable core)"),
@@ -135,15 +127,31 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     )
 
 
-def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
-    """Add PROMPT, --prompt and --file. `what` is the word for it in the help."""
-    file = f"add the text of FILE to the {what}; '-' is standard input; may be repeated (docs/guides/prompts.md)"
-    text = f"the {what}; without PROMPT, or if it is '-', standard input is read"
+def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> argparse._ActionsContainer:
+    """Add PROMPT, --prompt and --file, and return the group of rare options. `what` is the word for it in the help."""
+    file = f"add a file's text to the {what}; '-' is standard input; may be repeated (docs/guides/prompts.md)"
+    text = f"the {what}; '-' or none: standard input"
     add(
         parser,
         ("text", "PROMPT", text, {"nargs": "?"}),
-        ("--prompt -p", "PROMPT", "the prompt, as an option instead of an argument"),
         ("--file -f", "FILE", file, MANY),
+    )
+    others = parser.add_argument_group("other options")
+    add(others, ("--prompt -p", "PROMPT", f"the {what}, as an option instead of an argument"))
+    return others
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how messages are encoded."""
+    formats = (
+        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
+        " without a template (default: auto, the template if there is one)"
+    )
+    variable = "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated"
+    add(
+        parser.add_argument_group("chat format"),
+        ("--chat-format", ["auto", "jinja", "llama2", "llama3"], formats),
+        ("--template-option", "NAME=VALUE", variable, {**MANY, "default": []}),
     )
 
 
@@ -153,10 +161,8 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
     A sampling option that is not set is None: the checkpoint's default or the fallback applies.
     """
     group = parser.add_argument_group
-    order = (
-        "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed. The defaults"
-        f" come from the checkpoint's generation_config.json; without that file: {fallback}"
-    )
+    defaults = f"defaults: those of the checkpoint's generation_config.json, else {fallback}"
+    order = "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed"
     grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
     sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
     drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
@@ -168,22 +174,26 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         " (docs/guides/several-devices.md)"
     )
     most = "maximum number of new tokens (default: %(default)s)"
-    numbers = [
-        (
+    numbers = {
+        name: (
             option(name) + " --temp" * (name == "temperature"),
             "N" if isinstance(field.default, int) else "X",
             field.metadata["about"],
         )
         for name, field in OPTIONS.items()
-    ]
+    }
     add_model_options(parser)
     add(
-        group("sampling", order),
+        group("sampling", defaults),
         ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
-        *numbers,
-        ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
+        *(numbers.pop(name) for name in ("temperature", "top_p")),
         ("--seed", "N", "the same seed gives the same tokens (default: random)"),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
+    )
+    add(
+        group("advanced sampling", order),
+        *numbers.values(),
+        ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--min-tokens", "N", "do not end the answer before it has N tokens", {"default": 0}),
         ("--ignore-eos", None, "do not end the answer before --max-new-tokens"),
     )

@@ -40,9 +40,10 @@ Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab com
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     history = "do not read or write the file that keeps the input of earlier chats"
-    arguments.add(parser, ("--system", "TEXT", "the system message"), *arguments.CHAT, ("--no-history", None, history))
+    arguments.add(parser, ("--system", "TEXT", "the system message"), ("--no-history", None, history))
     arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
     arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
+    arguments.add_chat_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     options["draft"] = loading.load_draft(args, llm)
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
-        raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
+        raise TemplateError(f"{loading.why_raw(args, llm)}; else use clearllama generate")
     if llm.chat_format is not None:
         streams.info(args, f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
@@ -188,6 +189,10 @@ class Chat:
             case "/help", "":
                 reply = HELP
             case "/retry", "":
+                if not {**self.llm.sampling, **self.options}.get("temperature", 0):
+                    streams.info(
+                        self.args, "temperature is 0: the seed has no effect; --temperature 0.7 varies answers"
+                    )
                 other_seed = {name: value for name, value in self.options.items() if name != "seed"}
                 self.answer(self.session.messages[: self.last_question() + 1], other_seed)
                 reply = ""

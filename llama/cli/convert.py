@@ -48,7 +48,7 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that writes a checkpoint."""
     template = (
         "the chat template to write: llama2, llama3, none, or a Jinja file (default: auto, the source's"
-        " template; Meta's format has none)"
+        " template; for Meta's format, the built-in one if the folder's name contains instruct or chat)"
     )
     arguments.add(
         parser,

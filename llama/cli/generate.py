@@ -15,32 +15,30 @@ from . import answers, arguments, loading, ranks, streams
 if TYPE_CHECKING:
     from ..text import Llama
 
-BATCH = (
-    'one JSON object per line, {"prompt": "..."} or {"messages": [...]}, with an "id" and options of its own if wanted'
-    " (docs/guides/batches.md). The answers are JSON lines in the same order. With --output, the same command resumes"
-    " an interrupted run"
-)
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_prompt_options(parser)
+    prompts = 'JSON lines {"prompt": TEXT} or {"messages": [...]}, with own options (docs/guides/batches.md)'
+    others = arguments.add_prompt_options(parser)
     arguments.add(
         parser,
         ("--system", "TEXT", "a system message"),
         ("--raw", None, "continue the prompt without a chat template"),
-        ("--parse-special", None, "with --raw: control strings in the prompt, such as <|im_end|>, are control tokens"),
-        ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
-        ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
-        *arguments.CHAT,
     )
     keys = "prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
     arguments.add_output_options(parser, json=f"one JSON object: {keys}")
     arguments.add_generation_options(parser, max_new_tokens=256, fallback="greedy")
+    arguments.add_chat_options(parser)
     arguments.add(
-        parser.add_argument_group("many prompts", BATCH),
-        ("--prompts", "FILE", "the file of prompts; '-' is standard input"),
-        ("--output", "FILE", "the file for the answers (default: '-', standard output)"),
+        others,
+        ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
+        ("--parse-special", None, "with --raw: control strings in the prompt, such as <|im_end|>, are control tokens"),
         ("--batch-size", "N", "number of prompts to run at once (default: 16)"),
+        ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
+    )
+    arguments.add(
+        parser.add_argument_group("many prompts"),
+        ("--prompts", "FILE", prompts),
+        ("--output", "FILE", "the answers as JSON lines (default: standard output)"),
     )
 
 

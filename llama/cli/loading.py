@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ..study.steering import ControlVector
     from ..text import Llama
     from ..tokenizer import Tokenizer
+
+SLOW = 5.0  # seconds
 
 
 def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = None) -> Llama:
@@ -104,6 +107,9 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
         *(f"adapter {adapter}" for adapter in adapters),
     ]
     streams.info(args, ", ".join(facts))
+    if args.quantize and seconds > SLOW and not adapters:
+        command = f"clearllama quantize {shlex.quote(args.model)} FOLDER --scheme {args.quantize}"
+        streams.info(args, f"to quantize once and not at each load: {command}, then -m FOLDER")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
@@ -124,7 +130,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
     set_chat_form(args, llm)
-    raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
+    raw: bool = args.raw or (llm.chat_template is None and llm.chat_format is None)
     for name in ("system", "template_option"):
         if raw and vars(args).get(name):
             option = arguments.option(name)
@@ -134,9 +140,12 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
 
 def why_raw(args: argparse.Namespace, llm: Llama) -> str:
     """Why prompts are continued as plain text."""
-    if args.raw:
+    if getattr(args, "raw", False):
         return "--raw"
-    return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
+    from ..chat import chat_format_of
+
+    format = chat_format_of(llm.tokenizer) or "NAME"
+    return f"the model has no chat template; if it was trained to chat, add --chat-format {format}"
 
 
 def dtype_name(model: Transformer) -> str:

@@ -48,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from ..engine.linears import kept_dtype
     from ..engine.runtime import pick_dtype
     from ..tools import plan
     from ..weights import memory_footprint, plan_weights
@@ -57,16 +58,18 @@ def run(args: argparse.Namespace) -> int:
     on_cpu, dtype = gpu.name == "cpu", args.dtype or "bfloat16"
     if on_cpu and not args.dtype:
         dtype = str(pick_dtype(None, torch.device("cpu"))).removeprefix("torch.")
-    size = plan.DTYPE_BYTES[dtype]
+    device = torch.device("cpu" if on_cpu else "cuda")
+    size = weight_size = plan.DTYPE_BYTES[dtype]
+    if checkpoint is None or checkpoint.stored("layers.0.attention.wq.weight") in ("BF16", "F16"):
+        weight_size = kept_dtype(torch.bfloat16, getattr(torch, dtype), device).itemsize
     sizes: dict[str | None, Mapping[str, float]] = {}
     if checkpoint is not None:
-        device = torch.device("cpu" if on_cpu else "cuda")
         stored = plan_weights(checkpoint, lambda _: device, None, keep_blocks=True)
         if any(weight.format for weight in stored.values()):
             kept = {w.source: memory_footprint(checkpoint, w, getattr(torch, dtype)) for w in stored.values()}
             sizes[AS_STORED] = kept
     for scheme in dict.fromkeys((None, "int8", "int4", args.quantize)):
-        sizes[scheme] = plan.weight_bytes(config, scheme, size)
+        sizes[scheme] = plan.weight_bytes(config, scheme, weight_size)
     kind = args.quantize if args.quantize or args.dtype or AS_STORED not in sizes else AS_STORED
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     request = plan.Run(config, sizes[kind], args.batch, context, count, size, args.kv_cache)

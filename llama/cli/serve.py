@@ -38,10 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--name", "NAME", "the model's name in requests (default: the name of its file or folder)"),
         *((option, "N", f"{help} (default: %(default)s)", {"default": n}) for option, (n, *_, help) in NUMBERS.items()),
         ("--cors-origin", "ORIGIN", origin, {**arguments.MANY, "default": []}),
-        *arguments.CHAT,
     )
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
+    arguments.add_chat_options(parser)
     arguments.add_steer_options(parser)
 
 

@@ -22,10 +22,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--negative", "TEXT", "the prompt to move from", needed),
         ("--output -o", "FILE", "the file to write (.gguf)", {"type": Path, "required": True}),
         ("--raw", None, "use the prompts as plain text, without a chat template"),
-        *arguments.CHAT,
     )
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
+    arguments.add_chat_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

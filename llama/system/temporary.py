@@ -9,20 +9,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-DAY = 86_400  # seconds
 
 
 @contextlib.contextmanager
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary folder in `folder` and remove it on exit, and those that killed processes left days ago."""
-    for left in folder.glob(f"{prefix}-*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime > DAY:
-                shutil.rmtree(left)
+    """Make a temporary folder in `folder` and remove it on exit."""
     with tempfile.TemporaryDirectory(
         prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True
     ) as work:

@@ -214,9 +214,8 @@ def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
     except TokenizerError as error:  # missing or damaged; the tokenizer of another model is a CheckpointError
         warnings.append(f"no tokenizer was written: {error}")
     template = pick_template(checkpoint, tokenizer, chat_template)
-    fits = checkpoint.chat_format(tokenizer) if tokenizer and template is None and chat_template == "auto" else None
-    if fits is not None:
-        warnings.append(f"wrote no chat template, since the source has none; for a chat model: --chat-template {fits}")
+    if tokenizer and template is None and chat_template == "auto" and checkpoint.format == "Meta":
+        warnings.append("wrote no chat template; for a model that was trained to chat, add --chat-template")
     model = Model(
         config=checkpoint.config,
         shapes=checkpoint.shapes,
@@ -235,7 +234,7 @@ def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: s
     if choice == "none" or tokenizer is None:
         return None
     if choice == "auto":
-        return checkpoint.chat_template
+        return checkpoint.chat_template or TEMPLATES.get(checkpoint.chat_format(tokenizer) or "")
     if choice in TEMPLATES:
         check_format(choice, tokenizer)
         return TEMPLATES[choice]
