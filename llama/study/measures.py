@@ -88,14 +88,6 @@ def sinusoids(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (N, d)
 
 
-def rotation_matrix(angles: Tensor) -> Tensor:
-    """The rotation as a matrix (arXiv:2104.09864, equation 15), from the angles (D/2,) of a position: (D, D).
-
-    Block-diagonal: pair i is rotated by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
-    """
-    return rotated(torch.eye(2 * len(angles)), angles).T  # column by column: the rotated unit vectors
-
-
 def diagonal_spread(scores: Tensor) -> float:
     """Largest difference between two scores of the same distance, for scores (N, N); 0 if only distance matters."""
     n = scores.shape[0]

@@ -234,11 +234,9 @@ def test_the_command_makes_a_vector_and_generate_applies_it(
     [
         (("generate", "x", "--steer", "FILE", "--compile"), "leave --compile out"),
         (("generate", "x", "--steer-scale", "2"), "need --steer FILE"),
-        (("chat", "--steer-layers", "0:1"), "need --steer FILE"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:1"), "no direction for these layers"),
         (("generate", "x", "--steer", "FILE", "--steer-layers", "0:9"), "END at most 2"),
         (("steer", "--positive", "a", "--positive", "b", "--negative", "c", "-o", "NEW"), "got 2 --positive, but 1"),
-        (("steer", "--positive", "a", "--negative", "c", "-o", "NEW", "--compile"), "leave --compile out"),
         (("steer", "--positive", "a", "--negative", "c", "-o", "/nowhere/at.all"), "existing folder"),
     ],
 )

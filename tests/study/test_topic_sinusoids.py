@@ -74,9 +74,3 @@ def test_sinusoids_reports_the_wavelengths_and_that_only_sines_shift() -> None:
 def test_a_table_of_odd_or_no_width_is_refused(width: int) -> None:
     with pytest.raises(UsageError, match="must be even and at least 2"):
         measures.sinusoids(torch.arange(3), width)
-
-
-@pytest.mark.parametrize("name", ["heatmap", "binary", "shift"])
-def test_a_removed_topic_names_its_successor(name: str) -> None:
-    with pytest.raises(UsageError, match="clearllama study sinusoids"):
-        topics.find(name)
