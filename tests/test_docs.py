@@ -40,17 +40,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def table(page: str, heading: str, start: str = "|") -> list[dict[str, str]]:
-    """The rows of the first table after a heading whose first line begins with `start`, as column -> cell."""
+def table(page: str, heading: str) -> list[dict[str, str]]:
+    """The rows of the first table after a heading, as column -> cell."""
     text = (DOCS / page).read_text()
-    lines = text[text.index(heading) :].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(start))
-    rows = []
-    for line in lines[first:]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return [dict(zip(rows[0], cells, strict=True)) for cells in rows[2:]]
+    found = re.search(r"(?:^\|.*\n)+", text[text.index(heading) :], re.MULTILINE)
+    assert found, heading
+    names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines())
+    return [dict(zip(names, cells, strict=True)) for cells in rows]
 
 
 # ------------------------------------------------------------------------------------------------------------ links

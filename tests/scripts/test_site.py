@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import llama
 from llama import study
 
@@ -16,18 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture(autouse=True)
-def _default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CLEARLLAMA_MODEL", raising=False)  # a default in the help texts
-
-
-def read(file: Path) -> str:
-    return file.read_text()
-
-
 # --------------------------------------------------------------------------------------------------------- reference
 def test_each_public_name_is_in_the_reference() -> None:
-    page = read(reference.PYTHON)
+    page = reference.PYTHON.read_text()
     assert {name for name in (*llama.__all__, *study.__all__) if not re.search(rf"\b{name}\b", page)} <= {
         "__version__",
         "LlamaError",
@@ -52,7 +41,7 @@ def test_links_to_files_that_the_site_has_not_become_text_and_others_stay() -> N
 
 
 def test_a_figure_becomes_one_image_for_each_palette() -> None:
-    lesson = read(DOCS / "learn" / "04-rope-from-one-demand.md")
+    lesson = (DOCS / "learn" / "04-rope-from-one-demand.md").read_text()
     made = translate(lesson)
     names = re.findall(r'src="figures/(\w+)-light\.svg"', lesson)
     assert names == re.findall(r"\(figures/(\w+)-light\.svg#only-light\)", made)

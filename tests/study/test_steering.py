@@ -186,8 +186,6 @@ def test_llama_cpp_gives_the_same_logits(default_float32: Path, tmp_path: Path, 
         found = llm.model(torch.tensor([ids]))[0]
     plain = llm.model(torch.tensor([ids]))[0]
     expected = logits_of_llama_cpp(default_float32, path, scale, ids)
-    print(f"scale {scale}: steering moves logits by {(found - plain).abs().max():.2f}, llama.cpp differs by", end=" ")
-    print(f"{(found - expected).abs().max():.1e}")
     assert (float((found - plain).abs().max()) > 1) == (scale != 0)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
 

@@ -78,25 +78,6 @@ def test_scale_takes_settings_and_frequencies_from_a_checkpoint(
     assert report.tables[1].title == "of 16 pairs, 10 make less than a turn in training"
 
 
-def test_dynamic_is_shown_at_the_full_length(scaled: Path) -> None:
-    """Its frequencies depend on the length; the table shows those at the model's full context."""
-    config = json.loads((scaled / "config.json").read_text())
-    config |= {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 128}
-    (scaled / "config.json").write_text(json.dumps(config))
-    data = scale.divisor_data(model=str(scaled))
-    assert data["divisor"][-1] == pytest.approx(4 * 4 - 3, rel=1e-5)  # f n / L - (f - 1) at n = 4 L
-
-
-@pytest.mark.parametrize("factor", [1.5, 3.3, 4.0])
-def test_only_ntk_aware_leaves_a_trained_arc(factor: float) -> None:
-    data = find("scale").figure("seen_arc").data(factor=factor)
-    new = data["met"] > data["seen"] * (1 + 1e-6)
-    assert set(data["method"][new]) == {"unscaled", "NTK-aware"}
-    slow = data["pair"] >= 41
-    assert new[(data["method"] == "unscaled") & slow].all()
-    assert not new[~slow].any()
-
-
 @pytest.mark.parametrize(
     "options",
     [
