@@ -20,16 +20,9 @@ from ..rope_scaling import inverse_frequencies
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def frequencies(
-    dim: int,
-    theta: float = 10000.0,
-    scaling: Mapping[str, Any] | None = None,
-    *,
-    seq_len: int | None = None,
-    max_seq_len: int | None = None,
-) -> Tensor:
+def frequencies(dim: int, theta: float = 10000.0, scaling: Mapping[str, Any] | None = None) -> Tensor:
     """`inverse_frequencies` without the attention factor: (D/2,), the library's float32 values as float64."""
-    return inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=max_seq_len)[0].double()
+    return inverse_frequencies(dim, theta, scaling)[0].double()
 
 
 def stretching(kind: str, factor: float) -> dict[str, Any]:

@@ -32,8 +32,9 @@ def table(n: int, d: int, base: float) -> np.ndarray:
 def test_order_without_positions_a_word_keeps_its_output_in_all_24_orders() -> None:
     embeddings, *weights = order.drawn(8)
     x, wq, wk, wv = (part.numpy() for part in (embeddings, *weights))
-    nothing = encodings.make("none", 8, 8)
-    plain = encodings.attend(nothing, embeddings, weights[0], weights[1], weights[2], torch.arange(4)).numpy()
+    plain = encodings.attend(
+        encodings.Encoding(), embeddings, weights[0], weights[1], weights[2], torch.arange(4)
+    ).numpy()
     np.testing.assert_allclose(plain, outputs(x, wq, wk, wv, causal=False), atol=1e-12)
     for other in map(list, permutations(range(4))):
         np.testing.assert_allclose(outputs(x[other], wq, wk, wv, causal=False), plain[other], atol=1e-12)
