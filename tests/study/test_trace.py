@@ -260,6 +260,14 @@ def test_two_scalings_are_compared_on_one_text(tiny_llm: Llama) -> None:
     assert "compared with: rope scaling linear, factor 4.0" in tracing.summary(found)
 
 
+def test_the_lens_says_from_which_layer_on_the_answer_stays(tiny_llm: Llama) -> None:
+    found = facts(tiny_llm.model, tiny_llm, IDS)
+    where = {(1, 1, 1): "already in the embedding", (3, 1, 1): "from layer 0", (1, 2, 1): "from layer 1"}
+    for ranks, expected in where.items():
+        found["lens"]["rank"] = [[rank] for rank in ranks]  # of the last token, after the embedding and each layer
+        assert f"is the most probable {expected}" in tracing.summary(found)
+
+
 def test_every_token_has_a_visible_text(tiny_llm: Llama) -> None:
     tokenizer = tiny_llm.tokenizer
     assert [tracing.spelled(tokenizer, id) for id in tokenizer.encode("hello é")] == ["hello", " ", "<0xC3>", "<0xA9>"]
@@ -366,6 +374,24 @@ def test_the_script_unpacks_the_maps_with_one_byte_of_precision(v8: MiniRacer) -
     for index in np.ndindex(2, 3, 5, 5):
         found = v8.eval(f"root(bytes, 5, 3, {', '.join(map(str, index))})")
         assert found == pytest.approx(math.sqrt(float(weights[index])), abs=0.5 / 255 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("[share(0.98), share(0.0123), share(0), share(0.00004)].join()", "0.98,0.012,0,4e−5"),
+        ("[figures(12345.6), figures(0.1234), figures(0.00001)].join(' ')", "12,346 0.123 1.00e−5"),
+        ("JSON.stringify(niceTicks(0, 0.83, 4, true))", "[0,0.5,1]"),
+        ("JSON.stringify(niceTicks(0, 63, 8))", "[0,10,20,30,40,50,60]"),
+        ("[visible(' a\\n'), visible(''), visible('\\u202eab'), visible('猫')].join()", "·a⏎,∅,U+202Eab,猫"),
+        ("headline('The capital of France is', ' Paris').join(' → ')", "The capital of France is → Paris"),
+        ("headline('word '.repeat(99), ' x')[0]", "… " + "word " * 13 + "word"),
+        ("JSON.stringify(largest([[-3, -1], [-2, -5]]))", "[0,1]"),
+        ("JSON.stringify(runningMean([9, 1, 3, 8], 2))", "[0,1,2,5.5]"),
+    ],
+)  # fmt: skip
+def test_the_script_formats_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:
+    assert v8.eval(call) == expected
 
 
 # ------------------------------------------------------------------------------------------------------- the command
