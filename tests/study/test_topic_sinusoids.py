@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from llama.errors import UsageError
 from llama.study import encodings, measures, topics
 from llama.study.topics import order, sinusoids
 
@@ -69,9 +68,3 @@ def test_sinusoids_reports_the_wavelengths_and_that_only_sines_shift() -> None:
     assert triangles == pytest.approx(0.19)
     waves_of = sinusoids.triangles(torch.arange(50), 8).numpy()
     np.testing.assert_allclose(waves_of, np.arcsin(table(50, 8, 10000.0)) * 2 / np.pi, atol=1e-6)
-
-
-@pytest.mark.parametrize("width", [-2, 0, 1, 3])
-def test_a_table_of_odd_or_no_width_is_refused(width: int) -> None:
-    with pytest.raises(UsageError, match="must be even and at least 2"):
-        measures.sinusoids(torch.arange(3), width)
