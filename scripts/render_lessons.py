@@ -7,9 +7,9 @@
 A lesson is a Markdown file. Its ```python blocks are its cells and run in order, in one process and one namespace.
 After each block stands what it printed and the figure that its last line returned, between two comments; this part is
 replaced by every run. A comment that begins with <!-- check and ends with a line --> holds assertions: they run like a
-cell, and no reader sees them. A line <!-- figure NAME --> shows a picture of scripts/lesson_figures.py. Figures go to
-docs/learn/figures, light and dark, notebooks to docs/learn/notebooks. In docs/learn/explain.md the output of each
-`$ clearllama` command is replaced.
+cell, but no reader sees them, and later blocks don't see their names. A line <!-- figure NAME --> shows a picture of
+scripts/lesson_figures.py. Figures go to docs/learn/figures, light and dark, notebooks to docs/learn/notebooks. In
+docs/learn/explain.md the output of each `$ clearllama` command is replaced.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ CELL = re.compile(
 )
 CONSOLE = re.compile(r"(?<=^```console\n)\$ clearllama (.*)\n(?:.*\n)*?(?=^```$)", re.MULTILINE)
 VOLATILE = re.compile(r"(?<=difference )\d\.\de[+-]\d\d|(?<=\.py:)\d+")  # rounding errors and line numbers in `explain`
+
+INSTALL = "# once: pip install -e '.[study]' in a checkout, or pip install 'FILE.whl[study]'"
 
 
 @dataclass
@@ -83,30 +85,33 @@ def parse(text: str) -> list[Cell]:
 
 
 def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
-    """Run the code cells in order and fill in their results. Returns the names that they defined."""
+    """Run the cells in order and fill in their results. Returns the names that the code defined.
+
+    A check sees all names, and code only those of code: a notebook has no checks.
+    """
     names: dict[str, Any] = {"__name__": name}
+    hidden: dict[str, Any] = {}  # what the checks defined
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the results must not depend on the machine's cores
     torch.set_printoptions(profile="default")
     try:
         for number, cell in enumerate(cell for cell in cells if cell.kind in ("code", "check")):
             file = f"{name}, cell {number}"
-            linecache.cache[file] = (
-                len(cell.source),
-                None,
-                cell.source.splitlines(keepends=True),
-                file,
-            )  # for tracebacks
+            lines = cell.source.splitlines(keepends=True)
+            linecache.cache[file] = (len(cell.source), None, lines, file)  # for tracebacks
             tree = ast.parse(cell.source, file)
             last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             with redirect_stdout(io.StringIO()) as out:
-                exec(compile(tree, file, "exec"), names)
-                value = eval(compile(ast.Expression(last.value), file, "eval"), names) if last else None
+                visible = names if cell.kind == "code" else {**hidden, **names}
+                exec(compile(tree, file, "exec"), visible)
+                value = eval(compile(ast.Expression(last.value), file, "eval"), visible) if last else None
                 if isinstance(value, Figure):
                     cell.figures = [value]
                 elif value is not None:
                     print(repr(value))
             cell.printed = out.getvalue()
+            if cell.kind == "check":
+                hidden = visible
     finally:
         torch.set_num_threads(threads)
         torch.set_printoptions(profile="default")
@@ -135,8 +140,8 @@ def markdown(cells: list[Cell], stem: str) -> str:
 
 
 def notebook(cells: list[Cell]) -> str:
-    """The lesson as a notebook without results, for a checkout; its links are relative to docs/learn/notebooks."""
-    made = [_notebook_cell("code", "# once, in a checkout: pip install -e '.[study]'")]
+    """The lesson as a notebook without results; its links and pictures are relative to docs/learn/notebooks."""
+    made = [_notebook_cell("code", INSTALL)]
     for cell in cells:
         text = cell.source.strip("\n")
         if cell.kind == "figure":

@@ -40,17 +40,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def table(page: str, heading: str, start: str = "|") -> list[dict[str, str]]:
-    """The rows of the first table after a heading whose first line begins with `start`, as column -> cell."""
+def table(page: str, heading: str) -> list[dict[str, str]]:
+    """The rows of the first table after a heading, as column -> cell."""
     text = (DOCS / page).read_text()
-    lines = text[text.index(heading) :].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(start))
-    rows = []
-    for line in lines[first:]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return [dict(zip(rows[0], cells, strict=True)) for cells in rows[2:]]
+    found = re.search(r"(?:^\|.*\n)+", text[text.index(heading) :], re.MULTILINE)
+    assert found, heading
+    names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines())
+    return [dict(zip(names, cells, strict=True)) for cells in rows]
 
 
 # ------------------------------------------------------------------------------------------------------------ links
@@ -139,14 +135,11 @@ def check(block: str, folder: Path, clearllama: Run, env: dict[str, str] | None 
         assert result.stdout.decode().splitlines() == shown_answer, first
 
 
-def fast() -> list[object]:
-    """The blocks without the default model, as test cases."""
-    chosen = [block for block in SHOWN if not uses_default_model(block)]
-    slow = {True: pytest.mark.slow, False: ()}
-    return [pytest.param(b, id=b.splitlines()[0][2:70], marks=slow["clearllama pull" in b]) for b in chosen]
-
-
-@pytest.mark.parametrize("block", fast())
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=pytest.mark.slow) if uses_default_model(b) or "clearllama pull" in b else b for b in SHOWN],
+    ids=lambda block: block.splitlines()[0][2:70],
+)
 def test_commands_print_what_is_shown(
     block: str, folder: Path, tmp_path: Path, clearllama: Run, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -172,22 +165,13 @@ def test_commands_print_what_is_shown(
         "are free on this machine" in block and (room := free_memory()) and room.bytes > 100 * 2**30
     ):
         pytest.skip("this machine has what the page's machine lacks")
+    elif "CXX=" in block:  # the cache has compiled kernels, which would be used
+        from llama.hub import models
+
+        (tmp_path / models.FILE).symlink_to(models.resolve())
+        check(block, folder, clearllama, {"CLEARLLAMA_CACHE": str(tmp_path)})
     else:
-        check(block, folder, clearllama)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in SHOWN if uses_default_model(block)])
-def test_commands_with_the_default_model_print_what_is_shown(
-    block: str, folder: Path, tmp_path: Path, clearllama: Run
-) -> None:
-    from llama.hub import models
-
-    cache = cache_folder()
-    if "CXX=" in block:  # compiled kernels would be used
-        cache = tmp_path
-        (cache / models.FILE).symlink_to(models.resolve())
-    check(block, folder, clearllama, {"CLEARLLAMA_CACHE": str(cache)})
+        check(block, folder, clearllama, {"CLEARLLAMA_CACHE": str(cache_folder())})
 
 
 # Pages whose Python code needs a service or a package that the tests do not have

@@ -1,7 +1,14 @@
-// Draw the formulas that arithmatex has marked: \( .. \) in lines, \[ .. \] on lines of their own.
+// Draw the formulas that arithmatex has marked: \( .. \) in lines, \[ .. \] on lines of their own. A point or a comma
+// after a formula moves into its last part, or a line could begin with it.
 for (const element of document.querySelectorAll(".arithmatex")) {
   const text = element.textContent;
   katex.render(text.slice(2, -2), element, { displayMode: text.startsWith("\\["), throwOnError: false });
+  const after = element.nextSibling, mark = after?.nodeValue?.match(/^[.,;:)?]+/)?.[0];
+  const last = [...element.querySelectorAll(".katex-base")].pop();
+  if (mark && last) {
+    last.append(mark);
+    after.nodeValue = after.nodeValue.slice(mark.length);
+  }
 }
 
 // Short code, such as --top-p, does not break after a hyphen.

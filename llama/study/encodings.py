@@ -19,7 +19,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checks import choice
 from ..errors import ContextLengthError
 from .measures import frequencies, sinusoids, turn
 
@@ -43,11 +42,8 @@ class Encoding:
 class Sinusoidal(Encoding):
     """Adds a fixed vector to each embedding; defined for every position."""
 
-    def __init__(self, base: float):
-        self.base = base
-
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + sinusoids(positions, x.shape[-1], self.base)
+        return x + sinusoids(positions, x.shape[-1])
 
 
 class Learned(Encoding):
@@ -67,11 +63,8 @@ class Learned(Encoding):
 class Rotary(Encoding):
     """Rotates q and k by position * inv_freq."""
 
-    def __init__(self, dim: int, theta: float):
-        self.inv_freq = frequencies(dim, theta)  # (D/2,)
-
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        return turn(x, positions, self.inv_freq)
+        return turn(x, positions, frequencies(x.shape[-1]))
 
 
 class Alibi(Encoding):
@@ -111,18 +104,13 @@ def additive_terms(x: Tensor, p: Tensor, wq: Tensor, wk: Tensor) -> dict[str, Te
     }
 
 
-# name -> constructor, called with the embedding width, the head width and the base of the frequencies
-ENCODINGS: dict[str, Callable[[int, int, float], Encoding]] = {
-    "none": lambda dim, head_dim, theta: Encoding(),
-    "sinusoidal": lambda dim, head_dim, theta: Sinusoidal(theta),
-    "learned": lambda dim, head_dim, theta: Learned(
+# name -> constructor, called with the embedding width
+ENCODINGS: dict[str, Callable[[int], Encoding]] = {
+    "none": lambda dim: Encoding(),
+    "sinusoidal": lambda dim: Sinusoidal(),
+    "learned": lambda dim: Learned(
         torch.randn(512, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ),
-    "rope": lambda dim, head_dim, theta: Rotary(head_dim, theta),
-    "alibi": lambda dim, head_dim, theta: Alibi(0.5),
+    "rope": lambda dim: Rotary(),
+    "alibi": lambda dim: Alibi(0.5),
 }
-
-
-def make(name: str, dim: int, head_dim: int, theta: float = 10000.0) -> Encoding:
-    """The encoding of that name. Raises UsageError on an unknown one."""
-    return ENCODINGS[choice("position encoding", name, ENCODINGS)](dim, head_dim, theta)

@@ -20,16 +20,9 @@ from ..rope_scaling import inverse_frequencies
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def frequencies(
-    dim: int,
-    theta: float = 10000.0,
-    scaling: Mapping[str, Any] | None = None,
-    *,
-    seq_len: int | None = None,
-    max_seq_len: int | None = None,
-) -> Tensor:
+def frequencies(dim: int, theta: float = 10000.0, scaling: Mapping[str, Any] | None = None) -> Tensor:
     """`inverse_frequencies` without the attention factor: (D/2,), the library's float32 values as float64."""
-    return inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=max_seq_len)[0].double()
+    return inverse_frequencies(dim, theta, scaling)[0].double()
 
 
 def stretching(kind: str, factor: float) -> dict[str, Any]:
@@ -86,14 +79,6 @@ def sinusoids(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
         raise UsageError(f"the width of a sinusoidal table must be even and at least 2, got {dim}")
     angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (N, d/2)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (N, d)
-
-
-def rotation_matrix(angles: Tensor) -> Tensor:
-    """The rotation as a matrix (arXiv:2104.09864, equation 15), from the angles (D/2,) of a position: (D, D).
-
-    Block-diagonal: pair i is rotated by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
-    """
-    return rotated(torch.eye(2 * len(angles)), angles).T  # column by column: the rotated unit vectors
 
 
 def diagonal_spread(scores: Tensor) -> float:

@@ -31,7 +31,7 @@ def test_scores_of_the_first_layer_are_those_of_the_study(name: str) -> None:
     model(TOKENS)
     for head in range(4):
         rows = slice(32 * head, 32 * head + 32)
-        encoding = encodings.Alibi(4.0 ** -(head + 1)) if name == "alibi" else encodings.make(name, 128, 32)
+        encoding = encodings.Alibi(4.0 ** -(head + 1)) if name == "alibi" else encodings.ENCODINGS[name](128)
         wq, wk = block.wq.weight[rows], block.wk.weight[rows]
         scores = encodings.scores(encoding, x[0], wq, wk, torch.arange(24)).numpy()
         weights = np.exp(np.where(np.tri(24, dtype=bool), scores, -np.inf))

@@ -86,7 +86,6 @@ def test_the_command_lists_and_shows(study: Study) -> None:
         (("bugs", "--context", "0"), "study bugs does not accept --context"),
         (("order", "step"), "belongs to the topic bugs"),
         (("errata",), "answered by: clearllama study bugs"),
-        (("order", "--checks"), "the tests of the repository check"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(study: Study, words: tuple[str, ...], reason: str) -> None:

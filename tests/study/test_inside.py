@@ -254,10 +254,6 @@ def test_a_wrong_change_is_one_line_and_leaves_the_model_unchanged(changes: Any,
 def test_a_tensor_that_was_not_recorded_is_named() -> None:
     model = tiny.model()
     with study.activations(model, "z.*") as seen:
-        pass
-    with pytest.raises(KeyError, match=r"z.0 was not recorded; recorded: nothing, since the model did not run"):
-        seen["z.0"]
-    with study.activations(model, "z.*") as seen:
         model(TOKENS)
     with pytest.raises(KeyError, match=r"q.0 was not recorded; recorded: z.0, z.1"):
         seen["q.0"]
@@ -395,25 +391,6 @@ def test_patches_may_end_in_any_order() -> None:
     assert torch.equal(model.patched, alone)
     second.__exit__(None, None, None)
     assert not hasattr(model, "patched")
-
-
-def test_a_patch_that_begins_within_a_layer_applies_from_the_next() -> None:
-    """As if another thread entered the patch."""
-    model, visited = tiny.model(), list[str]()
-
-    def visit(x: Tensor, at: study.Place) -> Tensor:
-        visited.append(at.name)
-        return x
-
-    with contextlib.ExitStack() as stack:
-
-        def begin(*_: Any) -> None:
-            hook.remove()
-            stack.enter_context(study.patch(model, {"z.*": visit}))
-
-        hook = model.layers[0].attention.wq.register_forward_hook(begin)
-        model(TOKENS)
-    assert visited == ["z.1"]
 
 
 # ---------------------------------------------------------------------------------------------------------- documents

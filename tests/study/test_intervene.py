@@ -138,12 +138,8 @@ def test_an_empty_intervention_is_false() -> None:
 
 def test_heads_and_layers_are_parsed() -> None:
     assert intervene.parse_head("3.2", DEEP) == (3, 2)
-    assert [intervene.parse_layers(text, DEEP) for text in ("1:3", ":3", "2:", ":")] == [
-        range(1, 3),
-        range(0, 3),
-        range(2, 5),
-        range(0, 5),
-    ]
+    spans = {"1:3": (1, 3), ":3": (0, 3), "2:": (2, 5), ":": (0, 5)}
+    assert {text: intervene.parse_layers(text, DEEP) for text in spans} == {t: range(*s) for t, s in spans.items()}
     for text in ("3", "3.x", "-1.0", "3.2.1", "١.٢", "5.0", "0.4"):
         with pytest.raises(UsageError, match="layers are 0 to 4 and heads 0 to 3"):
             intervene.parse_head(text, DEEP)

@@ -168,15 +168,6 @@ def test_scores_equal_numpys_and_depend_only_on_the_distance(
     assert mean == pytest.approx(float(theirs), abs=1e-12)
 
 
-@given(angle=st.floats(-1e4, 1e4))
-@example(angle=math.pi)
-@example(angle=0.0)
-def test_a_reduced_angle_is_the_same_direction_within_half_a_turn(js: Engine, angle: float) -> None:
-    reduced = js("Rope.reduced($0)", angle)
-    assert -math.pi < reduced <= math.pi
-    assert (math.cos(reduced), math.sin(reduced)) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-11)
-
-
 @given(
     m=st.integers(0, 500), n=st.integers(0, 500), angle=st.floats(-99, 99), w=st.floats(1e-4, 1),
     arrow=st.sampled_from(["q", "k", "both"]),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from llama.errors import UsageError
 from llama.study import encodings, measures, topics
 from llama.study.topics import order, sinusoids
 
@@ -32,8 +31,9 @@ def table(n: int, d: int, base: float) -> np.ndarray:
 def test_order_without_positions_a_word_keeps_its_output_in_all_24_orders() -> None:
     embeddings, *weights = order.drawn(8)
     x, wq, wk, wv = (part.numpy() for part in (embeddings, *weights))
-    nothing = encodings.make("none", 8, 8)
-    plain = encodings.attend(nothing, embeddings, weights[0], weights[1], weights[2], torch.arange(4)).numpy()
+    plain = encodings.attend(
+        encodings.Encoding(), embeddings, weights[0], weights[1], weights[2], torch.arange(4)
+    ).numpy()
     np.testing.assert_allclose(plain, outputs(x, wq, wk, wv, causal=False), atol=1e-12)
     for other in map(list, permutations(range(4))):
         np.testing.assert_allclose(outputs(x[other], wq, wk, wv, causal=False), plain[other], atol=1e-12)
@@ -68,15 +68,3 @@ def test_sinusoids_reports_the_wavelengths_and_that_only_sines_shift() -> None:
     assert triangles == pytest.approx(0.19)
     waves_of = sinusoids.triangles(torch.arange(50), 8).numpy()
     np.testing.assert_allclose(waves_of, np.arcsin(table(50, 8, 10000.0)) * 2 / np.pi, atol=1e-6)
-
-
-@pytest.mark.parametrize("width", [-2, 0, 1, 3])
-def test_a_table_of_odd_or_no_width_is_refused(width: int) -> None:
-    with pytest.raises(UsageError, match="must be even and at least 2"):
-        measures.sinusoids(torch.arange(3), width)
-
-
-@pytest.mark.parametrize("name", ["heatmap", "binary", "shift"])
-def test_a_removed_topic_names_its_successor(name: str) -> None:
-    with pytest.raises(UsageError, match="clearllama study sinusoids"):
-        topics.find(name)

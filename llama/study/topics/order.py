@@ -35,7 +35,7 @@ def report() -> Report:
 
     rows = []
     for name, target in TARGETS.items():
-        encoding = encodings.make(name, D, D)
+        encoding = encodings.ENCODINGS[name](D)
         both = (encodings.attend(encoding, words, wq, wk, wv, positions) for words in (x, x[other]))
         rows.append((name, target, gap(*both)))
     rows.append(("none, causal mask", "visible keys", gap(causal(x, wq, wk, wv), causal(x[other], wq, wk, wv))))
@@ -64,7 +64,7 @@ def order_data() -> Data:
     for name in ("none", "rope"):
         for sentence, order in enumerate((range(len(WORDS)), OTHER)):
             scores = encodings.scores(
-                encodings.make(name, D, D), x[list(order)], wq, wk, torch.arange(len(WORDS))
+                encodings.ENCODINGS[name](D), x[list(order)], wq, wk, torch.arange(len(WORDS))
             )  # (N, N)
             for m, row in enumerate(scores.softmax(-1).tolist()):
                 cells += [(name, sentence, WORDS[order[m]], WORDS[order[n]], m, n, w) for n, w in enumerate(row)]

@@ -22,7 +22,7 @@ def scores_of(name: str, context: int = 32) -> Tensor:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(D, generator=draw, dtype=torch.float64)  # (C,) with C = D
     wq, wk = torch.randn(2, D, D, generator=draw, dtype=torch.float64) / D**0.5  # (D, C) each
-    return encodings.scores(encodings.make(name, D, D), x.expand(context, -1), wq, wk, torch.arange(context))
+    return encodings.scores(encodings.ENCODINGS[name](D), x.expand(context, -1), wq, wk, torch.arange(context))
 
 
 def report() -> Report:

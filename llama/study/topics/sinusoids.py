@@ -25,7 +25,8 @@ def shift_matrix(dim: int, base: float, k: int) -> Tensor:
     A pair is (sin, cos), so it turns clockwise: the blocks are RoPE's for the negated angle,
     [[cos, sin], [-sin, cos]] of k w_i.
     """
-    return measures.rotation_matrix(-k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim))
+    angles = -k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (d/2,)
+    return measures.rotated(torch.eye(dim), angles).T  # column by column: the rotated unit vectors
 
 
 def triangles(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:

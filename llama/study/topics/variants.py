@@ -19,9 +19,9 @@ def partly_turned(x: Tensor, positions: Tensor, part: int) -> Tensor:
     return torch.cat((turn(x[:, :part], positions, frequencies(part)), x[:, part:].double()), dim=-1)
 
 
-def score_at_distances(share: float, distances: Tensor, dim: int = 64) -> Tensor:
+def score_at_distances(share: float, distances: Tensor) -> Tensor:
     """The score of q = k = (1, .., 1) at each distance if a share of the head rotates; 1 at distance 0: (N,)."""
-    keys = partly_turned(torch.ones(len(distances), dim), distances, round(share * dim))
+    keys = partly_turned(torch.ones(len(distances), 64), distances, round(share * 64))
     return keys.mean(-1)
 
 

@@ -1,0 +1,118 @@
+"""CONTRIBUTING.md: its recipes, applied to a copy of the package, work on the command line, in Python and in the server.
+
+The added scaling equals the scaling `divisors` of the package as it is. The added filter at its limit leaves one token,
+so that sampling equals greedy decoding. The added format holds the weights of the tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import llama
+from llama.checkpoint.base import Checkpoint
+from llama.study.perplexity import tiny_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = (ROOT / "CONTRIBUTING.md").read_text().split("## Four recipes")[1].split("\n## ")[0]
+DIFFS = re.findall(r"```diff\n(.*?)```", RECIPES, re.DOTALL)
+PROMPT, TOKENS, SCALING = "And God said", 60, {"rope_type": "alternate", "factor": 4.0}
+
+
+def apply(diff: str, root: Path) -> None:
+    """Make the changes of a recipe. The old lines of each place must be in the file exactly once."""
+    for name, changes in re.findall(r"^--- (\S+)\n(.*?)(?=^---|\Z)", diff, re.DOTALL | re.MULTILINE):
+        file = root / name
+        text = file.read_text() if file.exists() else ""
+        for place in changes.split("@@\n"):
+            old, new = ("".join(line[1:] for line in place.splitlines(True) if line[0] != sign) for sign in "+-")
+            assert text.count(old) == 1 or text == old == "", f"{name} does not have once:\n{old}"
+            text = text.replace(old, new) if old else new
+        file.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with all recipes, and the tiny model in the added format."""
+    root = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "llama", root / "llama")
+    shutil.copy(ROOT / "tests/data/own_format.py", root / "llama/checkpoint")
+    for diff in DIFFS:
+        apply(diff, root)
+    model = llama.load_model(tiny_folder(), dtype="float32")
+    (root / "model").mkdir()
+    save_file(
+        {name: weight.contiguous() for name, weight in model.state_dict().items()}, root / "model/state.safetensors"
+    )
+    sizes = {name: value for name, value in asdict(model.config).items() if value}
+    (root / "model/sizes.json").write_text(json.dumps(sizes))
+    shutil.copy(tiny_folder() / "tokenizer.json", root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The greedy continuation by the package as it is."""
+    pairs = llama.load_model(tiny_folder()).config.head_dim // 2
+    scaling = {"rope_type": "divisors", "divisors": [1.0, 4.0] * (pairs // 2)}
+    text = llama.load(tiny_folder(), dtype="float32", rope_scaling=scaling).generate(PROMPT, max_new_tokens=TOKENS).text
+    assert text != llama.load(tiny_folder(), dtype="float32").generate(PROMPT, max_new_tokens=TOKENS).text
+    return text
+
+
+def start(root: Path, *args: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.Popen([sys.executable, *args], cwd=root, env=env, text=True, stdout=-1, stderr=-1)
+
+
+def output(root: Path, *args: str) -> str:
+    process = start(root, *args)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out
+
+
+def test_a_recipe_has_at_most_ten_new_lines_and_that_of_a_format_names_every_member() -> None:
+    assert [len(re.findall(r"^\+.", diff, re.MULTILINE)) <= 10 for diff in DIFFS] == [True] * 4
+    needed = Checkpoint.__abstractmethods__ | (Checkpoint.__annotations__.keys() - vars(Checkpoint).keys())
+    assert needed <= {*re.findall(r"`(\w+)`", RECIPES)}
+
+
+def test_python_and_the_command_without_a_model(copy: Path, expected: str) -> None:
+    options = f"max_new_tokens={TOKENS}, temperature=1.5, epsilon=1.0, seed=0"
+    call = f"llama.load('model', dtype='float32', rope_scaling={SCALING}).generate({PROMPT!r}, {options})"
+    command = f"llama.cli.main(['ids', 'model', {PROMPT!r}, '--json'])"
+    text = output(copy, "-c", f"import llama, llama.cli; {command}; print({call}.text, end='')")
+    assert text == f"{[*PROMPT.encode()]}\n{expected}"
+
+
+def test_command_line(copy: Path, expected: str) -> None:
+    options = ("--temperature", "1.5", "--epsilon", "1", "-n", str(TOKENS), "--dtype", "float32")
+    scaling = ("--rope-scaling", "alternate", "--rope-factor", "4")
+    text = output(copy, "-m", "llama", "generate", "-m", "model", PROMPT, *options, *scaling, "--json")
+    assert json.loads(text)["text"] == expected
+
+
+def test_server(copy: Path, expected: str) -> None:
+    scaling = ("--rope-scaling", "alternate", "--rope-factor", "4")
+    process = start(copy, "-m", "llama", "serve", "-m", "model", "--port", "0", "--dtype", "float32", *scaling)
+    url = next(match[0] for line in process.stderr or () if (match := re.search(r"http://\S+:\d+", line)))
+    body = {"model": "model", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.5, "epsilon": 1, "seed": 0}
+    headers = {"Content-Type": "application/json"}
+    try:
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"] == expected
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
