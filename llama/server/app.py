@@ -11,7 +11,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from queue import Full
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
-from ..generation.answer import Piece
+from ..generation.answer import Piece, Prompt
 from ..text import Llama
 from .connections import Limits
 from .engine import Engine
@@ -248,19 +247,19 @@ class Answers:
     """The answers to one call. The constructor queues them; `cancel` ends them, and may be called at any time."""
 
     def __init__(self, server: Server, call: Call, chat: bool):
-        loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | LlamaError]]()
+        loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[Prompt, Piece | LlamaError]]()
 
-        def deliver(index: int, piece: Piece | LlamaError) -> None:
+        def deliver(prompt: Prompt, piece: Piece | LlamaError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
-                loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
+                loop.call_soon_threadsafe(self.arrived.put_nowait, (prompt, piece))
 
         self.server, self.call, self.chat = server, call, chat
-        self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(call.prompts))]
+        self.choices = {prompt: Choice(call, i, server.spelling, chat) for i, prompt in enumerate(call.prompts)}
         self.head = header(server.model, chat, call.stream)
         if len(call.prompts) > (most := server.engine.queue.maxsize):
             raise UsageError(f"n times the number of prompts is {len(call.prompts)}; this server takes at most {most}")
         try:
-            server.engine.submit({prompt: partial(deliver, i) for i, prompt in enumerate(call.prompts)})
+            server.engine.submit(call.prompts, deliver)
         except Full:
             raise HTTPException(429, "the server is busy: its queue is full; try again later", RETRY) from None
 
@@ -271,11 +270,11 @@ class Answers:
         """The parts of all choices, as they are generated. Raises LlamaError if an answer fails."""
         try:
             async with asyncio.timeout(self.server.limits.seconds):
-                while any(choice.completion is None for choice in self.choices):
-                    index, piece = await self.arrived.get()
+                while any(choice.completion is None for choice in self.choices.values()):
+                    prompt, piece = await self.arrived.get()
                     if isinstance(piece, LlamaError):
                         raise piece
-                    if (delta := self.choices[index].delta(piece)) is not None:
+                    if (delta := self.choices[prompt].delta(piece)) is not None:
                         yield delta
         except TimeoutError:
             raise HTTPException(
@@ -284,7 +283,7 @@ class Answers:
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens, and add the counts to the server's totals."""
-        counts = usage([choice.completion for choice in self.choices if choice.completion is not None], self.call.n)
+        counts = usage([choice.completion for choice in self.choices.values() if choice.completion], self.call.n)
         self.server.tokens["prompt_tokens"] += counts["prompt_tokens"]
         self.server.tokens["new_tokens"] += counts["completion_tokens"]
         self.server.tokens["cached_tokens"] += counts["prompt_tokens_details"]["cached_tokens"]

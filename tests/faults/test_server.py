@@ -553,6 +553,29 @@ def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, p
             assert {choice["text"] for choice in choices} == {expected}
 
 
+def test_a_request_with_many_answers_does_not_delay_others(server: Running, passes: Passes, llm: Llama) -> None:
+    """The next slot goes to the request with the fewest answers in progress. Each answer is that of a single run."""
+    ended: list[str] = []
+
+    def send(name: str, n: int) -> Any:
+        body = {"prompt": name, "n": n, "max_tokens": 9, "temperature": 1, "seed": 3}
+        choices = json.loads(ask(server, TEXT, body)[1])["choices"]
+        ended.append(name)
+        return [choice["text"] for choice in choices]
+
+    passes.allow(0)
+    with ThreadPoolExecutor() as pool:
+        sent = {}
+        for name, n in (("many", 10), ("one", 1), ("two", 1)):
+            sent[name, n] = pool.submit(send, name, n)
+            until(lambda: sum(gauges(server)) == len(sent) + 9)
+        passes.allow(float("inf"))
+        for (name, n), found in sent.items():
+            alone = llm.generate(name, n=n, max_new_tokens=9, temperature=1, seed=3)
+            assert found.result() == [one.text for one in alone]
+    assert ended[-1] == "many"
+
+
 def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
     """An idle row of the batch keeps its keys while others decode."""
     text = "hello the hello of hello the end of the hello"
