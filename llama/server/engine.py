@@ -33,9 +33,9 @@ class Prompts(Queue[Prompt | None]):
 
     def _get(self) -> Prompt | None:
         """Remove the first prompt of the request with the fewest answers in progress, so that each has its share."""
-        listener_of: dict[Prompt | None, Listener | None] = {None: None, **self.listeners}
-        running = Counter(listener_of[prompt] for prompt in listener_of.keys() - {*self.queue})
-        found = min(self.queue, key=lambda prompt: (prompt is None, running[listener_of[prompt]]))
+        listeners, waiting = dict(self.listeners), {*self.queue}
+        running = Counter(listener for prompt, listener in listeners.items() if prompt not in waiting)
+        found = min(filter(None, self.queue), key=lambda prompt: running[listeners[prompt]], default=None)
         self.queue.remove(found)
         return found
 
