@@ -28,6 +28,7 @@ from llama.server.connections import Limits
 from llama.server.requests import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
+    INSIDE_FIELDS,
     TEXT_FIELDS,
     UNUSED,
     parse_answer,
@@ -40,7 +41,7 @@ from llama.text import Llama
 
 from .. import tiny
 from ..forked import Forked
-from ..server.serving import Running, running
+from ..server.serving import Running, running, with_tools
 from .test_soak import GROWTH, slope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +89,7 @@ class Passes:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llm: Llama) -> Llama:
-    return Llama(tiny.model(), tiny_llm.tokenizer, tiny_llm.chat_template)
+    return with_tools(Llama(tiny.model(), tiny_llm.tokenizer, tiny_llm.chat_template))
 
 
 @pytest.fixture(scope="module")
@@ -189,18 +190,17 @@ NAMES = {
 }
 
 
-INSIDE_FIELDS = ("ids", "token", "against", "head", "key", "off")
-PARSERS: list[tuple[Callable[..., object], tuple[str, ...], dict[str, Any]]] = [
+PARSERS: list[tuple[Callable[..., object], Any, dict[str, Any]]] = [
     (parse_chat, CHAT_FIELDS, {"messages": HELLO, "max_tokens": 1, "stop": ["x"]}),
     (parse_text, TEXT_FIELDS, {"prompt": "hello", "max_tokens": 1, "stop": ["x"]}),
-    (parse_answer, tuple(x for x in ANSWER_FIELDS if x not in ("messages", "prompt")), {"ids": [5], "max_tokens": 1}),
+    (parse_answer, ANSWER_FIELDS.keys() - {"messages", "prompt"}, {"ids": [5], "max_tokens": 1}),
     (parse_inspection, INSIDE_FIELDS, {"ids": [5]}),
 ]
 
 
 @pytest.mark.parametrize(("parse", "fields", "required"), PARSERS)
 def test_every_kind_of_value_in_every_field(
-    llm: Llama, parse: Callable[..., object], fields: tuple[str, ...], required: dict[str, Any]
+    llm: Llama, parse: Callable[..., object], fields: Any, required: dict[str, Any]
 ) -> None:
     """The request is valid, or its response names the field."""
     valid = tried = 0
@@ -234,7 +234,8 @@ def refuses(parse: Callable[..., Any], body: object, llm: Llama, words: str) -> 
 
 ABSURD: list[tuple[str, Any, str]] = [
     *(("n", value, "n must be") for value in (129, 0)),
-    ("max_tokens", 257, "max_tokens"),
+    ("max_tokens", -2, "max_tokens"),
+    ("best_of", 2, "best_of"),
     ("logprobs", 21, "logprobs"),
     *(("stop", value, "stop string") for value in (["x"] * 10_000, ["x" * 2000], ["x", None])),
     *(("temperature", value, "temperature") for value in (-1, 10**400)),
@@ -262,11 +263,11 @@ INNER: list[tuple[dict[str, Any], str]] = [
     (call(x=1), "unknown key"),
     (tool(description=5), "description"),
     (tool(parameters=[]), "parameters"),
-    *((tool(name=name), "name of a function") for name in ("x" * 65, CONTROL)),
-    (tool(x=1), "unknown key"),
+    *((tool(name=name), "name: [a-z") for name in ("x" * 65, CONTROL)),
+    (tool(x=1), "unknown field 'tools[0].function.x'"),
     ({"tools": tool()["tools"] * 129}, "number of tools"),
-    ({"tools": [{"type": "retrieval"}]}, "a tool must be"),
-    ({"tool_choice": "required"}, "needs tools"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].function must be"),
+    ({"tool_choice": "required"}, "one of the tools"),
     *(({**tool(), "tool_choice": choice}, "tool_choice") for choice in ("maybe", {"function": {"name": "other"}})),
     ({**tool(), "tool_choice": "required", "response_format": {"type": "json_object"}}, "can't be combined"),
     ({"response_format": {"type": "xml"}}, "response_format"),
@@ -280,7 +281,9 @@ INNER: list[tuple[dict[str, Any], str]] = [
 def test_values_inside_of_fields(llm: Llama) -> None:
     for inner, words in INNER:
         refuses(parse_chat, {"messages": HELLO, **inner}, llm, words)
-    for body in (tool(description=None, strict=None, parameters=None), tool(parameters={}), call()):
+    schema = {"response_format": {"type": "json_object", "schema": {"type": "object"}}}
+    for body in (tool(description=None, strict=None, parameters=None), tool(parameters={}), call(), schema,
+                 call(arguments=""), {"seed": -1}, {"max_tokens": -1}, {"max_tokens": 10**6}):  # fmt: skip
         assert parse_chat({"messages": HELLO, **body}, llm, "tiny").prompts
 
 
@@ -292,10 +295,15 @@ def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
         return prompt.prompt, prompt.params
 
     assert all(parsed(**{field: value}) == parsed() for field in UNUSED for value in ("x", True, {}, None))
-    for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": {"include_usage": True}}):
+    options = {"include_usage": True, "include_obfuscation": False}
+    for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": options}, {"max_completion_tokens": 9}):
         assert parsed(**more) == parsed()
     assert parsed([{**HELLO[0], "name": "Ann"}]) == parsed()
     assert parsed([{"role": "developer", "content": "x"}]) == parsed([{"role": "system", "content": "x"}])
+    ends = [
+        {**message, "content": "x"} for message in ({"role": "function", "name": "f"}, {"role": "tool", "name": "f"})
+    ]
+    assert parsed(ends[:1]) == parsed(ends[1:])
     answers = [{"role": "assistant", **empty} for empty in ({"content": ""}, {"content": None, "refusal": None})]
     assert parsed([*HELLO, answers[0], *HELLO]) == parsed([*HELLO, answers[1], *HELLO])
 
@@ -310,7 +318,7 @@ MALFORMED = {
     b'{"seed": ' + b"9" * 5000 + b"}": "digits",
     b"\xef\xbb\xbf{}": "prompt",
     b'{"prompt": "\xff"}': "decode",
-    b'{"prompt": "\\ud800"}': "lone surrogate",
+    b'{"prompt": "a", "stop": ["\\ud800"]}': "stop must be valid Unicode",
     b'{"prompt": ' + b"[" * 90_000: "recursion",
     b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}": "nested deeper than 100",
 }

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pydantic
 import pytest
 
+from llama.errors import TemplateError
 from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
-from llama.server.requests import Call
+from llama.server.requests import Call, parse_chat
 from llama.server.responses import Choice, Spelling, merged
 from llama.text import Llama
-from tests.server.serving import Running, running
+from tests.server.serving import Running, running, with_tools
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
+class City(enum.StrEnum):
+    PARIS = "Paris"
+    ROME = "Rome"
+
+
 class Weather(pydantic.BaseModel):
-    city: Literal["Paris", "Rome"]
+    city: City  # in $defs of the schema
     degrees: int = pydantic.Field(ge=0, le=40)
 
 
@@ -35,7 +42,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def server(tiny_llm: Llama) -> Iterator[Running]:
-    with running(tiny_llm) as found:
+    with running(with_tools(tiny_llm)) as found:
         yield found
 
 
@@ -72,7 +79,7 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
         options |= {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
         found = client.chat.completions.create(**options).choices[0]
         assert found.finish_reason == "tool_calls"
-        assert not (found.message.content or "").strip()
+        assert found.message.content is None
         (call,) = found.message.tool_calls
         assert choice in ("required", call.function.name)
         arguments = json.loads(call.function.arguments)
@@ -86,6 +93,19 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
         assert (part.function.name, part.function.arguments) == (call.function.name, call.function.arguments)
     answer: Any = [*MESSAGES, found.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     client.chat.completions.create(model="tiny", messages=answer, tools=TOOLS, max_tokens=3)
+
+
+def test_a_required_call_has_no_endless_white_space(tiny_llm: Llama) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "temperature": 2, "max_tokens": 150, "n": 8, "seed": 3}
+    prompts = parse_chat({"messages": MESSAGES, **options}, with_tools(tiny_llm), "tiny").prompts
+    for _, piece in tiny_llm.answers(prompts):
+        if isinstance(piece, Piece) and piece.completion is not None:
+            assert piece.completion.text == json.dumps(json.loads(piece.completion.text))
+
+
+def test_tools_need_a_template_that_writes_them(tiny_llm: Llama) -> None:
+    with pytest.raises(TemplateError, match="would not see them"):
+        parse_chat({"messages": MESSAGES, "tools": TOOLS}, tiny_llm, "tiny")
 
 
 def deltas(tiny_llm: Llama, pieces: list[Any], several: bool = True, mark: str | None = None) -> list[dict[str, Any]]:
