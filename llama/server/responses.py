@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from ..chat.tool_calls import ToolCallStream, call_marks
@@ -89,12 +90,13 @@ class Choice:
         return [*calls.feed(mark + piece.text), *(calls.end() if piece.completion is not None else [])]
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        top = self.call.top
         if self.chat:
             return {
                 "content": [
                     {
                         **self._entry(token.id, token.logprob),
-                        "top_logprobs": [self._entry(id, logprob) for id, logprob in top_of(token, self.call.top)],
+                        "top_logprobs": [self._entry(id, logprob) for id, logprob in islice(token.top.items(), top)],
                     }
                     for token in tokens
                 ],
@@ -107,8 +109,9 @@ class Choice:
             self.offset += len(self.decoder.feed(token.id))
         tops: list[dict[str, float] | None] = []
         for token, text in zip(tokens, texts, strict=True):
-            top = {self.spelling(id): number(logprob) for id, logprob in reversed(top_of(token, self.call.top))}
-            tops.append(None if token.logprob is None else {**top, text: number(token.logprob)})
+            likely = reversed([*islice(token.top.items(), top)])
+            entries = {self.spelling(id): number(logprob) for id, logprob in likely}
+            tops.append(None if token.logprob is None else {**entries, text: number(token.logprob)})
         return {
             "tokens": texts,
             "token_logprobs": [None if token.logprob is None else number(token.logprob) for token in tokens],
@@ -118,11 +121,6 @@ class Choice:
 
     def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self.spelling(id), "logprob": number(logprob or 0.0), "bytes": list(self.spelling.raw(id))}
-
-
-def top_of(token: Token, count: int) -> list[tuple[int, float]]:
-    """The most probable tokens at the position of a token, as many as the response shows."""
-    return list(token.top.items())[:count]
 
 
 def number(logprob: float) -> float:
@@ -156,15 +154,3 @@ def merged(deltas: Sequence[dict[str, Any]], chat: bool) -> dict[str, Any]:
         joined = {key: [entry for score in scores for entry in score[key]] for key in lists}
         choice["logprobs"] = {**scores[0], **joined}
     return {**choice, "finish_reason": deltas[-1]["finish_reason"]}
-
-
-def usage(completions: Sequence[Completion], n: int) -> dict[str, Any]:
-    """Counts of tokens. The prompt of n answers counts once."""
-    prompt = sum(completion.stats.prompt_tokens for completion in completions[::n])
-    new = sum(completion.stats.new_tokens for completion in completions)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.stats.cached_tokens for one in completions[::n])},
-    }

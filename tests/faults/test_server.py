@@ -30,7 +30,6 @@ from llama.server.requests import (
     CHAT_FIELDS,
     INSIDE_FIELDS,
     TEXT_FIELDS,
-    UNUSED,
     parse_answer,
     parse_body,
     parse_chat,
@@ -294,11 +293,12 @@ def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
         (prompt,) = parse_chat({"messages": messages, "max_tokens": 9, "seed": 1, **more}, llm, "tiny").prompts
         return prompt.prompt, prompt.params
 
-    assert all(parsed(**{field: value}) == parsed() for field in UNUSED for value in ("x", True, {}, None))
+    fields = ["user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort"]
+    assert all(parsed(**{field: value}) == parsed() for field in fields for value in ("x", True, {}, None))
     options = {"include_usage": True, "include_obfuscation": False}
     for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": options}, {"max_completion_tokens": 9}):
         assert parsed(**more) == parsed()
-    assert parsed([{**HELLO[0], "name": "Ann"}]) == parsed()
+    assert parsed([{**HELLO[0], "name": "Ann", "annotations": []}]) == parsed()
     assert parsed([{"role": "developer", "content": "x"}]) == parsed([{"role": "system", "content": "x"}])
     ends = [
         {**message, "content": "x"} for message in ({"role": "function", "name": "f"}, {"role": "tool", "name": "f"})
@@ -483,14 +483,15 @@ def test_offsets_count_the_characters_of_the_text(server: Running, llm: Llama) -
 def test_schemas_that_take_long_do_not_delay_requests_without_one(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_chat
+    begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_body
 
-    def slow(*args: Any) -> Any:
-        begun.release()
-        go_on.wait(10)
-        return real(*args)
+    def slow(raw: bytes) -> Any:
+        if b"response_format" in raw:
+            begun.release()
+            go_on.wait(10)
+        return real(raw)
 
-    monkeypatch.setattr(app, "parse_chat", slow)
+    monkeypatch.setattr(app, "parse_body", slow)
     chat = json.dumps({"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}}).encode()
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, server, CHAT, chat) for _ in range(app.PARSED)]
