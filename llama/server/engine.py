@@ -114,8 +114,7 @@ class Engine:
             served: set[Prompt] = set()  # since the last step of a look
             try:
                 for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
-                    ended = isinstance(piece, LlamaError) or piece.completion is not None
-                    (self.listeners.pop if ended else self.listeners.get)(prompt, _nobody)(prompt, piece)
+                    self._deliver(prompt, piece)
                     if prompt in served:  # every answer had a piece: a step of the batch is complete
                         served.clear()
                         self.queue.step()
@@ -130,8 +129,10 @@ class Engine:
             failed: list[Prompt | None] = [prompt for prompt in [*self.listeners] if prompt not in self.queue.queue]
         for prompt in failed or [self.queue.get()]:
             if prompt is not None:
-                self.listeners.pop(prompt, _nobody)(prompt, error)
+                self._deliver(prompt, error)
 
-
-def _nobody(prompt: Prompt, piece: Piece | LlamaError) -> None:
-    """The listener of an answer that nobody waits for."""
+    def _deliver(self, prompt: Prompt, piece: Piece | LlamaError) -> None:
+        ended = isinstance(piece, LlamaError) or piece.completion is not None
+        listener = self.listeners.pop(prompt, None) if ended else self.listeners.get(prompt)
+        if listener is not None:  # somebody waits for the answer
+            listener(prompt, piece)

@@ -48,15 +48,8 @@ FUNCTION: Known = {"name": str, "description": str, "parameters": dict, "strict"
 FORMAT: Known = {"type": str, "schema": dict, "json_schema": dict}
 NAMED_SCHEMA: Known = {"name": str, "description": str, "schema": dict, "strict": bool}
 ANSWER_FIELDS: Known = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **OPTIONS}
-INSIDE_FIELDS: Known = {
-    "model": object,
-    "ids": list,
-    "token": int,
-    "against": int,
-    "head": list,
-    "key": int,
-    "off": list,
-}
+INSIDE_FIELDS: Known = {"model": object, "ids": list, "head": list, "off": list}
+INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head)

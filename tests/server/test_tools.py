@@ -124,16 +124,16 @@ CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "p
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
-    found = deltas(tiny_llm, [CALLS[i : i + size] for i in range(0, len(CALLS), size)])
-    message = merged(found, chat=True)["message"]
-    assert message["content"] is None
-    functions = [call["function"] for call in message["tool_calls"]]
-    assert [function["name"] for function in functions] == ["weather", "now"]
-    assert [json.loads(function["arguments"]) for function in functions] == [{"city": "Rome"}, {}]
-    assert found[-1]["finish_reason"] == "tool_calls"
+    pieces = [CALLS[i : i + size] for i in range(0, len(CALLS), size)]
+    found = deltas(tiny_llm, pieces)
     assert not any(delta["delta"].get("content") for delta in found)
-    indexes = [call["index"] for delta in found for call in delta["delta"].get("tool_calls", [])]
-    assert indexes == [0, 1]
+    assert [call["index"] for delta in found for call in delta["delta"].get("tool_calls", [])] == [0, 1]
+    for several in (True, False):
+        choice = merged(deltas(tiny_llm, pieces, several), chat=True)
+        functions = [call["function"] for call in choice["message"]["tool_calls"]]
+        expected = [("weather", {"city": "Rome"}), ("now", {})][: 1 + several]
+        assert [(one["name"], json.loads(one["arguments"])) for one in functions] == expected
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
 
 
 def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) -> None:
@@ -143,16 +143,10 @@ def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) 
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
 
 
-def test_one_call_only_if_parallel_calls_are_off(tiny_llm: Llama) -> None:
-    message = merged(deltas(tiny_llm, [CALLS], several=False), chat=True)["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
-
-
-@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "unknown", "parameters": {}}', '{"name": "weather"', ""])
+@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "weather"', ""])
 def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
     choice = merged(deltas(tiny_llm, list(text)), chat=True)
-    assert choice["message"]["content"] == text
-    assert "tool_calls" not in choice["message"]
+    assert (choice["message"].get("tool_calls"), choice["message"]["content"]) == (None, text)
     assert choice["finish_reason"] == "stop"
 
 
