@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from queue import Full
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ from .requests import (
     parse_page,
     parse_text,
 )
-from .responses import Choice, Spelling, header, merged
+from .responses import Choice, Spelling, header
 
 log = logging.getLogger(__name__)
 
@@ -261,14 +262,14 @@ class Answers:
     def cancel(self) -> None:
         self.server.engine.cancel(self.call.prompts)
 
-    async def deltas(self) -> AsyncIterator[dict[str, Any]]:
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
         """The parts of all choices, as they are generated. Raises LlamaError if an answer fails."""
         while any(choice.completion is None for choice in self.choices.values()):
             prompt, piece = await self.arrived.get()
             if isinstance(piece, LlamaError):
                 raise piece
-            if (delta := self.choices[prompt].delta(piece)) is not None:
-                yield delta
+            if (part := self.choices[prompt].add(piece)) is not None:
+                yield part
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens, and add the counts to the server's totals. The prompt of n answers counts once."""
@@ -282,10 +283,8 @@ class Answers:
 
     async def whole(self) -> dict[str, Any]:
         """The body of a response that is not a stream."""
-        parts: list[list[dict[str, Any]]] = [[] for _ in self.choices]
-        async for delta in self.server.in_time(self.deltas()):
-            parts[delta["index"]].append(delta)
-        return {**self.head, "choices": [merged(part, self.chat) for part in parts], "usage": self.usage()}
+        choices = [choice async for choice in self.server.in_time(self.parts())]
+        return {**self.head, "choices": sorted(choices, key=itemgetter("index")), "usage": self.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
@@ -293,8 +292,8 @@ class Answers:
         for i in range(len(self.choices) * self.chat):
             opening = {"index": i, "delta": {"role": "assistant", "content": ""}}
             yield {**self.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}], **extra}
-        async for delta in self.server.in_time(self.deltas()):
-            yield {**self.head, "choices": [delta], **extra}
+        async for part in self.server.in_time(self.parts()):
+            yield {**self.head, "choices": [part], **extra}
         counts = self.usage()
         if self.call.usage:
             yield {**self.head, "choices": [], "usage": counts}

@@ -649,7 +649,7 @@ def test_an_unexpected_error_in_a_request_is_an_error_object(server: Running, mo
     status, text, _ = ask(server, TEXT, {"prompt": "a"})
     assert (status, json.loads(text)["error"]["type"], "secret" in text) == (500, "server_error", False)
     monkeypatch.undo()
-    monkeypatch.setattr(app.Choice, "delta", fail)
+    monkeypatch.setattr(app.Choice, "add", fail)
     text = ask(server, TEXT, {"prompt": "a", "stream": True})[1]
     assert (json.loads(text.split("data: ")[-1])["error"]["type"], "secret" in text) == ("server_error", False)
 

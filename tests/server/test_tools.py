@@ -15,7 +15,7 @@ from llama.errors import TemplateError
 from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
 from llama.server.requests import Call, parse_chat
-from llama.server.responses import Choice, Spelling, merged
+from llama.server.responses import Choice, Spelling
 from llama.text import Llama
 from tests.server.serving import Running, running, with_tools
 
@@ -108,15 +108,14 @@ def test_tools_need_a_template_that_writes_them(tiny_llm: Llama) -> None:
         parse_chat({"messages": MESSAGES, "tools": TOOLS}, tiny_llm, "tiny")
 
 
-def deltas(tiny_llm: Llama, pieces: list[Any], several: bool = True, mark: str | None = None) -> list[dict[str, Any]]:
-    """The deltas of an answer that the model gives in these pieces. The token 7 has the text of `mark`."""
-    call, spelling = Call(1, True, False, tools=TOOLS, several_calls=several), Spelling(tiny_llm.tokenizer)
-    if mark is not None:
-        spelling.call_marks = {7: mark}
+def parts(llm: Llama, pieces: list[Any], stream: bool = False, several: bool = True, mark: str = "") -> list[Any]:
+    """The choices of an answer that the model gives in these pieces. The token 7 has the text of `mark`."""
+    call, spelling = Call(1, stream, False, tools=TOOLS, several_calls=several), Spelling(llm.tokenizer)
+    spelling.call_marks |= {7: mark}
     choice = Choice(call, 0, spelling, chat=True)
     end = Completion("", [], "stop", None, Stats(1, 0, 0, 0, 0, 0))
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
-    return [delta for piece in given if (delta := choice.delta(piece)) is not None]
+    return [part for piece in given if (part := choice.add(piece)) is not None]
 
 
 CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'
@@ -125,27 +124,31 @@ CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "p
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
     pieces = [CALLS[i : i + size] for i in range(0, len(CALLS), size)]
-    found = deltas(tiny_llm, pieces)
-    assert not any(delta["delta"].get("content") for delta in found)
-    assert [call["index"] for delta in found for call in delta["delta"].get("tool_calls", [])] == [0, 1]
+    found = [part["delta"] for part in parts(tiny_llm, pieces, stream=True)]
+    assert not any(delta.get("content") for delta in found)
+    streamed = [call for delta in found for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in streamed] == [0, 1]
     for several in (True, False):
-        choice = merged(deltas(tiny_llm, pieces, several), chat=True)
+        (choice,) = parts(tiny_llm, pieces, several=several)
         functions = [call["function"] for call in choice["message"]["tool_calls"]]
-        expected = [("weather", {"city": "Rome"}), ("now", {})][: 1 + several]
-        assert [(one["name"], json.loads(one["arguments"])) for one in functions] == expected
+        assert functions == [call["function"] for call in streamed][: 1 + several]
+        assert [(one["name"], json.loads(one["arguments"])) for one in functions] == [
+            ("weather", {"city": "Rome"}),
+            ("now", {}),
+        ][: 1 + several]
         assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
 
 
 def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) -> None:
     pieces = ["Let me see. ", Piece("", token=Token(7, None, False)), '{"name": "now", "parameters": {}}']
-    message = merged(deltas(tiny_llm, pieces, mark="<|python_tag|>"), chat=True)["message"]
+    message = parts(tiny_llm, pieces, mark="<|python_tag|>")[0]["message"]
     assert message["content"].strip() == "Let me see."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
 
 
 @pytest.mark.parametrize("text", ["It is sunny.", '{"name": "weather"', ""])
 def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
-    choice = merged(deltas(tiny_llm, list(text)), chat=True)
+    (choice,) = parts(tiny_llm, list(text))
     assert (choice["message"].get("tool_calls"), choice["message"]["content"]) == (None, text)
     assert choice["finish_reason"] == "stop"
 
