@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ from .requests import (
     parse_page,
     parse_text,
 )
-from .responses import Choice, Spelling, header
+from .responses import Choice, Spelling
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +252,9 @@ class Answers:
 
         self.server, self.call, self.chat = server, call, chat
         self.choices = {prompt: Choice(call, i, server.spelling, chat) for i, prompt in enumerate(call.prompts)}
-        self.head = header(server.model, chat, call.stream)
+        kind = ("chat.completion.chunk" if call.stream else "chat.completion") if chat else "text_completion"
+        id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.head = {"id": id, "object": kind, "created": int(time.time()), "model": server.model}
         if len(call.prompts) > (most := server.engine.queue.maxsize):
             raise UsageError(f"n times the number of prompts is {len(call.prompts)}; this server takes at most {most}")
         try:
@@ -344,12 +347,11 @@ def _refusal(failed: Exception) -> Response:
     if isinstance(failed, HTTPException):
         status, message, headers = failed.status_code, failed.detail, failed.headers
     elif isinstance(failed, LlamaError):
-        status, message = 400 if isinstance(failed, REFUSED) else 500, str(failed)
+        status = 404 if isinstance(failed, UnknownModel) else 400 if isinstance(failed, REFUSED) else 500
+        message = str(failed)
     else:
         log.error("a request failed: %s", type(failed).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
         status, message = 500, f"the server failed: {type(failed).__name__}"
-    if isinstance(failed, UnknownModel):
-        status = 404
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = CODES.get(type(failed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Sequence
 from itertools import islice
@@ -124,10 +123,3 @@ class Choice:
 def number(logprob: float) -> float:
     """A log-probability as a number that JSON can represent."""
     return max(logprob, LOWEST)
-
-
-def header(model: str, chat: bool, stream: bool) -> dict[str, Any]:
-    """The fields that every response and every chunk of one stream have in common."""
-    kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
-    id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
