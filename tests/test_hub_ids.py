@@ -186,7 +186,7 @@ def test_what_is_missing_or_damaged_is_fetched_again(server: Hub) -> None:
     for file in ("generation_config.json", "config.json", "model.safetensors", ref):
         server.served.clear()
         if file == ref:
-            ref.write_bytes(b"../../../x")
+            ref.write_bytes(b"../../../x\xff")  # not UTF-8 either
         else:
             (folder / file).resolve().unlink()  # the link dangles
         with down():
