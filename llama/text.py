@@ -180,11 +180,11 @@ class Llama:
         **options: Any,
     ) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
-        messages, schema = _messages(messages), forced_call(tool_choice, check_tools(tools) or [])
-        if schema is not None:
+        messages, grammar = _messages(messages), forced_call(tool_choice, check_tools(tools) or [])
+        if grammar is not None:
             if any(options.get(name) is not None for name in GRAMMARS):
                 raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
-            options["schema"] = schema
+            options["grammar"] = grammar
         ids = self.encode_chat(messages, None if tool_choice == "none" else tools, template_options)
         return self.stream_ids(ids, continues=continues_answer(messages), **options)
 

@@ -125,7 +125,7 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
     template, tools = SOURCES[name], None
     calls = name != "llama3"  # that format has none
     messages, schemas = dialog(texts, calls)
-    if with_tools and calls:
+    if with_tools and calls and "tools" in template:
         tools = schemas
     (theirs,), _ = render_jinja_template(
         [messages], tools=tools, chat_template=template, add_generation_prompt=True, bos_token=NAMES[0], eos_token=NAMES[1]
@@ -201,6 +201,9 @@ def test_a_template_is_chosen_by_the_request() -> None:
     assert text({"default": "{{ tools[0].name }}"}, tools) == "f"
     with pytest.raises(TemplateError, match="tool_use, rag"):
         text({"tool_use": "x", "rag": "y"}, None)
+    for ignores in ("x", {"default": "x"}):
+        with pytest.raises(TemplateError, match="would not see them"):
+            text(ignores, tools)
     with pytest.raises(TemplateError, match=r"--raw.*--chat-format llama3"):
         text(None, None)
 

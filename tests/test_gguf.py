@@ -122,10 +122,11 @@ def test_reading_never_changes_the_file(tiny_gguf: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- surplus
-def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("alignment", [4, 64])
+def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path, alignment: int) -> None:
     """Another alignment, a tensor without entries, and bytes after the last tensor."""
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
-    writer.add_custom_alignment(64)
+    writer.add_custom_alignment(alignment)
     tiny.add_metadata(writer, {**tiny.architecture(), **tiny.byte_vocabulary()})
     for name, tensor in [("empty", torch.zeros(0)), *GGUFFile(tiny_gguf).tensors.items()]:
         writer.add_tensor(name, (tensor if isinstance(tensor, Tensor) else tensor.read()).numpy())

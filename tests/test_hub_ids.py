@@ -172,7 +172,7 @@ def test_what_is_missing_or_damaged_is_fetched_again(server: Hub) -> None:
     for file in (*files, ref):
         server.served.clear()
         if file == ref:
-            ref.write_bytes(b"../../../x")
+            ref.write_bytes(b"../../../x\xff")  # not UTF-8 either
         else:
             (folder / file).resolve().unlink()  # the link dangles
             assert f"{file} is " in error_of(open_checkpoint, str(folder))  # also if the user names the folder

@@ -647,6 +647,17 @@ def test_a_kept_library_that_does_not_load_is_built_again(
     assert library.stat().st_size > 10_000
 
 
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "compiler"
+    script.write_text(
+        "#!/bin/sh\necho 'In file x:' >&2\necho 'fatal error: x.o: No space left on device' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        kernels._build("plain", tmp_path / "x.so")
+
+
 def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
     """A compiler starts other programs. Ctrl-C ends them all."""
     script, started = tmp_path / "compiler", tmp_path / "started"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -242,3 +243,22 @@ def test_processors_that_exclude_what_a_grammar_allows_are_an_error(temperature:
 def test_parameters_that_depend_on_the_text_need_it(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="need the text so far"):
         probs(torch.zeros(4), SamplingParams(temperature=1.0, **options))
+
+
+def test_a_logit_bias_is_not_read_again_for_each_token() -> None:
+    """A request may bias every id, and the tokens of other requests wait for the work on its own."""
+
+    class Counted(dict[int, float]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.reads += 1
+            return super().__iter__()
+
+    def reads(tokens: int) -> int:
+        bias = Counted({1: 1.0, 2: -1.0})
+        params = SamplingParams(max_new_tokens=tokens, temperature=1.0, logit_bias=bias, seed=1)
+        assert len(list(generate(tiny.model(), [1, 2], params))) == tokens
+        return bias.reads
+
+    assert reads(2) == reads(20)

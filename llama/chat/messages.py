@@ -107,7 +107,7 @@ def _function(function: Any, where: str) -> dict[str, Any]:
 def _object(value: Any, where: str) -> dict[str, Any]:
     """A copy of a mapping, or of the JSON text of one, without any other objects that a template could meet."""
     try:
-        mapping = json.loads(value) if isinstance(value, str) else value
+        mapping = json.loads(value or "{}") if isinstance(value, str) else value
         copy = json.loads(json.dumps(mapping, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{where} must be JSON-serializable: {error}") from None

@@ -249,26 +249,24 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return name
 
 
-def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The schema of a call of one of the tools, or of the tool that `choice` names; None for "auto" and "none"."""
+def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """A Lark grammar of a call of one of the tools, or of the one that `choice` names; None for "auto" and "none".
+
+    White space between the parts of a call is fixed. Otherwise a model may write it without end.
+    """
     if choice in ("auto", "none"):
         return None
-    functions = [tool.get("function", tool) for tool in tools]
-    if choice != "required":
-        named = {"type": "function", "function": {"name": choice}} if isinstance(choice, str) else choice
-        functions = [one for one in functions if named == {"type": "function", "function": {"name": one["name"]}}]
-    if not functions:
+    calls = []
+    for function in (tool.get("function", tool) for tool in tools):
+        name = function["name"]
+        if choice in ("required", name, {"type": "function", "function": {"name": name}}):
+            schema = {"type": "object", **function.get("parameters", {})}
+            schema["x-guidance"] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            begin = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
+            calls.append(f'{begin} %json {json.dumps(schema)} "}}"')
+    if not calls:
         raise UsageError(
-            f'tool_choice must be "none", "auto", "required" or {{type: function, function: {{name}}}} with the name of'
-            f" a tool, got {shown(choice)}"
+            'tool_choice must be "none", "auto", "required" or {type: function, function: {name}} with the name of one'
+            f" of the tools, got {shown(choice)}"
         )
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": one["name"]}, "parameters": one.get("parameters", {"type": "object"})},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for one in functions
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return f"start: {' | '.join(calls)}"

@@ -9,9 +9,11 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from queue import Full
 from typing import Any, TypeVar
@@ -26,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
-from ..generation.answer import Piece
+from ..generation.answer import Piece, Prompt
 from ..text import Llama
 from .connections import Limits
 from .engine import Engine
@@ -42,7 +44,7 @@ from .requests import (
     parse_page,
     parse_text,
 )
-from .responses import Choice, Spelling, header, merged, usage
+from .responses import Choice, Spelling
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ PAGE_HEADERS = {
 }
 PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
-Parsed = TypeVar("Parsed")
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 DISCONNECTED = 499  # the status in the log if the client disconnected
 
 
@@ -88,23 +90,24 @@ class Server:
 
         origins  origins of web pages that may read the responses
         """
-        get = {"/health": self.health, "/metrics": self.metrics}
+        get: dict[str, Endpoint] = {"/health": self.health, "/metrics": self.metrics}
         get |= {"/v1/models": self.models, "/v1/models/{id:path}": self.models}
-        post = {"/v1/chat/completions": self.chat, "/v1/completions": self.text}
+        post: dict[str, Endpoint] = {"/v1/chat/completions": partial(self.complete, parse_chat)}
+        post |= {"/v1/completions": partial(self.complete, parse_text)}
         post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/page": self.look_page}
         get |= dict.fromkeys(PAGE, self.page)
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
         app.router.redirect_slashes = False  # a redirection would use the address in the client's request
-        app.add_middleware(OneLength)
+        app.add_middleware(one_length)
         if hosts is not None:  # against DNS rebinding: a host name of a web page that resolves to this server
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         if origins:
             app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["POST"], allow_headers=["*"])
         return app
 
-    def _counted(self, path: str, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def _counted(self, path: str, endpoint: Endpoint) -> Endpoint:
         """Wrap an endpoint: check the API key, return errors as JSON, count statuses, and write a line to the log."""
 
         async def handle(request: Request) -> Response:
@@ -112,15 +115,14 @@ class Server:
             try:
                 if path != "/health" and path not in PAGE:
                     self._authorize(request)
-                response: Response = await endpoint(request)
+                response = await endpoint(request)
             except ClientDisconnect:
                 response = Response(status_code=DISCONNECTED)
             except Exception as failed:
                 response = _refusal(failed)
             self.statuses[path, response.status_code] += 1
             if request.method == "POST":
-                seconds = time.perf_counter() - began
-                log.info("POST %s %d %.2f s", path, response.status_code, seconds)
+                log.info("POST %s %d %.2f s", path, response.status_code, time.perf_counter() - began)
             return response
 
         return handle
@@ -157,20 +159,14 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     # ----------------------------------------------------------------------------------------------------- completions
-    async def chat(self, request: Request) -> Response:
-        return await self._complete(request, parse_chat)
-
-    async def text(self, request: Request) -> Response:
-        return await self._complete(request, parse_text)
-
-    async def _complete(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Call]) -> Response:
+    async def complete(self, parse: Callable[[dict[str, Any], Llama, str], Call], request: Request) -> Response:
         call = await self._call(request, parse)
         answers = Answers(self, call, chat=parse is parse_chat)
         if call.stream:
-            return Stream(answers.events(), answers.cancel)
+            return Stream(answers.chunks(), answers.cancel, b"data: [DONE]\n\n")
         return JSONResponse(await _undisturbed(request, answers.whole(), answers.cancel))
 
-    async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Parsed]) -> Parsed:
+    async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
         """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page of another origin can't send this type without permission
@@ -200,7 +196,7 @@ class Server:
 
     async def look_answer(self, request: Request) -> Response:
         look = self._look(self.looks.answer(**await self._call(request, parse_answer)))
-        return Stream(self._events(look), look.cancelled.set)
+        return Stream(self.in_time(look.results()), look.cancelled.set)
 
     async def look_inside(self, request: Request) -> Response:
         look = self._look(self.looks.inside(**await self._call(request, parse_inspection)))
@@ -213,13 +209,13 @@ class Server:
             render = await _undisturbed(request, look.last(), look.cancelled.set)
             return Response(await asyncio.to_thread(render), media_type="text/html")
 
-    async def _events(self, look: Look) -> AsyncIterator[bytes]:
+    async def in_time(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         try:
             async with asyncio.timeout(self.limits.seconds):
-                async for event in look.results():
-                    yield _event(event)
-        except Exception as failed:  # the status has been sent already
-            yield _failure(failed)
+                async for one in results:
+                    yield one
+        except TimeoutError:
+            raise HTTPException(504, f"the answer took more than {self.limits.seconds:g} s; lower max_tokens") from None
 
     def _look(self, steps: Steps) -> Look:
         look = Look(steps)
@@ -248,78 +244,78 @@ class Answers:
     """The answers to one call. The constructor queues them; `cancel` ends them, and may be called at any time."""
 
     def __init__(self, server: Server, call: Call, chat: bool):
-        loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | LlamaError]]()
+        loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[Prompt, Piece | LlamaError]]()
 
-        def deliver(index: int, piece: Piece | LlamaError) -> None:
+        def deliver(prompt: Prompt, piece: Piece | LlamaError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
-                loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
+                loop.call_soon_threadsafe(self.arrived.put_nowait, (prompt, piece))
 
         self.server, self.call, self.chat = server, call, chat
-        self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(call.prompts))]
-        self.head = header(server.model, chat, call.stream)
+        self.choices = {prompt: Choice(call, i, server.spelling, chat) for i, prompt in enumerate(call.prompts)}
+        kind = ("chat.completion.chunk" if call.stream else "chat.completion") if chat else "text_completion"
+        id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.head = {"id": id, "object": kind, "created": int(time.time()), "model": server.model}
         if len(call.prompts) > (most := server.engine.queue.maxsize):
             raise UsageError(f"n times the number of prompts is {len(call.prompts)}; this server takes at most {most}")
         try:
-            server.engine.submit({prompt: partial(deliver, i) for i, prompt in enumerate(call.prompts)})
+            server.engine.submit(call.prompts, deliver)
         except Full:
             raise HTTPException(429, "the server is busy: its queue is full; try again later", RETRY) from None
 
     def cancel(self) -> None:
         self.server.engine.cancel(self.call.prompts)
 
-    async def deltas(self) -> AsyncIterator[dict[str, Any]]:
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
         """The parts of all choices, as they are generated. Raises LlamaError if an answer fails."""
-        try:
-            async with asyncio.timeout(self.server.limits.seconds):
-                while any(choice.completion is None for choice in self.choices):
-                    index, piece = await self.arrived.get()
-                    if isinstance(piece, LlamaError):
-                        raise piece
-                    if (delta := self.choices[index].delta(piece)) is not None:
-                        yield delta
-        except TimeoutError:
-            raise HTTPException(
-                504, f"the answer took more than {self.server.limits.seconds:g} s; lower max_tokens"
-            ) from None
+        while any(choice.completion is None for choice in self.choices.values()):
+            prompt, piece = await self.arrived.get()
+            if isinstance(piece, LlamaError):
+                raise piece
+            if (part := self.choices[prompt].add(piece)) is not None:
+                yield part
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens, and add the counts to the server's totals."""
-        counts = usage([choice.completion for choice in self.choices if choice.completion is not None], self.call.n)
-        self.server.tokens["prompt_tokens"] += counts["prompt_tokens"]
-        self.server.tokens["new_tokens"] += counts["completion_tokens"]
-        self.server.tokens["cached_tokens"] += counts["prompt_tokens_details"]["cached_tokens"]
-        return counts
+        """Count the tokens, and add the counts to the server's totals. The prompt of n answers counts once."""
+        stats = [choice.completion.stats for choice in self.choices.values() if choice.completion is not None]
+        prompts, totals = stats[:: self.call.n], self.server.tokens
+        prompt, new = sum(one.prompt_tokens for one in prompts), sum(one.new_tokens for one in stats)
+        cached = sum(one.cached_tokens for one in prompts)
+        totals.update({"prompt_tokens": prompt, "new_tokens": new, "cached_tokens": cached})
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     async def whole(self) -> dict[str, Any]:
         """The body of a response that is not a stream."""
-        parts: list[list[dict[str, Any]]] = [[] for _ in self.choices]
-        async for delta in self.deltas():
-            parts[delta["index"]].append(delta)
-        return {**self.head, "choices": [merged(part, self.chat) for part in parts], "usage": self.usage()}
+        choices = [choice async for choice in self.server.in_time(self.parts())]
+        return {**self.head, "choices": sorted(choices, key=itemgetter("index")), "usage": self.usage()}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The body of a stream of server-sent events."""
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream."""
         extra: dict[str, Any] = {"usage": None} if self.call.usage else {}
-        try:
-            for i in range(len(self.choices) * self.chat):
-                opening = {"index": i, "delta": {"role": "assistant", "content": ""}}
-                yield _event({**self.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}], **extra})
-            async for delta in self.deltas():
-                yield _event({**self.head, "choices": [delta], **extra})
-            counts = self.usage()
-            if self.call.usage:
-                yield _event({**self.head, "choices": [], "usage": counts})
-            yield b"data: [DONE]\n\n"
-        except Exception as failed:  # the status has been sent already
-            yield _failure(failed)
+        for i in range(len(self.choices) * self.chat):
+            opening = {"index": i, "delta": {"role": "assistant", "content": ""}}
+            yield {**self.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}], **extra}
+        async for part in self.server.in_time(self.parts()):
+            yield {**self.head, "choices": [part], **extra}
+        counts = self.usage()
+        if self.call.usage:
+            yield {**self.head, "choices": [], "usage": counts}
 
 
 class Stream(StreamingResponse):
-    """Server-sent events. If the client disconnects, even before the first event, `cancel` is called."""
+    """Server-sent events, then `end`. If the client disconnects, even before the first event, `cancel` is called."""
 
-    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], object]):
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], end: bytes = b""):
+        super().__init__(self._events(values, end), 200, {"Cache-Control": "no-store"}, "text/event-stream")
         self.cancel = cancel
+
+    async def _events(self, values: AsyncIterator[Any], end: bytes) -> AsyncIterator[bytes]:
+        try:
+            async for value in values:
+                yield f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+            yield end
+        except Exception as failed:  # the status has been sent already
+            yield b"data: " + bytes(_refusal(failed).body) + b"\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -328,25 +324,15 @@ class Stream(StreamingResponse):
             self.cancel()
 
 
-class OneLength:
+def one_length(app: ASGIApp) -> ASGIApp:
     """Middleware that rejects a request with two lengths, since a proxy may use the other one."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
+    async def handle(scope: Any, receive: Any, send: Any) -> None:
+        both = {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
+        refused = HTTPException(400, "got both Content-Length and Transfer-Encoding", {"Connection": "close"})
+        await (_refusal(refused) if both else app)(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        app = self.app
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            app = _refusal(HTTPException(400, "got both Content-Length and Transfer-Encoding", {"Connection": "close"}))
-        await app(scope, receive, send)
-
-
-def _event(value: Any) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
-
-
-def _failure(failed: Exception) -> bytes:
-    return _event(json.loads(bytes(_refusal(failed).body)))
+    return handle
 
 
 async def _disconnected(request: Request) -> None:
@@ -361,12 +347,11 @@ def _refusal(failed: Exception) -> Response:
     if isinstance(failed, HTTPException):
         status, message, headers = failed.status_code, failed.detail, failed.headers
     elif isinstance(failed, LlamaError):
-        status, message = 400 if isinstance(failed, REFUSED) else 500, str(failed)
+        status = 404 if isinstance(failed, UnknownModel) else 400 if isinstance(failed, REFUSED) else 500
+        message = str(failed)
     else:
         log.error("a request failed: %s", type(failed).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
         status, message = 500, f"the server failed: {type(failed).__name__}"
-    if isinstance(failed, UnknownModel):
-        status = 404
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = CODES.get(type(failed))

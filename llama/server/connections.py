@@ -80,9 +80,9 @@ def raise_open_files(most: int = 2**14) -> int:
         import resource
     except ImportError:  # Windows
         return most
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        most = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: no limit
+    most = max(soft, most if hard < 0 else min(hard, most))
+    if soft >= 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from queue import Empty, Full, Queue
 from threading import Thread
 
@@ -15,7 +15,8 @@ from .look import Look
 
 log = logging.getLogger(__name__)
 
-Listener = Callable[[Piece | LlamaError], object]  # receives the pieces of an answer; the engine's thread calls it
+# Receives the pieces of the answers to one request; the engine's thread calls it
+Listener = Callable[[Prompt, Piece | LlamaError], object]
 WAITING_LOOKS = 8
 
 
@@ -26,9 +27,17 @@ class Prompts(Queue[Prompt | None]):
     model. While a prompt is fed and nothing else runs, looks wait.
     """
 
-    def __init__(self, waiting: int):
+    def __init__(self, waiting: int, listeners: dict[Prompt, Listener]):
         super().__init__(waiting)
-        self.looks: deque[Look] = deque()
+        self.listeners, self.looks = listeners, deque[Look]()
+
+    def _get(self) -> Prompt | None:
+        """Remove the first prompt of the request with the fewest answers in progress, so that each has its share."""
+        listeners, waiting = dict(self.listeners), {*self.queue}
+        running = Counter(listener for prompt, listener in listeners.items() if prompt not in waiting)
+        found = min(filter(None, self.queue), key=lambda prompt: running[listeners[prompt]], default=None)
+        self.queue.remove(found)
+        return found
 
     def add_look(self, look: Look) -> None:
         """Queue a look. Raises queue.Full if WAITING_LOOKS wait already."""
@@ -66,16 +75,19 @@ class Engine:
 
     def __init__(self, llm: Llama, slots: int, waiting: int):
         self.llm, self.slots, self.closed = llm, slots, False
-        self.queue = Prompts(waiting)
         self.listeners: dict[Prompt, Listener] = {}  # of prompts that wait or run
+        self.queue = Prompts(waiting, self.listeners)
         self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, prompts: Mapping[Prompt, Listener]) -> None:
-        """Queue all prompts. Raises queue.Full, and queues none, if they do not fit. Call it from one thread only."""
+    def submit(self, prompts: Sequence[Prompt], listener: Listener) -> None:
+        """Queue the prompts of a request. Raises queue.Full, and queues none, if they do not fit.
+
+        Call it from one thread only.
+        """
         if len(prompts) > self.queue.maxsize - self.queue.qsize():
             raise Full
-        self.listeners.update(prompts)
+        self.listeners.update(dict.fromkeys(prompts, listener))
         for prompt in prompts:
             self.queue.put_nowait(prompt)
 
@@ -102,8 +114,7 @@ class Engine:
             served: set[Prompt] = set()  # since the last step of a look
             try:
                 for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
-                    ended = isinstance(piece, LlamaError) or piece.completion is not None
-                    (self.listeners.pop if ended else self.listeners.get)(prompt, _nobody)(piece)
+                    self._deliver(prompt, piece)
                     if prompt in served:  # every answer had a piece: a step of the batch is complete
                         served.clear()
                         self.queue.step()
@@ -118,8 +129,10 @@ class Engine:
             failed: list[Prompt | None] = [prompt for prompt in [*self.listeners] if prompt not in self.queue.queue]
         for prompt in failed or [self.queue.get()]:
             if prompt is not None:
-                self.listeners.pop(prompt, _nobody)(error)
+                self._deliver(prompt, error)
 
-
-def _nobody(piece: Piece | LlamaError) -> None:
-    """The listener of an answer that nobody waits for."""
+    def _deliver(self, prompt: Prompt, piece: Piece | LlamaError) -> None:
+        ended = isinstance(piece, LlamaError) or piece.completion is not None
+        listener = self.listeners.pop(prompt, None) if ended else self.listeners.get(prompt)
+        if listener is not None:  # somebody waits for the answer
+            listener(prompt, piece)

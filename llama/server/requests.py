@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
-from ..chat import check_messages, continues_answer, forced_call
-from ..chat.messages import check_tools, deeper
+from ..chat import continues_answer, forced_call
+from ..chat.messages import deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
-from ..sampling import OPTIONS
-from ..system.documents import parse_json
+from ..sampling import LARGEST_SEED, OPTIONS
+from ..system.documents import KINDS, parse_json
 from ..text import ENDS, LONGEST_TOKEN, Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
@@ -27,16 +27,28 @@ MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
-
-SHARED = ("model", "max_tokens", "n", "seed", *ENDS, "stream", "stream_options", "logit_bias", "logprobs")
-CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
-        "chat_template_kwargs")  # fmt: skip
-CHAT_FIELDS = (*CHAT, "parallel_tool_calls", "prompt_cache_key", *SHARED, *OPTIONS)
-TEXT_FIELDS = ("prompt", "echo", "suffix", "prompt_cache_key", *SHARED, *OPTIONS)
-ANSWER_FIELDS = ("model", "messages", "prompt", "ids", "answer", "off", "top", "response_format", "seed", "max_tokens",
-                 "logit_bias", "chat_template_kwargs", *OPTIONS)  # fmt: skip
 LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
 SHOWN_TOP = 10  # alternatives for each token
+
+# Field -> the type of its values, or the range of its integers. object: its value is checked where it is used.
+Known = dict[str, Any]
+TOKENS, TOP = (-1, 2**31), (0, MOST_LOGPROBS)
+GENERATION: Known = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": dict}
+GENERATION |= dict.fromkeys(OPTIONS, object)
+SHARED: Known = {"n": (1, MOST_ANSWERS), "stream": bool, "stream_options": dict, "prompt_cache_key": str}
+SHARED |= GENERATION | dict.fromkeys(ENDS, object)
+CHAT: Known = {"messages": list, "chat_template_kwargs": dict, "response_format": dict}
+CHAT_FIELDS: Known = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_logprobs": TOP, "tools": list}
+CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
+TEXT_FIELDS: Known = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
+STREAM_OPTIONS: Known = {"include_usage": bool, "include_obfuscation": bool}
+TOOL: Known = {"type": str, "function": dict}
+FUNCTION: Known = {"name": str, "description": str, "parameters": dict, "strict": bool}
+FORMAT: Known = {"type": str, "schema": dict, "json_schema": dict}
+NAMED_SCHEMA: Known = {"name": str, "description": str, "schema": dict, "strict": bool}
+ANSWER_FIELDS: Known = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **GENERATION}
+INSIDE_FIELDS: Known = {"model": object, "ids": list, "head": list, "off": list}
+INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head)
@@ -58,7 +70,7 @@ class Call:
     logprobs: bool = False
     top: int = 0
     echoed: list[str] = field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
     several_calls: bool = True
 
 
@@ -74,6 +86,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     if deeper(body, DEEPEST):
         raise UsageError(f"the body must not be nested deeper than {DEEPEST} levels")
+    for name, value in body.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{name} must be valid Unicode, but it has a lone surrogate") from None
     return body
 
 
@@ -81,49 +98,30 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     """Check a body of /v1/chat/completions and encode its messages. Raises a LlamaError."""
     body = _fields(body, CHAT_FIELDS, model)
     options, call = _shared(body, llm)
-    limits = {_tokens(name, body[name], llm) for name in ("max_tokens", "max_completion_tokens") if name in body}
+    limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
     if len(limits) > 1:
         raise UsageError("max_tokens and max_completion_tokens differ: give one of them")
-    options["max_new_tokens"] = limits.pop() if limits else llm.model.max_seq_len
-    call.logprobs = checks.boolean("logprobs", body.get("logprobs", False))
-    call.top = checks.integer("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
+    options["max_new_tokens"] = _limit(limits.pop() if limits else -1, llm)
+    call.logprobs, call.top = body.get("logprobs", False), body.get("top_logprobs", 0)
     if call.top and not call.logprobs:
         raise UsageError("top_logprobs needs logprobs: true")
-    tools = _tools(body)
-    schema = _response_format(body.get("response_format"))
-    call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
-    if tools and (choice := body.get("tool_choice", "auto")) != "none":
-        call.tools, forced = tools, forced_call(choice, tools)
-        if forced is not None and schema is not None:
-            raise UsageError("response_format can't be combined with a tool_choice that requires a call")
-        schema = schema or forced
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top}
-    if schema is not None:
-        options["schema"] = schema
+    call.several_calls, choice = body.get("parallel_tool_calls", True), body.get("tool_choice", "auto")
+    call.tools = [] if choice == "none" else _tools(body.get("tools", []))
+    options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, call.tools)
+    if options["schema"] and options["grammar"]:
+        raise UsageError("response_format can't be combined with a tool_choice that requires a call")
     options["continues"], ids = _conversation(body, call.tools, llm)
     call.prompts = _owned(body, llm.prepare(ids, options, call.n))
     return call
-
-
-def _conversation(body: Mapping[str, Any], tools: list[dict[str, Any]] | None, llm: Llama) -> tuple[bool, list[int]]:
-    """Whether the answer continues the last message, and the ids of the messages."""
-    if not isinstance(messages := body.get("messages"), list):
-        raise UsageError(f"messages must be a list of messages, got {shown(messages)}")
-    messages = check_messages([_message(message) for message in messages])
-    if not isinstance(more := body.get("chat_template_kwargs", {}), dict):
-        raise UsageError(f"chat_template_kwargs must be an object, got {shown(more)}")
-    _check_characters(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm)
-    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools, more), llm)
 
 
 def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     """Check a body of /v1/completions and encode its prompts. Raises a LlamaError."""
     body = _fields(body, TEXT_FIELDS, model)
     options, call = _shared(body, llm)
-    options["max_new_tokens"] = _tokens("max_tokens", body.get("max_tokens", DEFAULT_TOKENS), llm)
-    call.logprobs = "logprobs" in body
-    call.top = checks.integer("logprobs", body.get("logprobs", 0), 0, MOST_LOGPROBS)
-    echo = checks.boolean("echo", body.get("echo", False))
+    options["max_new_tokens"] = _limit(body.get("max_tokens", DEFAULT_TOKENS), llm)
+    call.logprobs, call.top, echo = "logprobs" in body, body.get("logprobs", 0), body.get("echo", False)
     if echo and "suffix" in body:
         raise UsageError("echo can't be combined with suffix")
     ids = _prompts(body.get("prompt"), body.get("suffix"), call.n, llm)
@@ -139,29 +137,27 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
     """The arguments of `Looks.answer` from a body of /look/answer: messages, a text, or ids. Raises a LlamaError."""
     body = _fields(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
-    options |= {"max_new_tokens": _tokens("max_tokens", body.get("max_tokens", -1), llm), "continues": False}
-    if (schema := _response_format(body.get("response_format"))) is not None:
-        options["schema"] = schema
+    options |= {"max_new_tokens": _limit(body.get("max_tokens", -1), llm), "continues": False}
+    options["schema"] = _schema(body.get("response_format", {}))
     match [name for name in ("messages", "prompt", "ids") if name in body]:
         case ["messages"]:
-            _, ids = _conversation(body, None, llm)
+            _, ids = _conversation(body, [], llm)
         case ["prompt"]:
             ids = _prompts(body["prompt"], None, 1, llm)[0]
         case ["ids"]:
-            ids = _ids("ids", body, llm)
+            ids = _ids("ids", body["ids"], llm)
         case _:
             raise UsageError("expected one of messages, prompt and ids")
-    answer = _ids("answer", body, llm) if "answer" in body else []
+    answer = _ids("answer", body["answer"], llm) if "answer" in body else []
     _check_look([*ids, *answer], LONGEST_LOOK - 1)
     (prompt,) = llm.prepare(ids, options)
-    top = checks.integer("top", body.get("top", SHOWN_TOP), 0, MOST_LOGPROBS)
-    return {"prompt": prompt, "answer": answer, "off": _heads("off", body, llm), "top": top}
+    return {"prompt": prompt, "answer": answer, "off": _heads("off", body, llm), "top": body.get("top", SHOWN_TOP)}
 
 
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The arguments of `Looks.inside` from a body of /look/inside. Raises UsageError."""
-    body = _fields(body, ("model", "ids", "token", "against", "head", "key", "off"), model)
-    ids, last = _check_look(_ids("ids", body, llm), LONGEST_LOOK), llm.tokenizer.n_vocab - 1
+    body = _fields(body, INSIDE_FIELDS, model)
+    ids, last = _check_look(_ids("ids", body.get("ids"), llm), LONGEST_LOOK), llm.tokenizer.n_vocab - 1
     ends = {"token": last, "against": last, "key": len(ids) - 1}
     chosen: dict[str, Any] = {
         name: checks.integer(name, body[name], 0, end) for name, end in ends.items() if name in body
@@ -173,7 +169,8 @@ def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[st
 
 def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
     """The ids of a body of /look/page. Raises UsageError."""
-    return _check_look(_ids("ids", _fields(body, ("model", "ids"), model), llm), LONGEST_PAGE)
+    body = _fields(body, {"model": object, "ids": list}, model)
+    return _check_look(_ids("ids", body.get("ids"), llm), LONGEST_PAGE)
 
 
 def _check_look(ids: list[int], most: int) -> list[int]:
@@ -182,18 +179,10 @@ def _check_look(ids: list[int], most: int) -> list[int]:
     return ids
 
 
-def _ids(name: str, body: Mapping[str, Any], llm: Llama) -> list[int]:
-    ids = body.get(name)
-    if not isinstance(ids, list) or not ids:
-        raise UsageError(f"{name} must be a list of token ids, got {shown(ids)}")
-    last = llm.model.config.vocab_size - 1
-    return [checks.integer(f"a token id of {name}", id, 0, last) for id in _fitting(ids, llm)]
-
-
 def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
     """Pairs [layer, head], in order."""
     heads, config = body.get(name, []), llm.model.config
-    for head in heads if isinstance(heads, list) else [None]:
+    for head in heads:
         if not isinstance(head, list) or len(head) != 2:
             raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
         checks.integer("a layer", head[0], 0, config.n_layers - 1)
@@ -201,15 +190,28 @@ def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
     return tuple(sorted({(layer, head) for layer, head in heads}))
 
 
-# ------------------------------------------------------------------------------------------------------- single fields
-def _fields(body: Mapping[str, Any], known: Sequence[str], model: str) -> dict[str, Any]:
-    """The fields that are not null. Raises UsageError for an unknown one."""
-    if unknown := [name for name in body if name not in (*known, *UNUSED)]:
-        raise UsageError(f"unknown field {unknown[0]!r:.80}; known: {', '.join(known)}")
-    body = {name: value for name, value in body.items() if value is not None and name not in UNUSED}
+# ------------------------------------------------------------------------------------------------------------- fields
+def _entries(value: Any, known: Known, where: str = "") -> dict[str, Any]:
+    """The entries of an object that are not null. Raises UsageError for an unknown one, or a value of another kind.
+
+    where  the path of the object in the body, with a dot at its end
+    """
+    if not isinstance(value, dict):
+        raise UsageError(f"{where[:-1]} must be an object, got {shown(value)}")
+    if unknown := [key for key in value if key not in known]:
+        raise UsageError(f"unknown field {where + unknown[0]!r:.80}; known: {', '.join(known)}")
+    entries = {key: item for key, item in value.items() if item is not None}
+    for key, item in entries.items():
+        if isinstance(kind := known[key], tuple):
+            checks.integer(where + key, item, *kind)
+        elif not isinstance(item, kind):
+            raise UsageError(f"{where}{key} must be {KINDS[kind]}, got {shown(item)}")
+    return entries
+
+
+def _fields(body: Mapping[str, Any], known: Known, model: str) -> dict[str, Any]:
+    body = _entries({name: value for name, value in body.items() if name not in UNUSED}, known)
     check_model(body.get("model", model), model)
-    if not isinstance(body.get("prompt_cache_key", ""), str):
-        raise UsageError("prompt_cache_key must be a string")
     return body
 
 
@@ -225,24 +227,28 @@ def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
     return [replace(prompt, owner=owner) for prompt in prompts]
 
 
-def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
+def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
-    options = {name: body[name] for name in (*OPTIONS, *ENDS, "seed") if name in body}
+    options = {name: body[name] for name in (*OPTIONS, *ENDS) if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
-    bias = body.get("logit_bias", {})
-    if not isinstance(bias, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", key) for key in bias):
-        raise UsageError("logit_bias must be an object whose keys are token ids")
-    last = llm.model.config.vocab_size - 1
+    if "seed" in body:
+        options["seed"] = body["seed"] % (LARGEST_SEED + 1)
+    bias, last = body.get("logit_bias", {}), llm.model.config.vocab_size - 1
+    if not all(re.fullmatch("0|[1-9][0-9]{0,8}", key) for key in bias):
+        raise UsageError("the keys of logit_bias must be token ids")
     options["logit_bias"] = {checks.integer("an id of logit_bias", int(key), 0, last): bias[key] for key in bias}
-    more, stream = body.get("stream_options", {}), checks.boolean("stream", body.get("stream", False))
-    if not isinstance(more, dict) or more.keys() - {"include_usage"}:
-        raise UsageError("stream_options must be an object with the key include_usage")
-    n = checks.integer("n", body.get("n", 1), 1, MOST_ANSWERS)
-    return options, Call(n, stream, checks.boolean("include_usage", more.get("include_usage", False)))
+    more = _entries(body.get("stream_options", {}), STREAM_OPTIONS, "stream_options.")
+    return options, Call(body.get("n", 1), body.get("stream", False), more.get("include_usage", False))
 
 
-def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
+def _limit(tokens: int, llm: Llama) -> int:
+    """The value of max_tokens. As in other servers, -1 stands for no limit."""
+    return llm.model.max_seq_len if tokens == -1 else tokens
+
+
+# --------------------------------------------------------------------------------------------------- prompts and ids
+def _fitting(ids: list[int], llm: Llama) -> list[int]:
     """Return the ids. Raises ContextLengthError if there are too many."""
     if len(ids) >= (context := llm.model.max_seq_len):
         raise ContextLengthError(
@@ -252,10 +258,11 @@ def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
     return ids
 
 
-def _tokens(name: str, limit: object, llm: Llama) -> int:
-    """The value of max_tokens. As in other servers, -1 stands for no limit."""
-    limit = checks.integer(name, limit, -1, llm.model.max_seq_len)
-    return llm.model.max_seq_len if limit == -1 else limit
+def _ids(name: str, ids: Any, llm: Llama) -> list[int]:
+    if not isinstance(ids, list) or not ids:
+        raise UsageError(f"{name} must be a list of token ids, got {shown(ids)}")
+    last = llm.model.config.vocab_size - 1
+    return [checks.integer(f"a token id of {name}", id, 0, last) for id in _fitting(ids, llm)]
 
 
 def _check_characters(count: int, llm: Llama) -> None:
@@ -267,88 +274,73 @@ def _check_characters(count: int, llm: Llama) -> None:
         )
 
 
-def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
+def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[int]]:
     """The ids of `prompt`: a text, ids, or a list of either."""
-    several, ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list), []
-    if not isinstance(suffix, str | None):
-        raise UsageError(f"suffix must be a string, got {shown(suffix)}")
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     checks.integer("the number of prompts times n", len(prompt) * n if several else n, 1, MOST_PROMPTS)
+    ids = []
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
             _check_characters(len(one) + len(suffix or ""), llm)
             found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
             ids.append(_fitting(found, llm))
-        elif isinstance(one, list) and one and suffix is None:
-            last = llm.model.config.vocab_size - 1
-            ids.append([checks.integer("a token id of prompt", id, 0, last) for id in _fitting(one, llm)])
+        elif suffix is None:
+            ids.append(_ids("prompt, which may also be a text or a list of texts,", one, llm))
         else:
-            raise UsageError(
-                f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got"
-                f" {shown(one)}"
-            )
+            raise UsageError("a prompt with suffix must be a text")
     return ids
 
 
-def _message(message: Any) -> Any:
-    """A message without nulls and unused keys, with its text parts joined. `check_messages` rejects all other forms."""
+def _conversation(body: Mapping[str, Any], tools: list[dict[str, Any]], llm: Llama) -> tuple[bool, list[int]]:
+    """Whether the answer continues the last message, and the ids of the messages."""
+    messages, more = [_message(message) for message in body.get("messages", [])], body.get("chat_template_kwargs", {})
+    _check_characters(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm)
+    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools or None, more), llm)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message without nulls and unused keys, with its text parts joined. `encode_chat` checks it."""
     if not isinstance(message, dict):
-        return message
-    role = message.get("role")
+        raise UsageError(f"a message must be an object, got {shown(message)}")
+    role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     unused = ("annotations",) if role in ("tool", "ipython") else ("annotations", "name")
     message = {key: value for key, value in message.items() if value is not None and key not in unused}
-    if role == "developer":
-        message["role"] = "system"
+    if role is not None:
+        message["role"] = role
     if role == "assistant":
         message.setdefault("content", "")
-    parts = message.get("content")
-    if isinstance(parts, list):
-        for part in parts:
-            if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-                raise UsageError(f"a part of content must be {{type: text, text: ..}}, got {shown(part)}")
-            if not isinstance(part["text"], str):
-                raise UsageError(f"the text of a part of content must be a string, got {shown(part['text'])}")
+    if isinstance(message.get("content"), list):
+        parts = [_entries(part, {"type": str, "text": str}, "a part of content.") for part in message["content"]]
+        if any(part.keys() != {"type", "text"} or part["type"] != "text" for part in parts):
+            raise UsageError(f"each part of content must be {{type: text, text: ..}}, got {shown(message['content'])}")
         message["content"] = "".join(part["text"] for part in parts)
     return message
 
 
 # ------------------------------------------------------------------------------------------------- tools and schemas
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = check_tools(body.get("tools")) or []
-    if not tools and body.get("tool_choice") not in (None, "none", "auto"):
-        raise UsageError("tool_choice needs tools")
+def _tools(tools: list[Any]) -> list[dict[str, Any]]:
     checks.integer("the number of tools", len(tools), 0, MOST_TOOLS)
-    for tool in tools:
-        function = tool.get("function")
-        if tool.keys() != {"type", "function"} or tool["type"] != "function" or not isinstance(function, dict):
-            raise UsageError(f"a tool must be {{type: function, function: {{..}}}}, got {shown(tool)}")
-        tool["function"] = function = {key: value for key, value in function.items() if value is not None}
-        if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
-            raise UsageError(f"unknown key {sorted(unknown)[0]!r:.80} of a function")
-        name = function.get("name")
-        if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
-            raise UsageError(f"the name of a function must match {TOOL_NAME}, got {shown(name)}")
-        if not isinstance(function.get("parameters", {}), dict):
-            raise UsageError(
-                f"parameters of the function {name} must be a JSON schema, got {shown(function['parameters'])}"
-            )
-        for key, kind, what in (("description", str, "a string"), ("strict", bool, "true or false")):
-            if not isinstance(function.get(key, kind()), kind):
-                raise UsageError(f"{key} of the function {name} must be {what}, got {shown(function[key])}")
-    return tools
+    checked = []
+    for i, tool in enumerate(tools):
+        function = _entries(_entries(tool, TOOL, f"tools[{i}].").get("function"), FUNCTION, f"tools[{i}].function.")
+        if tool.get("type") != "function" or not re.fullmatch(TOOL_NAME, function.get("name", "")):
+            raise UsageError(f"tools[{i}] must be {{type: function, function: {{name: {TOOL_NAME}, ..}}}}")
+        checked.append({"type": "function", "function": function})
+    return checked
 
 
-def _response_format(form: Any) -> dict[str, Any] | None:
-    """The schema of the answer; None for plain text."""
-    if form is None or form == {"type": "text"}:
-        return None
-    if form == {"type": "json_object"}:
-        return {"type": "object"}
-    if isinstance(form, dict) and form.keys() == {"type", "json_schema"} and form["type"] == "json_schema":
-        named = form["json_schema"] if isinstance(form["json_schema"], dict) else {}
-        kinds = {"name": str, "description": str | None, "schema": dict, "strict": bool | None}
-        known = not named.keys() - kinds.keys()
-        if known and "schema" in named and all(isinstance(value, kinds[key]) for key, value in named.items()):
-            return dict(named["schema"])
+def _schema(form: Any) -> dict[str, Any] | None:
+    """The schema of the answer that a response_format asks for; None for plain text."""
+    form = _entries(form, FORMAT, "response_format.")
+    match form.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object", **form.get("schema", {})}
+        case "json_schema":
+            named = _entries(form.get("json_schema"), NAMED_SCHEMA, "response_format.json_schema.")
+            if "schema" in named:
+                return dict(named["schema"])
     raise UsageError(
         "response_format must be {type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}},"
         f" got {shown(form)}"

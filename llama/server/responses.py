@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from ..chat.tool_calls import ToolCallStream, call_marks
@@ -34,54 +34,52 @@ class Spelling:
 
 
 class Choice:
-    """One answer in a response. `delta` converts a piece of it to the `choice` of a chunk of the stream.
+    """One answer in a response. `add` converts its pieces to the `choice` objects of a stream, or to the only one.
 
-    The deltas of an answer, joined, are its complete text, calls and log-probabilities.
+    Those of a stream, joined, are the complete text, calls and log-probabilities.
     """
 
     def __init__(self, call: Call, index: int, spelling: Spelling, chat: bool):
         self.call, self.index, self.spelling, self.chat = call, index, spelling, chat
-        self.calls = ToolCallStream(call.tools) if call.tools else None
-        self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet
-        self.tokens: list[Token] = []  # not sent yet
-        self.found: list[dict[str, Any]] = []  # the calls of tools so far
+        self.finder = ToolCallStream(call.tools) if call.tools else None
+        self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet, as tokens and calls
+        self.tokens: list[Token] = []
+        self.calls: list[dict[str, Any]] = []
+        self.count = 0  # calls found so far
         before = () if chat or call.echoed else call.prompts[index].prompt
         self.decoder, self.offset = Decoder(spelling.tokenizer, before), 0  # where in the text the next token begins
         self.completion: Completion | None = None
 
-    def delta(self, piece: Piece) -> dict[str, Any] | None:
-        """The `choice` object of a chunk, or None if there is nothing to send yet."""
+    def add(self, piece: Piece) -> dict[str, Any] | None:
+        """The next `choice` object, or None if there is nothing to send yet."""
         self.tokens += piece.prompt or []
         if piece.token is not None and not (piece.token.stop and self.chat):
             self.tokens.append(piece.token)
         self.completion = piece.completion
-        calls: list[dict[str, Any]] = []
-        for event in [piece.text] if self.calls is None else self._events(self.calls, piece):
+        for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
             if isinstance(event, str):
                 self.text += event
-            elif self.call.several_calls or not self.found:
-                calls.append(
-                    {
-                        "index": len(self.found),
-                        "id": f"call_{uuid.uuid4().hex[:24]}",
-                        "type": "function",
-                        "function": {
-                            "name": event["function"]["name"],
-                            "arguments": json.dumps(event["function"]["arguments"], ensure_ascii=False),
-                        },
-                    }
+            elif self.call.several_calls or not self.count:
+                arguments = json.dumps(event["function"]["arguments"], ensure_ascii=False)
+                function = {"name": event["function"]["name"], "arguments": arguments}
+                index = {"index": self.count} if self.call.stream else {}
+                self.calls.append(
+                    {**index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
                 )
-                self.found.append(calls[-1])
-        if not self.text and not calls and self.completion is None:
+                self.count += 1
+        if self.completion is None and not (self.call.stream and (self.text or self.calls)):
             return None
-        text, self.text = self.text, ""
-        logprobs, self.tokens = self._logprobs(self.tokens) if self.call.logprobs else None, []
-        reason = None
+        text, calls = self.text, {"tool_calls": self.calls} if self.calls else {}
+        logprobs, reason = self._logprobs(self.tokens) if self.call.logprobs else None, None
+        self.text, self.tokens, self.calls = "", [], []
         if self.completion is not None:
-            reason = "tool_calls" if self.found else self.completion.finish_reason
+            reason = "tool_calls" if self.count else self.completion.finish_reason
         content: dict[str, Any] = {"text": text}
-        if self.chat:
-            content = {"delta": {**({"content": text} if text else {}), **({"tool_calls": calls} if calls else {})}}
+        if self.chat and self.call.stream:
+            content = {"delta": {**({"content": text} if text else {}), **calls}}
+        elif self.chat:
+            whole = {"role": "assistant", "content": None if calls and not text else text, "refusal": None, **calls}
+            content = {"message": whole}
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
@@ -89,12 +87,13 @@ class Choice:
         return [*calls.feed(mark + piece.text), *(calls.end() if piece.completion is not None else [])]
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        top = self.call.top
         if self.chat:
             return {
                 "content": [
                     {
                         **self._entry(token.id, token.logprob),
-                        "top_logprobs": [self._entry(id, logprob) for id, logprob in top_of(token, self.call.top)],
+                        "top_logprobs": [self._entry(id, logprob) for id, logprob in islice(token.top.items(), top)],
                     }
                     for token in tokens
                 ],
@@ -107,8 +106,9 @@ class Choice:
             self.offset += len(self.decoder.feed(token.id))
         tops: list[dict[str, float] | None] = []
         for token, text in zip(tokens, texts, strict=True):
-            top = {self.spelling(id): number(logprob) for id, logprob in reversed(top_of(token, self.call.top))}
-            tops.append(None if token.logprob is None else {**top, text: number(token.logprob)})
+            likely = reversed([*islice(token.top.items(), top)])
+            entries = {self.spelling(id): number(logprob) for id, logprob in likely}
+            tops.append(None if token.logprob is None else {**entries, text: number(token.logprob)})
         return {
             "tokens": texts,
             "token_logprobs": [None if token.logprob is None else number(token.logprob) for token in tokens],
@@ -120,51 +120,6 @@ class Choice:
         return {"token": self.spelling(id), "logprob": number(logprob or 0.0), "bytes": list(self.spelling.raw(id))}
 
 
-def top_of(token: Token, count: int) -> list[tuple[int, float]]:
-    """The most probable tokens at the position of a token, as many as the response shows."""
-    return list(token.top.items())[:count]
-
-
 def number(logprob: float) -> float:
     """A log-probability as a number that JSON can represent."""
     return max(logprob, LOWEST)
-
-
-def header(model: str, chat: bool, stream: bool) -> dict[str, Any]:
-    """The fields that every response and every chunk of one stream have in common."""
-    kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
-    id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
-
-
-def merged(deltas: Sequence[dict[str, Any]], chat: bool) -> dict[str, Any]:
-    """The choice of a complete response, from the deltas of its stream."""
-    choice: dict[str, Any] = {"index": deltas[0]["index"]}
-    if chat:
-        text = "".join(delta["delta"].get("content", "") for delta in deltas)
-        calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if calls:
-            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
-        choice["message"] = message
-    else:
-        choice["text"] = "".join(delta["text"] for delta in deltas)
-    scores = [delta["logprobs"] for delta in deltas if delta["logprobs"] is not None]
-    choice["logprobs"] = None
-    if scores:
-        lists = [key for key, value in scores[0].items() if value is not None]
-        joined = {key: [entry for score in scores for entry in score[key]] for key in lists}
-        choice["logprobs"] = {**scores[0], **joined}
-    return {**choice, "finish_reason": deltas[-1]["finish_reason"]}
-
-
-def usage(completions: Sequence[Completion], n: int) -> dict[str, Any]:
-    """Counts of tokens. The prompt of n answers counts once."""
-    prompt = sum(completion.stats.prompt_tokens for completion in completions[::n])
-    new = sum(completion.stats.new_tokens for completion in completions)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.stats.cached_tokens for one in completions[::n])},
-    }

@@ -28,8 +28,8 @@ from llama.server.connections import Limits
 from llama.server.requests import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
+    INSIDE_FIELDS,
     TEXT_FIELDS,
-    UNUSED,
     parse_answer,
     parse_body,
     parse_chat,
@@ -40,7 +40,7 @@ from llama.text import Llama
 
 from .. import tiny
 from ..forked import Forked
-from ..server.serving import Running, running
+from ..server.serving import Running, running, with_tools
 from .test_soak import GROWTH, slope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +88,7 @@ class Passes:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llm: Llama) -> Llama:
-    return Llama(tiny.model(), tiny_llm.tokenizer, tiny_llm.chat_template)
+    return with_tools(Llama(tiny.model(), tiny_llm.tokenizer, tiny_llm.chat_template))
 
 
 @pytest.fixture(scope="module")
@@ -189,18 +189,17 @@ NAMES = {
 }
 
 
-INSIDE_FIELDS = ("ids", "token", "against", "head", "key", "off")
-PARSERS: list[tuple[Callable[..., object], tuple[str, ...], dict[str, Any]]] = [
+PARSERS: list[tuple[Callable[..., object], Any, dict[str, Any]]] = [
     (parse_chat, CHAT_FIELDS, {"messages": HELLO, "max_tokens": 1, "stop": ["x"]}),
     (parse_text, TEXT_FIELDS, {"prompt": "hello", "max_tokens": 1, "stop": ["x"]}),
-    (parse_answer, tuple(x for x in ANSWER_FIELDS if x not in ("messages", "prompt")), {"ids": [5], "max_tokens": 1}),
+    (parse_answer, ANSWER_FIELDS.keys() - {"messages", "prompt"}, {"ids": [5], "max_tokens": 1}),
     (parse_inspection, INSIDE_FIELDS, {"ids": [5]}),
 ]
 
 
 @pytest.mark.parametrize(("parse", "fields", "required"), PARSERS)
 def test_every_kind_of_value_in_every_field(
-    llm: Llama, parse: Callable[..., object], fields: tuple[str, ...], required: dict[str, Any]
+    llm: Llama, parse: Callable[..., object], fields: Any, required: dict[str, Any]
 ) -> None:
     """The request is valid, or its response names the field."""
     valid = tried = 0
@@ -234,7 +233,8 @@ def refuses(parse: Callable[..., Any], body: object, llm: Llama, words: str) -> 
 
 ABSURD: list[tuple[str, Any, str]] = [
     *(("n", value, "n must be") for value in (129, 0)),
-    ("max_tokens", 257, "max_tokens"),
+    ("max_tokens", -2, "max_tokens"),
+    ("best_of", 2, "best_of"),
     ("logprobs", 21, "logprobs"),
     *(("stop", value, "stop string") for value in (["x"] * 10_000, ["x" * 2000], ["x", None])),
     *(("temperature", value, "temperature") for value in (-1, 10**400)),
@@ -243,13 +243,6 @@ ABSURD: list[tuple[str, Any, str]] = [
     *(("logit_bias", value, "logit_bias") for value in ({"1": 10**9}, {"-1": 0}, {"01": 0}, {"1": "1"}, {"999": 1})),
     *(("prompt", value, "prompt") for value in (["a"] * 2000, [10**6], [1, "a"], ["a", 1], "x" * 40_000, [1] * 9000)),
 ]
-
-
-def test_absurd_values_are_refused_by_name(llm: Llama) -> None:
-    for field, value, words in ABSURD:
-        refuses(parse_text, {"prompt": "a", "max_tokens": 1, field: value}, llm, words)
-
-
 INNER: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
@@ -262,11 +255,11 @@ INNER: list[tuple[dict[str, Any], str]] = [
     (call(x=1), "unknown key"),
     (tool(description=5), "description"),
     (tool(parameters=[]), "parameters"),
-    *((tool(name=name), "name of a function") for name in ("x" * 65, CONTROL)),
-    (tool(x=1), "unknown key"),
+    *((tool(name=name), "name: [a-z") for name in ("x" * 65, CONTROL)),
+    (tool(x=1), "unknown field 'tools[0].function.x'"),
     ({"tools": tool()["tools"] * 129}, "number of tools"),
-    ({"tools": [{"type": "retrieval"}]}, "a tool must be"),
-    ({"tool_choice": "required"}, "needs tools"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].function must be"),
+    ({"tool_choice": "required"}, "one of the tools"),
     *(({**tool(), "tool_choice": choice}, "tool_choice") for choice in ("maybe", {"function": {"name": "other"}})),
     ({**tool(), "tool_choice": "required", "response_format": {"type": "json_object"}}, "can't be combined"),
     ({"response_format": {"type": "xml"}}, "response_format"),
@@ -277,10 +270,14 @@ INNER: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_values_inside_of_fields(llm: Llama) -> None:
+def test_wrong_values_are_refused_by_name(llm: Llama) -> None:
+    for field, value, words in ABSURD:
+        refuses(parse_text, {"prompt": "a", "max_tokens": 1, field: value}, llm, words)
     for inner, words in INNER:
         refuses(parse_chat, {"messages": HELLO, **inner}, llm, words)
-    for body in (tool(description=None, strict=None, parameters=None), tool(parameters={}), call()):
+    schema = {"response_format": {"type": "json_object", "schema": {"type": "object"}}}
+    for body in (tool(description=None, strict=None, parameters=None), tool(parameters={}), call(), schema,
+                 call(arguments=""), {"seed": -1}, {"max_tokens": -1}, {"max_tokens": 10**6}):  # fmt: skip
         assert parse_chat({"messages": HELLO, **body}, llm, "tiny").prompts
 
 
@@ -291,11 +288,17 @@ def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
         (prompt,) = parse_chat({"messages": messages, "max_tokens": 9, "seed": 1, **more}, llm, "tiny").prompts
         return prompt.prompt, prompt.params
 
-    assert all(parsed(**{field: value}) == parsed() for field in UNUSED for value in ("x", True, {}, None))
-    for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": {"include_usage": True}}):
+    fields = ["user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort"]
+    assert all(parsed(**{field: value}) == parsed() for field in fields for value in ("x", True, {}, None))
+    options = {"include_usage": True, "include_obfuscation": False}
+    for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": options}, {"max_completion_tokens": 9}):
         assert parsed(**more) == parsed()
-    assert parsed([{**HELLO[0], "name": "Ann"}]) == parsed()
+    assert parsed([{**HELLO[0], "name": "Ann", "annotations": []}]) == parsed()
     assert parsed([{"role": "developer", "content": "x"}]) == parsed([{"role": "system", "content": "x"}])
+    ends = [
+        {**message, "content": "x"} for message in ({"role": "function", "name": "f"}, {"role": "tool", "name": "f"})
+    ]
+    assert parsed(ends[:1]) == parsed(ends[1:])
     answers = [{"role": "assistant", **empty} for empty in ({"content": ""}, {"content": None, "refusal": None})]
     assert parsed([*HELLO, answers[0], *HELLO]) == parsed([*HELLO, answers[1], *HELLO])
 
@@ -310,7 +313,7 @@ MALFORMED = {
     b'{"seed": ' + b"9" * 5000 + b"}": "digits",
     b"\xef\xbb\xbf{}": "prompt",
     b'{"prompt": "\xff"}': "decode",
-    b'{"prompt": "\\ud800"}': "lone surrogate",
+    b'{"prompt": "a", "stop": ["\\ud800"]}': "stop must be valid Unicode",
     b'{"prompt": ' + b"[" * 90_000: "recursion",
     b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}": "nested deeper than 100",
 }
@@ -475,14 +478,15 @@ def test_offsets_count_the_characters_of_the_text(server: Running, llm: Llama) -
 def test_schemas_that_take_long_do_not_delay_requests_without_one(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_chat
+    begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_body
 
-    def slow(*args: Any) -> Any:
-        begun.release()
-        go_on.wait(10)
-        return real(*args)
+    def slow(raw: bytes) -> Any:
+        if b"response_format" in raw:
+            begun.release()
+            go_on.wait(10)
+        return real(raw)
 
-    monkeypatch.setattr(app, "parse_chat", slow)
+    monkeypatch.setattr(app, "parse_body", slow)
     chat = json.dumps({"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}}).encode()
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, server, CHAT, chat) for _ in range(app.PARSED)]
@@ -551,6 +555,29 @@ def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, p
         for answer in accepted:
             choices = json.loads(answer.result()[1])["choices"]
             assert {choice["text"] for choice in choices} == {expected}
+
+
+def test_a_request_with_many_answers_does_not_delay_others(server: Running, passes: Passes, llm: Llama) -> None:
+    """The next slot goes to the request with the fewest answers in progress. Each answer is that of a single run."""
+    ended: list[str] = []
+
+    def send(name: str, n: int) -> Any:
+        body = {"prompt": name, "n": n, "max_tokens": 9, "temperature": 1, "seed": 3}
+        choices = json.loads(ask(server, TEXT, body)[1])["choices"]
+        ended.append(name)
+        return [choice["text"] for choice in choices]
+
+    passes.allow(0)
+    with ThreadPoolExecutor() as pool:
+        sent = {}
+        for name, n in (("many", 10), ("one", 1), ("two", 1)):
+            sent[name, n] = pool.submit(send, name, n)
+            until(lambda: sum(gauges(server)) == len(sent) + 9)
+        passes.allow(float("inf"))
+        for (name, n), found in sent.items():
+            alone = llm.generate(name, n=n, max_new_tokens=9, temperature=1, seed=3)
+            assert found.result() == [one.text for one in alone]
+    assert ended[-1] == "many"
 
 
 def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
@@ -622,7 +649,7 @@ def test_an_unexpected_error_in_a_request_is_an_error_object(server: Running, mo
     status, text, _ = ask(server, TEXT, {"prompt": "a"})
     assert (status, json.loads(text)["error"]["type"], "secret" in text) == (500, "server_error", False)
     monkeypatch.undo()
-    monkeypatch.setattr(app.Choice, "delta", fail)
+    monkeypatch.setattr(app.Choice, "add", fail)
     text = ask(server, TEXT, {"prompt": "a", "stream": True})[1]
     assert (json.loads(text.split("data: ")[-1])["error"]["type"], "secret" in text) == ("server_error", False)
 
@@ -701,27 +728,20 @@ def test_more_than_a_few_requests_in_advance_end_the_connection(server: Running,
 BODY_ONE = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY_ONE), BODY_ONE)
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\n" + HOST + b"\r\n"
-LENGTHS = {
-    "both": (b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", CHUNKED),
-    "two lengths": (b"Content-Length: 32\r\nContent-Length: 5\r\n", BODY_ONE),
-    "a signed length": (b"Content-Length: +32\r\n", BODY_ONE),
-    "an unknown encoding": (b"Transfer-Encoding: xchunked\r\n", CHUNKED),
-    "a space before the colon": (b"Transfer-Encoding : chunked\r\n", CHUNKED),
-    "a chunk of no size": (b"Transfer-Encoding: chunked\r\n", b"zz\r\n" + BODY_ONE),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LENGTHS)
-def test_a_length_that_a_proxy_may_read_otherwise_is_refused(server: Running, what: str) -> None:
-    header, body = LENGTHS[what]
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", CHUNKED),
+        (b"Content-Length: 32\r\nContent-Length: 5\r\n", BODY_ONE),
+        (b"Transfer-Encoding : chunked\r\n", CHUNKED),
+    ],
+)
+def test_a_length_that_a_proxy_may_read_otherwise_is_refused(server: Running, header: bytes, body: bytes) -> None:
     found = replies(server, POST + header + b"\r\n" + body + SMUGGLED)
     assert found.startswith(b"HTTP/1.1 400")
     assert b"smuggled" not in found
-
-
-def test_what_is_not_http_is_refused(server: Running) -> None:
-    for data in (b"\0" * 1000, b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\xff" * 70_000):
-        assert replies(server, data)[:12] in (b"HTTP/1.1 400", b""), data[:12]
 
 
 def test_a_client_that_reads_no_response_is_disconnected(server: Running) -> None:

@@ -44,6 +44,12 @@ class Running:
         self.engine.close(finish=False)
 
 
+def with_tools(llm: Llama) -> Llama:
+    """The same model, with a template that writes the names of tools."""
+    names = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    return Llama(llm.model, llm.tokenizer, f"{names}{llm.chat_template}")
+
+
 @contextmanager
 def running(
     llm: Llama, slots: int = 16, waiting: int = 64, key: str | None = None, limits: Limits | None = None

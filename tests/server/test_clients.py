@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -124,31 +123,6 @@ def test_sixteen_clients_at_once_get_the_answers_they_get_alone(server: Running,
         found = pool.map(lambda job: ask(*job), jobs)
     for text, (_, messages, limit, options) in zip(found, jobs, strict=True):
         assert text == tiny_llm.chat(messages, max_new_tokens=limit, **options).text
-
-
-def test_the_asynchronous_client(server: Running, tiny_llm: Llama) -> None:
-    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "stream": True}
-
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-            async def one(limit: int) -> str:
-                stream = await client.chat.completions.create(**options, max_tokens=limit)
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-            return await asyncio.gather(*(one(limit) for limit in (3, 9, 30)))
-
-    assert asyncio.run(ask()) == [tiny_llm.chat(MESSAGES, max_new_tokens=limit).text for limit in (3, 9, 30)]
-
-
-def test_parts_of_content_and_nulls_are_read(client: openai.OpenAI, tiny_llm: Llama) -> None:
-    content: Any = [{"type": "text", "text": part} for part in ("What is ", "a llama?")]
-    parts: list[Any] = [{"role": "user", "content": content}]
-    found = client.chat.completions.create(model="tiny", messages=parts, max_tokens=8, temperature=0)
-    plain = [{"role": "user", "content": "What is a llama?"}]
-    assert found.choices[0].message.content == tiny_llm.chat(plain, max_new_tokens=8).text
-    again: Any = [*plain, found.choices[0].message, {"role": "user", "content": "And?"}]
-    client.chat.completions.create(model="tiny", messages=again, max_tokens=2)
 
 
 def test_models_and_errors_are_what_the_client_expects(server: Running, client: openai.OpenAI) -> None:

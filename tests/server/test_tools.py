@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pydantic
 import pytest
 
+from llama.errors import TemplateError
 from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
-from llama.server.requests import Call
-from llama.server.responses import Choice, Spelling, merged
+from llama.server.requests import Call, parse_chat
+from llama.server.responses import Choice, Spelling
 from llama.text import Llama
-from tests.server.serving import Running, running
+from tests.server.serving import Running, running, with_tools
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
+class City(enum.StrEnum):
+    PARIS = "Paris"
+    ROME = "Rome"
+
+
 class Weather(pydantic.BaseModel):
-    city: Literal["Paris", "Rome"]
+    city: City  # in $defs of the schema
     degrees: int = pydantic.Field(ge=0, le=40)
 
 
@@ -35,7 +42,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def server(tiny_llm: Llama) -> Iterator[Running]:
-    with running(tiny_llm) as found:
+    with running(with_tools(tiny_llm)) as found:
         yield found
 
 
@@ -72,7 +79,7 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
         options |= {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
         found = client.chat.completions.create(**options).choices[0]
         assert found.finish_reason == "tool_calls"
-        assert not (found.message.content or "").strip()
+        assert found.message.content is None
         (call,) = found.message.tool_calls
         assert choice in ("required", call.function.name)
         arguments = json.loads(call.function.arguments)
@@ -88,15 +95,27 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
     client.chat.completions.create(model="tiny", messages=answer, tools=TOOLS, max_tokens=3)
 
 
-def deltas(tiny_llm: Llama, pieces: list[Any], several: bool = True, mark: str | None = None) -> list[dict[str, Any]]:
-    """The deltas of an answer that the model gives in these pieces. The token 7 has the text of `mark`."""
-    call, spelling = Call(1, True, False, tools=TOOLS, several_calls=several), Spelling(tiny_llm.tokenizer)
-    if mark is not None:
-        spelling.call_marks = {7: mark}
+def test_a_required_call_has_no_endless_white_space(tiny_llm: Llama) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "temperature": 2, "max_tokens": 150, "n": 8, "seed": 3}
+    prompts = parse_chat({"messages": MESSAGES, **options}, with_tools(tiny_llm), "tiny").prompts
+    for _, piece in tiny_llm.answers(prompts):
+        if isinstance(piece, Piece) and piece.completion is not None:
+            assert piece.completion.text == json.dumps(json.loads(piece.completion.text))
+
+
+def test_tools_need_a_template_that_writes_them(tiny_llm: Llama) -> None:
+    with pytest.raises(TemplateError, match="would not see them"):
+        parse_chat({"messages": MESSAGES, "tools": TOOLS}, tiny_llm, "tiny")
+
+
+def parts(llm: Llama, pieces: list[Any], stream: bool = False, several: bool = True, mark: str = "") -> list[Any]:
+    """The choices of an answer that the model gives in these pieces. The token 7 has the text of `mark`."""
+    call, spelling = Call(1, stream, False, tools=TOOLS, several_calls=several), Spelling(llm.tokenizer)
+    spelling.call_marks |= {7: mark}
     choice = Choice(call, 0, spelling, chat=True)
     end = Completion("", [], "stop", None, Stats(1, 0, 0, 0, 0, 0))
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
-    return [delta for piece in given if (delta := choice.delta(piece)) is not None]
+    return [part for piece in given if (part := choice.add(piece)) is not None]
 
 
 CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'
@@ -104,35 +123,33 @@ CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "p
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
-    found = deltas(tiny_llm, [CALLS[i : i + size] for i in range(0, len(CALLS), size)])
-    message = merged(found, chat=True)["message"]
-    assert message["content"] is None
-    functions = [call["function"] for call in message["tool_calls"]]
-    assert [function["name"] for function in functions] == ["weather", "now"]
-    assert [json.loads(function["arguments"]) for function in functions] == [{"city": "Rome"}, {}]
-    assert found[-1]["finish_reason"] == "tool_calls"
-    assert not any(delta["delta"].get("content") for delta in found)
-    indexes = [call["index"] for delta in found for call in delta["delta"].get("tool_calls", [])]
-    assert indexes == [0, 1]
+    pieces = [CALLS[i : i + size] for i in range(0, len(CALLS), size)]
+    found = [part["delta"] for part in parts(tiny_llm, pieces, stream=True)]
+    assert not any(delta.get("content") for delta in found)
+    streamed = [call for delta in found for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in streamed] == [0, 1]
+    for several in (True, False):
+        (choice,) = parts(tiny_llm, pieces, several=several)
+        functions = [call["function"] for call in choice["message"]["tool_calls"]]
+        assert functions == [call["function"] for call in streamed][: 1 + several]
+        assert [(one["name"], json.loads(one["arguments"])) for one in functions] == [
+            ("weather", {"city": "Rome"}),
+            ("now", {}),
+        ][: 1 + several]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
 
 
 def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) -> None:
     pieces = ["Let me see. ", Piece("", token=Token(7, None, False)), '{"name": "now", "parameters": {}}']
-    message = merged(deltas(tiny_llm, pieces, mark="<|python_tag|>"), chat=True)["message"]
+    message = parts(tiny_llm, pieces, mark="<|python_tag|>")[0]["message"]
     assert message["content"].strip() == "Let me see."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
 
 
-def test_one_call_only_if_parallel_calls_are_off(tiny_llm: Llama) -> None:
-    message = merged(deltas(tiny_llm, [CALLS], several=False), chat=True)["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
-
-
-@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "unknown", "parameters": {}}', '{"name": "weather"', ""])
+@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "weather"', ""])
 def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
-    choice = merged(deltas(tiny_llm, list(text)), chat=True)
-    assert choice["message"]["content"] == text
-    assert "tool_calls" not in choice["message"]
+    (choice,) = parts(tiny_llm, list(text))
+    assert (choice["message"].get("tool_calls"), choice["message"]["content"]) == (None, text)
     assert choice["finish_reason"] == "stop"
 
 
