@@ -201,11 +201,23 @@ def test_a_template_is_chosen_by_the_request() -> None:
     assert text({"default": "{{ tools[0].name }}"}, tools) == "f"
     with pytest.raises(TemplateError, match="tool_use, rag"):
         text({"tool_use": "x", "rag": "y"}, None)
-    for ignores in ("x", {"default": "x"}):
-        with pytest.raises(TemplateError, match="would not see them"):
-            text(ignores, tools)
     with pytest.raises(TemplateError, match=r"--raw.*--chat-format llama3"):
         text(None, None)
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    for before in ([], [{"role": "system", "content": "Be brief."}]):
+        text = TOKENIZER.decode(encode_chat(TOKENIZER, template, [*before, *messages], tools=[{"name": "f"}]))
+        assert text.count("[system:") == text.count('{"name": "f"}]') == 1
+        assert text.endswith('[user:x][assistant:{"name": "f", "parameters": {"a": 1}}][tool:2]')
+        assert ("Be brief.\n\n" in text) == bool(before)
 
 
 def test_a_text_too_long_for_the_context_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

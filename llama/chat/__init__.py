@@ -5,6 +5,8 @@ Only what the template writes becomes control tokens; the text of messages stays
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .formats import TEMPLATES, chat_format_of, check_format, check_template
 from .functions import Tools
-from .messages import check_messages, check_tools, continues_answer
+from .messages import Message, check_messages, check_tools, continues_answer
 from .template import choose_template, encode_template, render
 from .tool_calls import forced_call, parse_tool_calls
 
@@ -32,6 +34,10 @@ __all__ = [
     "render",
 ]
 
+TOOLS_TEXT = (
+    'You may call the functions below. To call one, answer only with {"name": its name, "parameters": {its arguments}}.'
+)
+
 
 def encode_chat(
     tokenizer: Tokenizer,
@@ -48,7 +54,8 @@ def encode_chat(
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
-    tools      the functions the assistant may call, or their JSON schemas; the built-in formats have none
+    tools      the functions the assistant may call, or their JSON schemas. A system message describes them if the
+               template has no tools
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now, variables and add_generation_prompt, as for `render`
 
@@ -66,4 +73,19 @@ def encode_chat(
             "this model has no chat template, so it is probably a base model: use llm.generate(text) (--raw);"
             f" if it was trained for chat, name its format: llm.chat_format = {fits!r} (--chat-format {fits})"
         )
+    if tools and not re.search(r"\btools\b", source):
+        checked = with_tools(checked, tools)
     return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, **options)
+
+
+def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """The messages with tools and calls written as text, for a template that has no tools."""
+    described = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    before = [messages[0]["content"], ""] if messages and messages[0]["role"] == "system" else []
+    system: Message = {"role": "system", "content": "\n".join([*before, TOOLS_TEXT, *described])}
+    rest: list[Message] = []
+    for message in messages[bool(before) :]:
+        functions = [call["function"] for call in message.get("tool_calls", [])]
+        calls = [json.dumps({"name": one["name"], "parameters": one["arguments"]}) for one in functions]
+        rest.append({**message, "content": "\n".join(filter(None, [message["content"], *calls]))})
+    return [system, *rest]

@@ -31,21 +31,13 @@ Pieces = list[tuple[str, bool]]  # parts of a text, and whether each is a contro
 
 
 def choose_template(template: str | Mapping[str, str] | None, tools: Sequence[Any] | None = None) -> str | None:
-    """The template tool_use if there are tools, otherwise default; None if the model has no template.
-
-    Raises TemplateError if neither is there, or if it would ignore the tools.
-    """
-    if isinstance(template, Mapping):
-        name = "tool_use" if tools and "tool_use" in template else "default"
-        if name not in template:
-            raise TemplateError(f"none of the model's chat templates ({', '.join(template)}) is named {name}")
-        template = template[name]
-    if tools and template is not None and not re.search(r"\btools\b", template):
-        raise TemplateError(
-            "the model's chat template has no tools, so the model would not see them: use a model that was trained to"
-            " call functions, or describe them in the text of messages"
-        )
-    return template
+    """The template tool_use if there are tools, otherwise default. Raises TemplateError if there is none."""
+    if not isinstance(template, Mapping):
+        return template
+    name = "tool_use" if tools and "tool_use" in template else "default"
+    if name not in template:
+        raise TemplateError(f"none of the model's chat templates ({', '.join(template)}) is named {name}")
+    return template[name]
 
 
 def encode_template(

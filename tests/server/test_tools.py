@@ -11,7 +11,6 @@ import openai
 import pydantic
 import pytest
 
-from llama.errors import TemplateError
 from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
 from llama.server.requests import Call, parse_chat
@@ -101,11 +100,6 @@ def test_a_required_call_has_no_endless_white_space(tiny_llm: Llama) -> None:
     for _, piece in tiny_llm.answers(prompts):
         if isinstance(piece, Piece) and piece.completion is not None:
             assert piece.completion.text == json.dumps(json.loads(piece.completion.text))
-
-
-def test_tools_need_a_template_that_writes_them(tiny_llm: Llama) -> None:
-    with pytest.raises(TemplateError, match="would not see them"):
-        parse_chat({"messages": MESSAGES, "tools": TOOLS}, tiny_llm, "tiny")
 
 
 def parts(llm: Llama, pieces: list[Any], stream: bool = False, several: bool = True, mark: str = "") -> list[Any]:
