@@ -303,4 +303,4 @@ def test_the_trace_of_a_text_is_that_of_the_command(server: Running, tiny_llm: L
     ids = tiny_llm.encode_chat(MESSAGES)[:12]
     page = post(server, "/look/page", ids=ids).text
     traced = trace.trace(tiny_llm.model, ids)
-    assert trace_page.embedded(trace.packed_maps(traced.weights)) in page
+    assert trace_page.packed(trace.packed_maps(traced.weights)) in page

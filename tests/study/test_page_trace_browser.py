@@ -5,7 +5,9 @@ Needs Chromium, which pip does not install; without it these tests are skipped, 
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,8 @@ def file(tiny_llm: Llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(file: Path) -> dict[str, Any]:
     """The data of the page."""
-    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0])
+    packed = file.read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0]
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
     return data
 
 
@@ -55,6 +58,7 @@ def tab(browser: Browser, file: Path) -> Iterator[Page]:
     tab.on("pageerror", lambda error: faults.append(str(error)))
     tab.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
     tab.goto(file.as_uri())
+    tab.wait_for_selector("html[data-ready]")
     yield tab
     tab.close()
     assert faults == []
@@ -150,6 +154,7 @@ def test_the_page_opens_on_the_head_with_the_largest_effect_and_says_so(tab: Pag
 def test_a_phone_needs_no_sideways_scroll(browser: Browser, file: Path, scheme: Any) -> None:
     tab = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme, reduced_motion="reduce")
     tab.goto(file.as_uri())
+    tab.wait_for_selector("html[data-ready]")
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
     for name in ("token", "layer", "head"):
         box = tab.locator(f"#{name}").bounding_box()
