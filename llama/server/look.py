@@ -97,6 +97,8 @@ class Looks:
         self.names = {id: name for name, id in llm.tokenizer.control.items()}
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
         self.cached: dict[bool, Cached] = {}
+        if (watch := getattr(llm.model.runner, "watch", None)) is not None:
+            watch.logged = True  # a user of the page can't act on this warning; the page shows the difference itself
 
     def meta(self) -> dict[str, Any]:
         """What the page shows about the model."""

@@ -8,7 +8,7 @@
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
   seed: ["Seed", "", "random"] };
-const STAGES = { logit_bias: "the bias", processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
+const STAGES = { processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
   min_p: "min-p", greedy: "temperature 0" };
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
