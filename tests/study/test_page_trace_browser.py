@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 from llama.study import trace as tracing
 from llama.study import trace_page
@@ -52,16 +52,8 @@ def found(file: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tab(browser: Browser, file: Path) -> Iterator[Page]:
-    faults: list[str] = []
-    tab = browser.new_page(viewport={"width": 1280, "height": 900})
-    tab.on("pageerror", lambda error: faults.append(str(error)))
-    tab.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    tab.goto(file.as_uri())
-    tab.wait_for_selector("html[data-ready]")
-    yield tab
-    tab.close()
-    assert faults == []
+def tab(open_page: Callable[..., Page], file: Path) -> Page:
+    return open_page(file.as_uri(), viewport={"width": 1280, "height": 900})
 
 
 def setting(tab: Page) -> tuple[int, int, int]:
@@ -151,10 +143,8 @@ def test_the_page_opens_on_the_head_with_the_largest_effect_and_says_so(tab: Pag
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_needs_no_sideways_scroll(browser: Browser, file: Path, scheme: Any) -> None:
-    tab = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme, reduced_motion="reduce")
-    tab.goto(file.as_uri())
-    tab.wait_for_selector("html[data-ready]")
+def test_a_phone_needs_no_sideways_scroll(open_page: Callable[..., Page], file: Path, scheme: Any) -> None:
+    tab = open_page(file.as_uri(), viewport={"width": 390, "height": 844}, color_scheme=scheme)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
     for name in ("token", "layer", "head"):
         box = tab.locator(f"#{name}").bounding_box()
@@ -164,4 +154,3 @@ def test_a_phone_needs_no_sideways_scroll(browser: Browser, file: Path, scheme: 
         "button, select, canvas", "(all) => all.map((e) => e.ariaLabel || e.labels?.[0]?.textContent || e.textContent)"
     )
     assert all(name.strip() for name in names)
-    tab.close()
