@@ -214,7 +214,7 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
 
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:
     ids = tiny_llm.encode_chat(MESSAGES)
-    with activations(tiny_llm, "pattern.*") as whole:
+    with activations(tiny_llm, ["pattern.*", "q.*", "k.*"]) as whole:
         tiny_llm.model(torch.tensor([ids]))
     for layer, head, key in ((0, 1, 2), (1, 3, 0), (1, 0, len(ids) - 1)):
         found = post(server, "/look/inside", ids=ids, head=[layer, head], key=key).json()["head"]
@@ -223,9 +223,14 @@ def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llam
         assert weights.tolist() == pytest.approx(whole[f"pattern.{layer}"][0, head, -1].tolist(), abs=1e-5)
         assert softmax(scores) == pytest.approx(weights, abs=1e-5)
         q, k = (np.array(found[name]).reshape(-1, 2) @ [1, 1j] for name in "qk")
-        turned = np.exp(1j * (len(ids) - 1 - key) * np.array(found["frequencies"]))
-        pairs = (q * k.conj() * turned).real / len(found["q"]) ** 0.5
-        assert pairs.sum() == pytest.approx(scores[key], abs=1e-4)
+        before = (whole[f"q.{layer}"][0, -1, head], whole[f"k.{layer}"][0, key, head // 2])  # 2 heads share a key
+        for distance in (len(ids) - 1 - key, 3, 40):
+            turned = np.exp(1j * (distance - (len(ids) - 1 - key)) * np.array(found["frequencies"]))
+            score = (q * k.conj() * turned).real.sum() / len(found["q"]) ** 0.5
+            (one, other), i = (x.double().numpy().reshape(-1, 2) @ [1, 1j] for x in before), np.arange(8)
+            expected = (one * other.conj() * np.exp(1j * distance * 10000.0 ** (-i / 8))).real.sum() / 4
+            assert score == pytest.approx(expected, abs=1e-4)
+            assert distance != len(ids) - 1 - key or score == pytest.approx(scores[key], abs=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- other clients

@@ -500,11 +500,12 @@ function drawHead() {
   drawPairs();
 }
 
-/** What each pair adds to the score at a distance: Re(q conj(k) e^(i d w)) factor^2 / sqrt(D). */
-function pairs({ q, k, frequencies, factor }, distance) {
+/** What each pair adds to the score at a distance: q and k are rotated already, for the distance that they have. */
+function pairs({ q, k, frequencies, weights, key }, distance) {
+  const more = distance - (weights.length - 1 - key);
   return frequencies.map((w, i) => {
     const [a, b, c, d] = [q[2 * i], q[2 * i + 1], k[2 * i], k[2 * i + 1]], [x, y] = [a * c + b * d, b * c - a * d];
-    return ((x * Math.cos(distance * w) - y * Math.sin(distance * w)) * factor ** 2) / Math.sqrt(q.length);
+    return (x * Math.cos(more * w) - y * Math.sin(more * w)) / Math.sqrt(q.length);
   });
 }
 
