@@ -588,7 +588,7 @@ const EXPORTS = {
 
 async function exportAs(kind) {
   if (!path().length) return;
-  put("exported", kind === "html" ? "The page is being computed: about ten seconds." : "");
+  put("exported", kind === "html" ? "The page is being computed: some seconds." : "");
   try {
     const [download, content, type] = await EXPORTS[kind](path().at(-1));
     make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();
