@@ -10,6 +10,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred proces
 
 import gc
 import logging
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from llama import loader
 from llama.hub import models as hub
@@ -80,6 +81,40 @@ def browser() -> Iterator[Browser]:
         chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"] if root else [])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Open a page by its address. At the end there must be no errors or warnings, and no requests to other origins.
+
+    expected  pattern of errors that do not count
+    """
+    faults: list[str] = []
+    contexts = []
+
+    def opened(url: str, expected: str = "(?!)", reduced_motion: Any = "reduce", **how: Any) -> Page:
+        context = browser.new_context(reduced_motion=reduced_motion, **how)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.set_default_timeout(20_000)
+
+        def note(text: str) -> None:
+            if not re.search(expected, text):
+                faults.append(text)
+
+        own = url.partition("#")[0], "data:", "blob:"
+        tab.on("console", lambda message: note(message.text) if message.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: note(str(error)))
+        tab.on("request", lambda request: None if request.url.startswith(own) else note(request.url))
+        tab.goto(url)
+        if how.get("java_script_enabled", True):
+            tab.wait_for_selector("html[data-ready]")
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert faults == []
 
 
 @pytest.fixture(scope="session")

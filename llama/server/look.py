@@ -31,7 +31,6 @@ from ..errors import LlamaError
 from ..generate import check_extreme, history_of, prefill_chunks, random_generator, room_for
 from ..generation.answer import Prompt
 from ..generation.prefix import shared_prefix
-from ..rope import freqs_cis_at
 from ..sampling import History, choose, extreme
 from ..study import trace, trace_page
 from ..study.intervene import ablated
@@ -97,6 +96,8 @@ class Looks:
         self.names = {id: name for name, id in llm.tokenizer.control.items()}
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
         self.cached: dict[bool, Cached] = {}
+        if (watch := getattr(llm.model.runner, "watch", None)) is not None:
+            watch.logged = True  # a user of the page can't act on this warning; the page shows the difference itself
 
     def meta(self) -> dict[str, Any]:
         """What the page shows about the model."""
@@ -272,9 +273,9 @@ class Looks:
     def _head(
         self, layer: int, head: int, key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
     ) -> dict[str, Any]:
-        """One head at the last token: its weights (S,) and scores (S,), and q and k of one key before their rotation.
+        """One head at the last token: its weights (S,) and scores (S,), and the rotated q and k of one key.
 
-        The score is the sum over pairs of Re(q_i conj(k_i) e^(i d w_i)) factor^2 / sqrt(D), d tokens apart.
+        Their score d tokens apart is the sum over pairs of Re(q_i conj(k_i) e^(i (d - distance) w_i)) / sqrt(D).
         """
         row, S = weights[layer][head], weights[layer].shape[-1]
         q = seen.rows("rot_q")[layer][-1, head].float()  # (D,)
@@ -282,18 +283,12 @@ class Looks:
         k = keys[head * len(keys) // weights[layer].shape[0]]  # (S, D): a group of heads shares its keys
         if key is None:
             key = int(row[1:].argmax()) + 1 if S > 1 else 0  # the first token is often a sink
-        frequencies, factor = self.model.rope.frequencies(S)
         block: Any = self.model.layers[layer]
-        if not block.attention.apply_rotary_emb.rotates:
-            frequencies, factor = torch.zeros_like(frequencies), 1.0
-        frequencies = frequencies.to(q.device)
-        cis = freqs_cis_at(torch.tensor([S - 1, key], device=q.device), frequencies)  # (2, D/2)
-        pairs = torch.view_as_complex(torch.stack((q, k[key])).unflatten(-1, (-1, 2)).contiguous())  # (2, D/2), rotated
-        before = torch.view_as_real(pairs * cis.conj()).flatten(-2) / factor  # (2, D)
+        frequencies = self.model.rope.frequencies(S)[0] * block.attention.apply_rotary_emb.rotates
         scores = k @ q / len(q) ** 0.5  # (S,)
-        more = {"weights": [_short(x) for x in row.tolist()], "scores": [_short(x) for x in scores.tolist()]}
-        vectors = {"q": before[0].tolist(), "k": before[1].tolist(), "frequencies": frequencies.tolist()}
-        return {"head": [layer, head], "key": key, "factor": factor, **more, **vectors}
+        found = {"weights": [_short(x) for x in row.tolist()], "scores": [_short(x) for x in scores.tolist()]}
+        found |= {"q": q.tolist(), "k": k[key].tolist(), "frequencies": frequencies.tolist()}
+        return {"head": [layer, head], "key": key, **found}
 
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:

@@ -8,7 +8,6 @@ surprisals and divergences are in nats, unless a name contains bits.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,8 @@ from .intervene import Intervention
 from .measures import turns
 from .patching import LEGEND, cell
 
+LENS_CHUNK = 8  # tokens whose lens is computed at once
+LENS_TOKENS = 32  # of a longer text, the last ones: a row of the lens costs as much as the model's own prediction
 RECORDED = ("resid_post", "pattern", "rot_q", "rot_k", "z", "mlp_out")  # sites of each layer
 
 
@@ -79,9 +80,9 @@ def pair_norms(q: Tensor, k: Tensor) -> Tensor:
     q (T, H, D), k (T, KV, D), rotated or not, since rotations preserve lengths. Returns (H, D/2) float64.
     |q_i| |k_i| / sqrt(D) is the most that pair i can add to a score, so it shows which frequencies a head uses.
     """
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (T, H, D)
-    lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (T, H, D/2) each
-    products = (lengths_q * lengths_k.cumsum(dim=0)).sum(dim=0)  # (H, D/2): query t sees keys 0 .. t
+    lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (T, .., D/2) each
+    sums = lengths_k.cumsum(dim=0).repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (T, H, D/2)
+    products = (lengths_q * sums).sum(dim=0)  # (H, D/2): query t sees keys 0 .. t
     return products / (len(q) * (len(q) + 1) / 2)
 
 
@@ -92,24 +93,25 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of two distributions given by their logarithms (T, V): (T,) nats."""
+    """KL(p || q) of two distributions given by their logarithms (.., T, V): (.., T) nats."""
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # rounding can return -1e-7
 
 
 def rank_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """The rank of ids (T,) in each row of logits (T, V), 1 for the most probable: (T,)."""
-    return 1 + (logits > logits.gather(-1, ids[:, None])).sum(-1)
+    """The rank of ids (.., T) in each row of logits (.., T, V), 1 for the most probable: (.., T)."""
+    return 1 + (logits > logits.gather(-1, ids[..., None])).sum(-1)
 
 
 @dataclass(frozen=True)
 class Lens:
     """The logit lens: the next token predicted from the residual stream after each layer. M = L + 1 rows.
 
-    Row 0 is the embedding before any block, row M - 1 the prediction of the model.
+    Row 0 is the embedding before any block, row M - 1 the prediction of the model. N is T, or at most LENS_TOKENS in a
+    `Trace`: the last ones.
 
-    top_ids, top_p  (M, T, K) the most probable tokens and their probabilities
-    rank            (M, T) rank of the final answer, the model's most probable token
-    kl              (M, T) KL(final || this layer), nats
+    top_ids, top_p  (M, N, K) the most probable tokens and their probabilities
+    rank            (M, N) rank of the final answer, the model's most probable token
+    kl              (M, N) KL(final || this layer), nats
     """
 
     top_ids: Tensor
@@ -123,17 +125,14 @@ def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top
 
     hidden are (T, C) each, logits (T, V).
     """
-    answer, final = logits.argmax(-1), logits.log_softmax(-1)  # (T,), (T, V)
-    ids, p, rank, kl = [], [], [], []
-    for h in hidden:
-        seen = model.output(model.norm(h[None]))[0].float()  # (T, V)
-        log_p = seen.log_softmax(-1)  # (T, V)
+    found = []
+    for h, last in zip(torch.stack([*hidden]).split(LENS_CHUNK, dim=1), logits.split(LENS_CHUNK), strict=True):
+        seen = model.output(model.norm(h)).float()  # (M, t, V)
+        log_p, answer = seen.log_softmax(-1), last.argmax(-1)  # (M, t, V), (t,)
         best = log_p.topk(min(top, seen.shape[-1]))
-        ids.append(best.indices)
-        p.append(best.values.exp())
-        rank.append(rank_of(seen, answer))
-        kl.append(divergence(final, log_p))
-    return Lens(torch.stack(ids), torch.stack(p), torch.stack(rank), torch.stack(kl))
+        rank = rank_of(seen, answer.expand(seen.shape[:-1]))
+        found.append((best.indices, best.values.exp(), rank, divergence(last.log_softmax(-1), log_p)))
+    return Lens(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
 
 
 def readout(model: Transformer, seen: Recording, answer: int, against: int | None = None) -> Tensor:
@@ -189,14 +188,10 @@ def spread(weights: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the complete trace
 @dataclass(frozen=True)
 class Change:
-    """What a trace is compared with: logits (T, V) float32, and descriptions of the changes.
-
-    against describes the changes of the model compared with; it is empty for the unchanged model.
-    """
+    """The unchanged model's logits (T, V) float32, and descriptions of the changes."""
 
     logits: Tensor
     descriptions: list[str]
-    against: list[str]
 
 
 @dataclass(frozen=True)
@@ -220,15 +215,8 @@ class Trace:
     change: Change | None = None
 
 
-def trace(
-    model: Transformer,
-    ids: Sequence[int],
-    intervention: Intervention | None = None,
-    against: Intervention | None = None,
-) -> Trace:
+def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | None = None) -> Trace:
     """Run the model over a text and record it; with an intervention, also compute the unchanged model's logits.
-
-    `against` is another intervention, whose logits are computed in place of the unchanged model's.
 
     Raises UsageError on an empty text, NumericalError on logits that are not finite.
     """
@@ -237,9 +225,7 @@ def trace(
     tokens, change = torch.tensor([ids], device=model.tok_embeddings.weight.device), None  # (1, T)
     with torch.inference_mode():
         if intervention:
-            with (against or Intervention()).on(model):
-                described = intervention.descriptions(), against.descriptions() if against else []
-                change = Change(model(tokens)[0], *described)
+            change = Change(model(tokens)[0], intervention.descriptions())
         with (intervention or Intervention()).on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)
@@ -258,7 +244,8 @@ def evaluate(
     model: Transformer, ids: Sequence[int], seen: Recording, logits: Tensor, change: Change | None = None
 ) -> Trace:
     """What follows from the record of a pass over a text and its logits (T, V)."""
-    lens = logit_lens(model, seen.hidden, logits)
+    last = slice(-LENS_TOKENS, None)
+    lens = logit_lens(model, [h[last] for h in seen.hidden], logits[last])
     effects = direct_effects(model, seen, readout(model, seen, int(logits[-1].argmax())))
     inv_freq, factor = model.rope.frequencies(len(ids))
     maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
@@ -266,11 +253,6 @@ def evaluate(
     return Trace(tokens, logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, model.config, change)
 
 
-# 40 tokens of the default model. The answer is Paris; its form can be copied from the sentences before.
-SAMPLE = (
-    "The capital of Italy is Rome. The capital of Spain is Madrid. The capital of Germany is Berlin."
-    " The capital of Japan is Tokyo. The capital of Egypt is Cairo. The capital of France is"
-)
 TOP = 8  # number of most probable next tokens at each position
 
 
@@ -281,14 +263,14 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
     texts      id -> its text, for every id that occurs
     tokens     ids (T,); surprisal (T,) nats and rank (T,), null for token 0, which has no prediction;
                next_ids, next_p (T, 8), the predictions after each token
-    lens       one row for the embedding and one per layer: top_ids, top_p (L+1, T, 3), rank and kl (L+1, T)
+    lens       one row for the embedding and one per layer, for the last N = min(T, 32) tokens: top_ids, top_p
+               (L+1, N, 3), rank and kl (L+1, N)
     heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the
                effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
                distance; pair_norms (L, H, D/2); effects, on the logit of the answer after the last token
     rope       inv_freq, turns (D/2,) full turns between the first and the last token
-    change     null, or: told, descriptions of the changes; against, those of the model compared with, empty for the
-               unchanged model; kl (T,) of next-token distributions, KL(before || after); before and after, like
-               `tokens`
+    change     null, or: told, descriptions of the changes; kl (T,) of next-token distributions, KL(before || after);
+               before and after, like `tokens`
     """
     weights = trace.weights
     length = len(trace.ids)
@@ -300,8 +282,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
         before = _predictions(trace.change.logits, trace.ids)
         used |= {id for row in before["next_ids"] for id in row}
         kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
-        changes, against = trace.change.descriptions, trace.change.against
-        change = {"told": changes, "against": against, "kl": _numbers(kl), "before": before, "after": tokens}
+        change = {"told": trace.change.descriptions, "kl": _numbers(kl), "before": before, "after": tokens}
     return {
         **about,
         "layers": trace.layers,
@@ -314,9 +295,9 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
             "previous": _numbers(weights.diagonal(-1, -2, -1).mean(-1)) if length > 1 else None,
             "itself": _numbers(weights.diagonal(0, -2, -1).mean(-1)),
             "spread": _numbers(spread(weights)),
-            "profile": _numbers(distance_profile(weights)),
-            "profile_without_first": _numbers(distance_profile(weights, skip_first=True)),
-            "pair_norms": _numbers(trace.pair_norms),
+            "profile": _numbers(distance_profile(weights).round(decimals=5)),
+            "profile_without_first": _numbers(distance_profile(weights, skip_first=True).round(decimals=5)),
+            "pair_norms": _numbers(trace.pair_norms, 4),
             "effects": _numbers(trace.effects),
         },
         "rope": {
@@ -331,13 +312,13 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
 
 
 def _predictions(logits: Tensor, ids: Tensor) -> dict[str, Any]:
-    best = logits.double().softmax(-1).topk(min(TOP, logits.shape[-1]))
+    best = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]))
     return {
         "ids": ids.tolist(),
         "surprisal": [None, *_numbers(surprisal(logits, ids))],
         "rank": [None, *rank_of(logits[:-1], ids[1:]).tolist()],
         "next_ids": best.indices.tolist(),
-        "next_p": _numbers(best.values),
+        "next_p": _numbers(best.values.exp()),
     }
 
 
@@ -346,14 +327,16 @@ def attention_rows(weights: Tensor) -> list[Any]:
     return [[[_numbers(row[: t + 1], 5) for t, row in enumerate(head)] for head in layer] for layer in weights.float()]
 
 
-def packed_maps(weights: Tensor) -> str:
-    """The maps as base64 with one byte per weight, 255 sqrt(w); the root gives small weights more precision.
+def packed_maps(weights: Tensor) -> bytes:
+    """The maps (L, H, T, T) with one byte per weight w: 10 + 100 w from 0.0995 on, and 26 sqrt(w) below, rounded.
 
-    Only the lower triangles, row by row: L * H * T (T + 1) / 2 bytes.
+    So two decimals are exact from 0.1 on, and smaller weights have eight steps. Only the weights that are not masked,
+    key by key: w of the queries s .. T - 1 on key s. L * H * T (T + 1) / 2 bytes.
     """
-    t, s = torch.tril_indices(*weights.shape[-2:])
-    lower = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
-    return base64.b64encode((255 * lower.sqrt()).round().clamp(0, 255).byte().numpy().tobytes()).decode()
+    s, t = torch.triu_indices(*weights.shape[-2:])
+    seen = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
+    codes = torch.where(seen >= 0.0995, 10 + (100 * seen).round(), (26 * seen.sqrt()).round())
+    return codes.clamp(0, 110).byte().numpy().tobytes()
 
 
 def spelled(tokenizer: Tokenizer, id: int) -> str:
@@ -397,8 +380,6 @@ def summary(facts: Mapping[str, Any]) -> str:
     change = facts["change"]
     if change is not None:
         lines.append("changed: " + "; ".join(change["told"]))
-        if change["against"]:
-            lines.append("compared with: " + "; ".join(change["against"]))
     lines += [
         "",
         f"{'token':>5}  {'bits':>6}{'' if change is None else '     was'}  {'rank':>6}  {'text':<16} expected",

@@ -16,6 +16,7 @@ import torch
 from llama.generate import generate
 from llama.generation.structured import compile_grammar
 from llama.sampling import SamplingParams
+from llama.server.look import Looks
 from llama.study.inside import activations
 from llama.study.intervene import ablated
 from llama.text import Llama
@@ -81,6 +82,10 @@ def test_the_probabilities_are_those_of_completions(server: Running) -> None:
 
 
 FILTERS = [{"top_k": 4}, {"top_p": 0.4}, {"min_p": 0.5}, {"top_k": 8, "top_p": 0.7, "min_p": 0.3}, {"temperature": 0.0}]
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+FILTERS += [
+    {**PENALTIES, "logit_bias": {"9": 4.0, "30": -6.0}, **more} for more in ({"top_p": 0.6}, {"temperature": 0})
+]
 
 
 @pytest.mark.parametrize("grammar", [False, True])
@@ -95,6 +100,15 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
     text = list(prompt)
     for one in tokens:
         logits = next_logits(tiny_llm, text)
+        if "logit_bias" in options:
+            seen, counts = sorted({*text}), np.bincount(text[len(prompt) :], minlength=len(logits))
+            divided = np.where(
+                logits > 0, logits / options["repetition_penalty"], logits * options["repetition_penalty"]
+            )
+            logits[seen] = divided[seen]
+            logits -= options["presence_penalty"] * (counts > 0) + options["frequency_penalty"] * counts
+            for id, bias in options["logit_bias"].items():
+                logits[int(id)] += bias
         left, cut = np.ones(len(logits), bool), dict[int, str]()
 
         def keep(stage: str, kept: np.ndarray[Any, Any], left: Any = left, cut: Any = cut) -> None:
@@ -125,6 +139,24 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
             assert other.get("cut") == cut.get(other["id"]), other
             assert other.get("q", 0.0) == pytest.approx(q[other["id"]], abs=1e-5)
         text.append(one["id"])
+
+
+def test_a_token_that_a_processor_excludes_is_cut_by_it(tiny_llm: Llama) -> None:
+    """Processors are functions, so no request has them."""
+    ids, odd = tiny_llm.encode_chat(MESSAGES), torch.arange(tiny_llm.tokenizer.n_vocab) % 2 == 1
+    options = {"processors": [lambda ids, logits: logits.masked_fill(odd, -torch.inf)], "temperature": 1.0, "seed": 4}
+    (prompt,) = tiny_llm.prepare(ids, {**options, "max_new_tokens": 5})
+    events = [event for event in Looks(tiny_llm, "tiny").answer(prompt, [], (), 20) if "top" in event]
+    stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+    expected = generate(tiny_llm.model, ids, prompt.params, stop_ids=stops, n_vocab=n_vocab)
+    assert ids_of(events) == [token.id for token in expected]
+    text = list(ids)
+    for event in events:
+        p = softmax(np.where(odd, -np.inf, next_logits(tiny_llm, text)))
+        for one in event["top"]:
+            assert one.get("cut") == ("processors" if odd[one["id"]] else None)
+            assert one.get("q", 0.0) == pytest.approx(p[one["id"]], abs=1e-5)
+        text.append(event["id"])
 
 
 def test_a_branch_is_the_answer_after_its_ids(server: Running, tiny_llm: Llama) -> None:
@@ -182,7 +214,7 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
 
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:
     ids = tiny_llm.encode_chat(MESSAGES)
-    with activations(tiny_llm, "pattern.*") as whole:
+    with activations(tiny_llm, ["pattern.*", "q.*", "k.*"]) as whole:
         tiny_llm.model(torch.tensor([ids]))
     for layer, head, key in ((0, 1, 2), (1, 3, 0), (1, 0, len(ids) - 1)):
         found = post(server, "/look/inside", ids=ids, head=[layer, head], key=key).json()["head"]
@@ -191,19 +223,28 @@ def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llam
         assert weights.tolist() == pytest.approx(whole[f"pattern.{layer}"][0, head, -1].tolist(), abs=1e-5)
         assert softmax(scores) == pytest.approx(weights, abs=1e-5)
         q, k = (np.array(found[name]).reshape(-1, 2) @ [1, 1j] for name in "qk")
-        turned = np.exp(1j * (len(ids) - 1 - key) * np.array(found["frequencies"]))
-        pairs = (q * k.conj() * turned).real / len(found["q"]) ** 0.5
-        assert pairs.sum() == pytest.approx(scores[key], abs=1e-4)
+        before = (whole[f"q.{layer}"][0, -1, head], whole[f"k.{layer}"][0, key, head // 2])  # 2 heads share a key
+        for distance in (len(ids) - 1 - key, 3, 40):
+            turned = np.exp(1j * (distance - (len(ids) - 1 - key)) * np.array(found["frequencies"]))
+            score = (q * k.conj() * turned).real.sum() / len(found["q"]) ** 0.5
+            (one, other), i = (x.double().numpy().reshape(-1, 2) @ [1, 1j] for x in before), np.arange(8)
+            expected = (one * other.conj() * np.exp(1j * distance * 10000.0 ** (-i / 8))).real.sum() / 4
+            assert score == pytest.approx(expected, abs=1e-4)
+            assert distance != len(ids) - 1 - key or score == pytest.approx(scores[key], abs=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- other clients
 def test_other_clients_get_the_answers_they_get_alone(server: Running, tiny_llm: Llama) -> None:
+    check_other_clients(server, tiny_llm)
+
+
+def check_other_clients(server: Running, llm: Llama) -> None:
     """Looks have hooks in the model, and an answer has heads off, while four clients are answered."""
-    ids = tiny_llm.encode_chat(MESSAGES)
+    ids = llm.encode_chat(MESSAGES)
     options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 60}
 
     def complete(seed: int, found: dict[int, Any]) -> None:
-        body: dict[str, Any] = {"model": "tiny", "prompt": [ids[seed:]], "seed": seed, "logprobs": 1, **options}
+        body: dict[str, Any] = {"prompt": [ids[seed:]], "seed": seed, "logprobs": 1, **options}
         found[seed] = post(server, "/v1/completions", **body).json()["choices"][0]["logprobs"]["tokens"]
 
     def clients(found: dict[int, Any]) -> list[threading.Thread]:
@@ -217,12 +258,12 @@ def test_other_clients_get_the_answers_they_get_alone(server: Running, tiny_llm:
         thread.join()
     threads = clients(together)
     answer(server, ids=ids, off=[[0, 0], [1, 1]], seed=1, max_tokens=20)
-    looks = [post(server, "/look/inside", ids=ids[:end], off=[[0, 0]] * (end % 2)) for end in range(2, 22)]
+    looks = [post(server, "/look/inside", ids=ids[: 2 + i % len(ids)], off=[[0, 0]] * (i % 2)) for i in range(20)]
     for thread in threads:
         thread.join()
     assert {look.status_code for look in looks} == {200}
     assert together == alone
-    assert not [module for module in tiny_llm.model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not [module for module in llm.model.modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
 def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(tiny_llm: Llama) -> None:
@@ -250,6 +291,12 @@ def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(tiny_ll
         assert codes == [200] * 9
         while looks:  # the last one ends after its result
             time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -> None:
+    with running(default_llm) as server:
+        check_other_clients(server, default_llm)
 
 
 @pytest.mark.parametrize(
@@ -303,4 +350,4 @@ def test_the_trace_of_a_text_is_that_of_the_command(server: Running, tiny_llm: L
     ids = tiny_llm.encode_chat(MESSAGES)[:12]
     page = post(server, "/look/page", ids=ids).text
     traced = trace.trace(tiny_llm.model, ids)
-    assert trace_page.embedded(trace.packed_maps(traced.weights)) in page
+    assert trace_page.packed(trace.packed_maps(traced.weights)) in page

@@ -45,34 +45,8 @@ def server(tiny_llm: Llama) -> Iterator[Running]:
 
 
 @pytest.fixture
-def show(browser: Browser, server: Running) -> Iterator[Open]:
-    """Open the page. At the end there must be no errors and no requests to another origin."""
-    faults: list[str] = []
-    contexts = []
-
-    def open_page(url: str = server.url, viewport: Any = WIDE, expected: str = "(?!)", **how: Any) -> Page:
-        context = browser.new_context(viewport=viewport, reduced_motion="reduce", **how)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.set_default_timeout(20_000)
-
-        def note(text: str) -> None:
-            if not re.search(expected, text):
-                faults.append(text)
-
-        tab.on("console", lambda message: note(message.text) if message.type == "error" else None)
-        tab.on("pageerror", lambda error: note(str(error)))
-        tab.on(
-            "request", lambda request: None if request.url.startswith((url, "data:", "blob:")) else note(request.url)
-        )
-        tab.goto(url)
-        tab.wait_for_selector("html[data-ready]")
-        return tab
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
+def show(open_page: Open, server: Running) -> Open:
+    return lambda url=server.url, **how: open_page(url, **{"viewport": WIDE, **how})
 
 
 def configure(tab: Page, schema: str = "", **fields: Any) -> None:

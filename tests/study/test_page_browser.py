@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 import llama
 from llama.study import measures, page
@@ -32,27 +32,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def show(browser: Browser, file: Path) -> Iterator[Open]:
-    """Open the page. At the end there must be no errors, warnings or network requests."""
-    faults: list[str] = []
-    contexts = []
-
-    def open_page(address: str = "", viewport: Any = WIDE, motion: str = "reduce", at: Path = file, **how: Any) -> Page:
-        context = browser.new_context(viewport=viewport, reduced_motion=motion, **how)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
-        tab.on("pageerror", lambda error: faults.append(str(error)))
-        tab.on("request", lambda request: faults.append(request.url) if request.url.startswith("http") else None)
-        tab.goto(at.as_uri() + address)
-        if how.get("java_script_enabled", True):
-            tab.wait_for_selector("html[data-ready]")
-        return tab
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
+def show(open_page: Open, file: Path) -> Open:
+    return lambda address="", viewport=WIDE, at=file, **how: open_page(at.as_uri() + address, viewport=viewport, **how)
 
 
 def settle(tab: Page) -> None:

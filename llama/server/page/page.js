@@ -8,7 +8,7 @@
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
   seed: ["Seed", "", "random"] };
-const STAGES = { logit_bias: "the bias", processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
+const STAGES = { processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
   min_p: "min-p", greedy: "temperature 0" };
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
@@ -205,7 +205,9 @@ async function stream(turn, signal) {
     const response = await call("look/answer", { ...text, ...more, ...turn.sampling, seed: turn.seed, off: turn.off }, signal);
     for await (const event of events(response)) receive(turn, event);
     if (!turn.end) throw new TypeError("the connection ended");
-    say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]);
+    const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
+    say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]
+      + (same ? " It is word for word that of the branch before." : ""));
   } catch (error) {
     turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
     turn.error = error.message;
@@ -295,7 +297,7 @@ function draw() {
   document.body.classList.toggle("marks", settings.marks);
   if (shown.length && !chosen && shown.at(-1).tokens.length) {
     const marks = settings.marks && shown.at(-1).tokens.some((one) => one.p < 0.5 && !one.control);
-    id("chat").append(make("p", { class: "hint" }, `${marks ? "Underlined words were unlikely. " : ""}Click any word to open it.`));
+    id("chat").append(make("p", { class: "hint" }, `${marks ? "Underlined words were unlikely. " : ""}Click any word to see why it is there and what else it could have been.`));
   }
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
@@ -466,7 +468,9 @@ function looked(looks) {
   const [[first, weight], second] = looks;
   const name = (position) => (position === 0 ? "first token" : named(at(position)));
   const nodes = [name(first), ` ${share(weight)}`];
-  return second && second[1] > 0.1 ? [...nodes, " and ", name(second[0]), ` ${share(second[1])}`] : nodes;
+  if (!(second?.[1] > 0.1)) return nodes;
+  const same = at(first).id === at(second[0]).id; // the word stands at two places
+  return [...nodes, " and ", same ? `at its ${second[0] < first ? "earlier" : "later"} place` : name(second[0]), ` ${share(second[1])}`];
 }
 
 async function measure(one) {
@@ -496,11 +500,12 @@ function drawHead() {
   drawPairs();
 }
 
-/** What each pair adds to the score at a distance: Re(q conj(k) e^(i d w)) factor^2 / sqrt(D). */
-function pairs({ q, k, frequencies, factor }, distance) {
+/** What each pair adds to the score at a distance: q and k are rotated already, for the distance that they have. */
+function pairs({ q, k, frequencies, weights, key }, distance) {
+  const more = distance - (weights.length - 1 - key);
   return frequencies.map((w, i) => {
     const [a, b, c, d] = [q[2 * i], q[2 * i + 1], k[2 * i], k[2 * i + 1]], [x, y] = [a * c + b * d, b * c - a * d];
-    return ((x * Math.cos(distance * w) - y * Math.sin(distance * w)) * factor ** 2) / Math.sqrt(q.length);
+    return (x * Math.cos(more * w) - y * Math.sin(more * w)) / Math.sqrt(q.length);
   });
 }
 
@@ -510,8 +515,9 @@ function drawPairs() {
   put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
   put("at", `${distance} apart: score ${fixed(score)}`);
   if (!id("pairs").clientWidth) return; // it is hidden
-  const low = Math.min(0, ...values), high = Math.max(...values, low + 1e-6);
-  const plot = chart("pairs", { height: 130, yMin: low, yMax: high, yTicks: [], yLabel: "score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
+  const all = [real, distance, ...Array.from({ length: 33 }, (_, i) => (i * id("distance").max) / 32)].flatMap((one) => pairs(found, one));
+  const plot = chart("pairs", { height: 130, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // the same scale at every distance
+    yTicks: [], yLabel: "part of the score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
   bars(plot, values, { tooltip: (i) => `pair ${i}: ${fixed(values[i])}, ${degrees(found.frequencies[i])} a token` });
   plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
   put("pairs", plot.svg);
@@ -582,7 +588,7 @@ const EXPORTS = {
 
 async function exportAs(kind) {
   if (!path().length) return;
-  put("exported", kind === "html" ? "The page is being computed: about ten seconds." : "");
+  put("exported", kind === "html" ? "The page is being computed: some seconds." : "");
   try {
     const [download, content, type] = await EXPORTS[kind](path().at(-1));
     make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();

@@ -2,7 +2,7 @@
 and tokens.js from page/, and the data.
 
 The page uses no network. Its content security policy allows one script and one style, by their hashes, so that no
-traced text can run as code. The data are JSON in which no tag can begin.
+traced text can run as code. The data, JSON and the attention maps, are deflated and written as base64.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -18,14 +19,15 @@ from typing import Any
 from ..page import part
 
 
-def render(facts: Mapping[str, Any], maps: str) -> str:
+def render(facts: Mapping[str, Any], maps: bytes) -> str:
     """The page as text; facts and maps are the results of `trace.facts` and `trace.packed_maps`."""
     parts = {
         "style.css": part("shared.css") + _read("style.css"),
         "page.js": part("shared.js") + part("tokens.js") + _read("page.js"),
     }
     parts |= {f"hash of {name}": _hash(text) for name, text in parts.items()}
-    parts["data"] = embedded({**facts, "maps": maps})
+    data = json.dumps(facts, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    parts |= {"data": packed(data), "maps": packed(maps)}
     # One pass, so that a placeholder in an inserted text is not replaced.
     return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], _read("index.html"))
 
@@ -34,10 +36,9 @@ def _read(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-def embedded(value: Any) -> str:
-    """JSON that is safe in a <script> element: without <, >, & and the line separators of JavaScript."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", text)
+def packed(data: bytes) -> str:
+    """Base64 of a zlib stream, which the browser's DecompressionStream reads."""
+    return base64.b64encode(zlib.compress(data)).decode()
 
 
 def _hash(text: str) -> str:

@@ -2,16 +2,19 @@
 
 // ---------------------------------------------------------------------- numbers and texts: functions without a document
 
-/** The lower triangles of all maps, one byte per weight: 255 sqrt(w), by layer, head and row. */
-function unpack(base64) {
-  return Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
-}
+/** The roots of the weights that a byte stands for (trace.packed_maps). */
+const ROOTS = Array.from({ length: 256 }, (_, code) => (code > 8 ? Math.sqrt((code - 10) / 100) : code / 26));
 
 /** The square root of the weight of token t on token s; 0 if s comes later. */
 function root(bytes, tokens, heads, layer, head, t, s) {
   if (s > t) return 0;
   const triangle = (tokens * (tokens + 1)) / 2;
-  return bytes[(layer * heads + head) * triangle + (t * (t + 1)) / 2 + s] / 255;
+  return ROOTS[bytes[(layer * heads + head) * triangle + s * tokens - (s * (s - 1)) / 2 + t - s]];
+}
+
+/** A stored weight; below 0.1 it is one of eight steps. */
+function weight(rooted) {
+  return (rooted ** 2 < 0.0995 ? "≈" : "") + share(rooted ** 2);
 }
 
 /** The end of a text in one line, with at most `most` characters: its last sentence, or its last words. */
@@ -56,12 +59,20 @@ function aboutSlowPairs(rope) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- the page
+/** The bytes of a deflated part of the page. */
+async function unpack(name) {
+  const packed = Uint8Array.from(atob(id(name).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
 // One long function, since all parts below share the data and the selection.
-function start() {
-  const data = JSON.parse(document.getElementById("data").textContent);
+async function start() {
+  const data = JSON.parse(new TextDecoder().decode(await unpack("data")));
   const { tokens, lens, heads, rope, change, patching } = data;
   const T = tokens.ids.length, L = data.layers.length, H = data.n_heads, PAIRS = rope.inv_freq.length;
-  const bytes = unpack(data.maps);
+  const bytes = await unpack("maps");
+  const SHOWN = lens.kl[0].length, SKIPPED = T - SHOWN; // tokens with and without a lens
   const text = (id) => data.texts[id];
   const at = (t) => text(tokens.ids[t]);
   const bits = (nats) => nats / Math.LN2;
@@ -160,7 +171,6 @@ function start() {
   }
 
   // --------------------------------------------------------------------------------------- before and after a change
-  const reference = change?.against.length ? change.against.join("; ") : "original model";
   function drawChange() {
     if (!change) return;
     const t = chosen.token;
@@ -168,8 +178,8 @@ function start() {
     const long = id("change-chart").clientWidth / T < 8; // two bars a token would be too thin, so lines of means
     const smooth = long ? pairs.map((side) => runningMean(side, 16)) : pairs;
     const most = Math.max(1e-9, ...flat(smooth));
-    put("change-reads", long ? `Above: mean surprisal of the last 16 tokens; dashed: ${reference}, solid: changed model.`
-      : `Above: surprisal of each token; outlined: ${reference}, filled: changed model.`,
+    put("change-reads", long ? `Above: mean surprisal of the last 16 tokens; dashed: original model, solid: changed model.`
+      : `Above: surprisal of each token; outlined: original model, filled: changed model.`,
     T > 1 ? ` The means over the text are ${pairs.map((side) => (side.reduce((a, b) => a + b, 0) / (T - 1)).toFixed(2)).join(" and ")} bits.` : "");
     const yTicks = niceTicks(0, most, 4, true);
     const above = chart("change-chart", { height: 170, yMax: yTicks.at(-1), yTicks, yLabel: "surprisal, bits", xLabel: "token" });
@@ -193,7 +203,7 @@ function start() {
     axisLabels(below, T);
     holder.append(above.svg, below.svg);
     put("change-chart", holder);
-    put("original-title", `${reference[0].toUpperCase()}${reference.slice(1)}, after `, token(at(t)));
+    put("original-title", "Original model, after ", token(at(t)));
     put("changed-title", "Changed model, after ", token(at(t)));
     predictions("original", change.before.next_ids[t], change.before.next_p[t]);
     predictions("changed", change.after.next_ids[t], change.after.next_p[t]);
@@ -221,18 +231,18 @@ function start() {
   // --------------------------------------------------------------------------------------------------- logit lens
   const LENS = {
     p: { label: "top token", reads: "The stronger the shade, the higher the row's probability of its top token; only in the last row is it the model's.",
-      value: (m, t) => lens.top_p[m][t][0] },
+      value: (m, n) => lens.top_p[m][n][0] },
     rank: { label: "rank of the answer", reads: "The stronger the shade, the higher the rank of the answer in this row: full at rank 1, none at the lowest rank in the picture.",
-      value: (m, t) => 1 - Math.log(lens.rank[m][t]) / Math.log(Math.max(2, ...flat(lens.rank))) },
+      value: (m, n) => 1 - Math.log(lens.rank[m][n]) / Math.log(Math.max(2, ...flat(lens.rank))) },
     kl: { label: "divergence from the last row", reads: "The stronger the shade, the nearer to the last row's prediction: it is e to the power of −KL(last row ‖ this row).",
-      value: (m, t) => Math.exp(-lens.kl[m][t]) },
+      value: (m, n) => Math.exp(-lens.kl[m][n]) },
   };
   let lensBox = null;
 
   function drawLens() {
     const view = LENS[chosen.lens], rows = L + 1, gutter = 34;
-    const width = id("lens").clientWidth, cell = (width - gutter) / T;
-    const words = cell >= 38, height = words ? 20 : Math.max(5, Math.min(16, 480 / rows));
+    const width = id("lens").clientWidth, cell = (width - gutter) / SHOWN;
+    const words = cell >= 30, height = words ? 20 : Math.max(5, Math.min(16, 480 / rows));
     const top = words ? 22 : 4;
     put("lens-reads", words ? "The word is the top token of the row, in bold if it is the answer. "
       : "There is no room for words here: the line below and the table show each row's top token. ", view.reads);
@@ -240,14 +250,14 @@ function start() {
     const gap = cell >= 8 && height >= 8 ? 1 : 0;
     lensBox = { gutter, cell, height, top, rows };
     for (let m = 0; m < rows; m++) {
-      for (let t = 0; t < T; t++) {
-        const value = view.value(m, t);
+      for (let n = 0; n < SHOWN; n++) {
+        const value = view.value(m, n);
         draw.fillStyle = rgb(shade(value));
-        draw.fillRect(gutter + t * cell, top + m * height, cell - gap, height - gap);
+        draw.fillRect(gutter + n * cell, top + m * height, cell - gap, height - gap);
         if (words) {
           draw.fillStyle = readable(shade(value));
-          draw.font = draw.font.replace(/^(bold )?/, lens.rank[m][t] === 1 ? "bold " : "");
-          draw.fillText(fitted(draw, visible(text(lens.top_ids[m][t][0])), cell - 6), gutter + t * cell + 3, top + (m + 0.5) * height);
+          draw.font = draw.font.replace(/^(bold )?/, lens.rank[m][n] === 1 ? "bold " : "");
+          draw.fillText(fitted(draw, visible(text(lens.top_ids[m][n][0])), cell - 6), gutter + n * cell + 3, top + (m + 0.5) * height);
         }
       }
     }
@@ -257,29 +267,34 @@ function start() {
     for (let m = 0; m < rows; m += every) {
       draw.fillText(m === 0 ? "emb" : String(data.layers[m - 1]), 4, top + (m + 0.5) * height);
     }
-    if (words) for (let t = 0; t < T; t++) draw.fillText(fitted(draw, visible(at(t)), cell - 6), gutter + t * cell + 3, 10);
+    if (words) for (let n = 0; n < SHOWN; n++) draw.fillText(fitted(draw, visible(at(SKIPPED + n)), cell - 6), gutter + n * cell + 3, 10);
     draw.lineWidth = 2;
     draw.strokeStyle = c.second;
-    draw.strokeRect(gutter + chosen.token * cell, top, cell, rows * height);
-    draw.strokeRect(gutter + chosen.token * cell, top + chosen.stage * height, cell, height);
+    if (chosen.token >= SKIPPED) for (const [y, tall] of [[0, rows * height], [chosen.stage * height, height]]) {
+      draw.strokeRect(gutter + (chosen.token - SKIPPED) * cell, top + y, cell, tall);
+    }
     showLens(chosen.stage, chosen.token);
   }
 
+  const NO_LENS = `The lens shows the last ${SHOWN} tokens only.`;
   function showLens(m, t) {
-    put("lens-readout", make("b", {}, m === 0 ? "embedding, before any layer" : `after layer ${data.layers[m - 1]}`), ", at ", token(at(t)),
-      ": top token ", token(text(lens.top_ids[m][t][0])), ` with ${share(lens.top_p[m][t][0])}; the answer `, token(text(tokens.next_ids[t][0])),
-      ` has rank ${lens.rank[m][t].toLocaleString("en")}; KL from the last row ${figures(lens.kl[m][t])} nats`);
+    const n = t - SKIPPED;
+    if (n < 0) put("lens-readout", NO_LENS);
+    else put("lens-readout", make("b", {}, m === 0 ? "embedding, before any layer" : `after layer ${data.layers[m - 1]}`), ", at ", token(at(t)),
+      ": top token ", token(text(lens.top_ids[m][n][0])), ` with ${share(lens.top_p[m][n][0])}; the answer `, token(text(tokens.next_ids[t][0])),
+      ` has rank ${lens.rank[m][n].toLocaleString("en")}; KL from the last row ${figures(lens.kl[m][n])} nats`);
   }
 
   function drawLensTable() {
-    const t = chosen.token;
+    const t = chosen.token, n = t - SKIPPED;
     put("lens-title", "After ", token(at(t)));
+    if (n < 0) return put("lens-table");
     const header = make("tr", {}, ...["layer", "top", "p", "rank of answer", "KL, nats"].map((h) => make("th", { scope: "col" }, h)));
     const body = Array.from({ length: L + 1 }, (_, m) => {
-      const row = make("tr", { class: lens.rank[m][t] === 1 ? "final" : "", "aria-current": m === chosen.stage },
-        make("td", {}, m === 0 ? "emb" : data.layers[m - 1]), make("td", {}, token(text(lens.top_ids[m][t][0]))),
-        make("td", {}, share(lens.top_p[m][t][0])), make("td", {}, lens.rank[m][t].toLocaleString("en")),
-        make("td", {}, figures(lens.kl[m][t])));
+      const row = make("tr", { class: lens.rank[m][n] === 1 ? "final" : "", "aria-current": m === chosen.stage },
+        make("td", {}, m === 0 ? "emb" : data.layers[m - 1]), make("td", {}, token(text(lens.top_ids[m][n][0]))),
+        make("td", {}, share(lens.top_p[m][n][0])), make("td", {}, lens.rank[m][n].toLocaleString("en")),
+        make("td", {}, figures(lens.kl[m][n])));
       row.addEventListener("click", () => choose({ stage: m }));
       return row;
     });
@@ -425,8 +440,8 @@ function start() {
       put("map-readout", make("b", {}, `${t} `), token(at(t)), " does not see ", make("b", {}, `${s} `), token(at(s)), ", which comes later");
       return;
     }
-    const weight = root(bytes, T, H, chosen.layer, chosen.head, t, s) ** 2;
-    put("map-readout", make("b", {}, `${t} `), token(at(t)), " attends to ", make("b", {}, `${s} `), token(at(s)), ` with weight ${share(weight)}`);
+    const rooted = root(bytes, T, H, chosen.layer, chosen.head, t, s);
+    put("map-readout", make("b", {}, `${t} `), token(at(t)), " attends to ", make("b", {}, `${s} `), token(at(s)), ` with weight ${weight(rooted)}`);
   }
 
   function drawRow() {
@@ -435,7 +450,7 @@ function start() {
     put("row", ...Array.from({ length: t + 1 }, (_, s) => {
       const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = shaded(token(at(s)), shade(value));
       if (s === t) node.classList.add("chosen");
-      node.title = `${s}: ${share(value ** 2)}`;
+      node.title = `${s}: ${weight(value)}`;
       node.addEventListener("click", () => choose({ token: s }));
       return node;
     }));
@@ -591,8 +606,7 @@ function start() {
   if (change) {
     put("changes", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
     const before = text(change.before.next_ids[T - 1][0]);
-    if (change.against.length) id("changes").append(` Compared with: ${reference}.`);
-    if (before !== answer) id("changes").append(` The ${change.against.length ? "model compared with" : "original model"} predicts `, token(before), ".");
+    if (before !== answer) id("changes").append(" The original model predicts ", token(before), ".");
     id("changes").hidden = id("change-section").hidden = false;
   }
   if (patching) {
@@ -622,8 +636,8 @@ function start() {
   buildChoices("lens-choices", LENS, "lens");
   buildChoices("heads-choices", HEADS, "heads");
   listen("lens", (x, y) => {
-    const t = Math.floor((x - lensBox.gutter) / lensBox.cell), m = Math.floor((y - lensBox.top) / lensBox.height);
-    return within(t, T) && within(m, L + 1) ? [m, t] : null;
+    const n = Math.floor((x - lensBox.gutter) / lensBox.cell), m = Math.floor((y - lensBox.top) / lensBox.height);
+    return within(n, SHOWN) && within(m, L + 1) ? [m, SKIPPED + n] : null;
   }, showLens, (m, t) => choose({ token: t, stage: m }));
   listen("heads", (x, y) => {
     const l = Math.floor((x - headsBox.gutter) / headsBox.cell), h = Math.floor((y - headsBox.top) / headsBox.cell);
@@ -642,12 +656,13 @@ function start() {
   const first = bestKey(T - 1);
   put("opened", `The page opens on head ${data.layers[opening[0]]}.${opening[1]}: of all ${L * H} heads it has the largest direct effect on the logit of `,
     token(answer), " after ", token(at(T - 1)), `, ${plus(heads.effects[opening[0]][opening[1]])}. There it attends most to `, token(at(first)),
-    `, with weight ${share(root(bytes, T, H, ...opening, T - 1, first) ** 2)}.`);
+    `, with weight ${weight(root(bytes, T, H, ...opening, T - 1, first))}.`);
   drawAll();
   let waiting = 0;
   const again = () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); };
   window.addEventListener("resize", again);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  document.documentElement.dataset.ready = "";
 }
 
 if (typeof document !== "undefined") start();
