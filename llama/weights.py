@@ -71,9 +71,7 @@ def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dt
     return -(-shape[0] // TILE) * tile_bytes(shape[1], weight.format)
 
 
-def storage_warnings(
-    checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype, keep_blocks: bool
-) -> list[str]:
+def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
     """Warnings about quantized weights of the file that the model stores in another format."""
     requantized, dequantized, size = set(), set(), 0
     for name, weight in weights.items():
@@ -83,7 +81,7 @@ def storage_warnings(
         if weight.format is not None:
             if not is_stored_as(checkpoint, weight.source, weight.format):
                 requantized.add(kind)
-        elif name != "tok_embeddings.weight":
+        elif weight.device.type != "cpu" and name != "tok_embeddings.weight":
             dequantized.add(kind)
             size += memory_footprint(checkpoint, weight, dtype)
     warnings = []
@@ -91,10 +89,10 @@ def storage_warnings(
         kinds = ", ".join(sorted(requantized))
         warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
     if dequantized:
-        remedy = "--quantize int8 or int4 quantizes them again" if keep_blocks else "without --dtype they stay packed"
         warnings.append(
-            f"weights stored as {', '.join(sorted(dequantized))} are dequantized to"
-            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.2g} GB; {remedy}"
+            f"on the GPU, weights stored as {', '.join(sorted(dequantized))} are dequantized to"
+            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB;"
+            " --quantize int8 or int4 quantizes them again"
         )
     return warnings
 

@@ -46,7 +46,7 @@ def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None
     assert list(facts["file_bytes"]) == ["consolidated.00.pth", "consolidated.01.pth"]
     assert facts["rope_scaling"]["factor"] == 8.0
     assert facts["chat_template"] is False
-    assert facts["chat_format"] is None
+    assert facts["chat_format"] == "llama3"
     assert facts["stop_ids"] == {"513": "<|end_of_text|>", "520": "<|eom_id|>", "521": "<|eot_id|>"}
     assert clearllama("inspect", "-m", str(meta), "--json").stdout == result.stdout
     tokens = facts["max_seq_len"]
@@ -117,14 +117,12 @@ def test_generate_runs_a_folder_of_meta(clearllama: Run, meta: Path, tmp_path: P
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[-1].startswith(b"clearllama: error:")
     typed = clearllama("chat", "-m", str(meta), *FAST, stdin=b"hello\n")
-    assert typed.returncode == 1
-    assert b"if it was trained to chat, add --chat-format llama3" in typed.stderr
+    assert typed.returncode == 0, typed.stderr
+    assert b"chat format: llama3" in typed.stderr
     instruct = tmp_path / "Meta-Llama-3-8B-Instruct"
     instruct.symlink_to(meta)
     named = clearllama("generate", "-m", str(instruct), "The dog bites", "--json", *FAST)
     assert json.loads(named.stdout)["tokens"] == json.loads(chat.stdout)["tokens"]
-    typed = clearllama("chat", "-m", str(instruct), *FAST, stdin=b"The dog bites\n")
-    assert b"chat format: llama3" in typed.stderr
 
 
 def test_a_suffix_fills_in_the_middle(clearllama: Run, tmp_path: Path) -> None:

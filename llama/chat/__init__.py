@@ -13,7 +13,7 @@ from typing import Any
 from ..checks import choice
 from ..errors import TemplateError
 from ..tokenizer import Tokenizer
-from .formats import TEMPLATES, chat_format_of, check_format, check_template
+from .formats import TEMPLATES, chat_format_of, check_format, check_template, says_chat
 from .functions import Tools
 from .messages import Message, check_messages, check_tools, continues_answer
 from .template import choose_template, encode_template, render
@@ -32,6 +32,7 @@ __all__ = [
     "forced_call",
     "parse_tool_calls",
     "render",
+    "says_chat",
 ]
 
 TOOLS_TEXT = (
@@ -87,5 +88,6 @@ def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Mes
     for message in messages[bool(before) :]:
         functions = [call["function"] for call in message.get("tool_calls", [])]
         calls = [json.dumps({"name": one["name"], "parameters": one["arguments"]}) for one in functions]
-        rest.append({**message, "content": "\n".join(filter(None, [message["content"], *calls]))})
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        rest.append({**kept, "content": "\n".join(filter(None, [message["content"], *calls]))})
     return [system, *rest]

@@ -10,15 +10,18 @@ llama.cpp without its Jinja engine recognizes them by parts of the source, such 
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .template import render
 
-NO_TOOLS = """\
-{%- if tools or messages | selectattr('tool_calls', 'defined') | list -%}
-{{- raise_exception('this chat format has no tools and no calls: describe them in the text of messages') -}}
+NO_CALLS = """\
+{%- if messages | selectattr('tool_calls', 'defined') | list -%}
+{{- raise_exception('this chat format has no calls: pass the tools that they call') -}}
 {%- endif -%}
 """
 
@@ -66,8 +69,8 @@ LLAMA3 = """\
 
 
 TEMPLATES: Mapping[str, str] = {
-    "llama3": (NO_TOOLS + LLAMA3).rstrip(),
-    "llama2": (NO_TOOLS + LLAMA2).rstrip(),
+    "llama3": (NO_CALLS + LLAMA3).rstrip(),
+    "llama2": (NO_CALLS + LLAMA2).rstrip(),
 }
 # The control tokens of every conversation
 TOKENS = {
@@ -81,6 +84,13 @@ def chat_format_of(tokenizer: Tokenizer) -> str | None:
     """The first format that a vocabulary can express, or None. The model may have been trained on another one."""
     fitting = (name for name, tokens in TOKENS.items() if tokenizer.control.keys() >= {*tokens})
     return None if tokenizer.control.keys() & OTHERS else next(fitting, None)
+
+
+def says_chat(path: str | os.PathLike[str]) -> bool:
+    """Whether the name of a model's folder says that it was trained to chat, which Meta's files do not state."""
+    folder = Path(path).absolute()
+    name = str(folder) if folder.name == "original" else folder.name  # of a repository on the hub
+    return re.search("(?i)instruct|chat", name) is not None
 
 
 def check_format(name: str, tokenizer: Tokenizer) -> None:

@@ -134,7 +134,7 @@ class Checkpoint(ABC):
         """The tokenizer in the checkpoint's files, or found near them. Raises TokenizerError."""
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in chat format of a model that was trained to chat, if its files can't store a template."""
+        """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
         return None
 
 

@@ -113,12 +113,10 @@ class MetaCheckpoint(Checkpoint):
         return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The format of the vocabulary if the folder's name contains "instruct" or "chat", which no file states."""
+        """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""
         from ..chat import chat_format_of
 
-        folder = self.path.absolute()
-        name = str(folder) if folder.name == "original" else folder.name  # of a repository on the hub
-        return chat_format_of(tokenizer) if re.search("(?i)instruct|chat", name) else None
+        return chat_format_of(tokenizer)
 
     # ----------------------------------------------------------------------------------------------------- tensors
     def _match_names(self) -> dict[str, tuple[str, int | None]]:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     options["draft"] = loading.load_draft(args, llm)
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
-        raise TemplateError(f"{loading.why_raw(args, llm)}; else use clearllama generate")
+        raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
     if llm.chat_format is not None:
         streams.info(args, f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:

@@ -129,8 +129,12 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
+    from ..chat import says_chat
+
     set_chat_form(args, llm)
-    raw: bool = args.raw or (llm.chat_template is None and llm.chat_format is None)
+    raw: bool = args.raw
+    if args.chat_format == "auto" and llm.chat_template is None:
+        raw = raw or llm.chat_format is None or not says_chat(args.model)
     for name in ("system", "template_option"):
         if raw and vars(args).get(name):
             option = arguments.option(name)
@@ -140,12 +144,9 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
 
 def why_raw(args: argparse.Namespace, llm: Llama) -> str:
     """Why prompts are continued as plain text."""
-    if getattr(args, "raw", False):
+    if args.raw:
         return "--raw"
-    from ..chat import chat_format_of
-
-    format = chat_format_of(llm.tokenizer) or "NAME"
-    return f"the model has no chat template; if it was trained to chat, add --chat-format {format}"
+    return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
 
 
 def dtype_name(model: Transformer) -> str:

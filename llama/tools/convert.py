@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..chat import TEMPLATES, check_format, check_template
+from ..chat import TEMPLATES, check_format, check_template, says_chat
 from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint, quantized
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS
@@ -234,7 +234,8 @@ def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: s
     if choice == "none" or tokenizer is None:
         return None
     if choice == "auto":
-        return checkpoint.chat_template or TEMPLATES.get(checkpoint.chat_format(tokenizer) or "")
+        format = checkpoint.chat_format(tokenizer) if says_chat(checkpoint.path) else None
+        return checkpoint.chat_template or TEMPLATES.get(format or "")
     if choice in TEMPLATES:
         check_format(choice, tokenizer)
         return TEMPLATES[choice]
