@@ -111,7 +111,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 256
-    temperature: float = option(0.0, 0, 1e6, "divide the logits by X; 0 takes the most probable token")
+    temperature: float = option(0.0, 0, 1e6, "divide logits by X; 0 takes the most probable token")
     top_k: int = option(0, 0, 2**31, "keep the N most probable tokens; 0 is off", top_k)
     top_p: float = option(1.0, 0, 1, "keep the smallest set of tokens whose probability reaches X; 1 is off", top_p)
     min_p: float = option(0.0, 0, 1, "keep tokens at least X times as probable as the first; 0 is off", min_p)

@@ -185,11 +185,17 @@ class Llama:
             if any(options.get(name) is not None for name in GRAMMARS):
                 raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
             options["grammar"] = grammar
-        ids = self.encode_chat(messages, None if tool_choice == "none" else tools, template_options)
+        tools = None if tool_choice == "none" else tools
+        ids = self.encode_chat(messages, tools, template_options, forced=grammar is not None)
         return self.stream_ids(ids, continues=continues_answer(messages), **options)
 
     def encode_chat(
-        self, messages: str | Dicts, tools: Tools | None = None, template_options: Mapping[str, Any] | None = None
+        self,
+        messages: str | Dicts,
+        tools: Tools | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        forced: bool = False,
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
         messages, begun = _messages(messages), ""
@@ -202,6 +208,7 @@ class Llama:
             messages,
             format=self.chat_format,
             tools=tools,
+            forced=forced,
             variables={**self.template_options, **(template_options or {})},
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
         )

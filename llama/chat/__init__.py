@@ -47,6 +47,7 @@ def encode_chat(
     *,
     format: str | None = None,
     tools: Tools | None = None,
+    forced: bool = False,
     max_chars: int | None = None,
     **options: Any,
 ) -> list[int]:
@@ -56,7 +57,7 @@ def encode_chat(
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
     tools      the functions the assistant may call, or their JSON schemas. A system message describes them if the
-               template has no tools
+               template has no tools, unless a grammar that forces a call names them (forced)
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now, variables and add_generation_prompt, as for `render`
 
@@ -74,7 +75,7 @@ def encode_chat(
             "this model has no chat template, so it is probably a base model: use llm.generate(text) (--raw);"
             f" if it was trained for chat, name its format: llm.chat_format = {fits!r} (--chat-format {fits})"
         )
-    if tools and not re.search(r"\btools\b", source):
+    if tools and not forced and not re.search(r"\btools\b", source):
         checked = with_tools(checked, tools)
     return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, **options)
 

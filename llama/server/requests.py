@@ -111,7 +111,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, call.tools)
     if options["schema"] and options["grammar"]:
         raise UsageError("response_format can't be combined with a tool_choice that requires a call")
-    options["continues"], ids = _conversation(body, call.tools, llm)
+    options["continues"], ids = _conversation(body, call.tools, llm, options["grammar"] is not None)
     call.prompts = _owned(body, llm.prepare(ids, options, call.n))
     return call
 
@@ -291,11 +291,13 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
     return ids
 
 
-def _conversation(body: Mapping[str, Any], tools: list[dict[str, Any]], llm: Llama) -> tuple[bool, list[int]]:
+def _conversation(
+    body: Mapping[str, Any], tools: list[dict[str, Any]], llm: Llama, forced: bool = False
+) -> tuple[bool, list[int]]:
     """Whether the answer continues the last message, and the ids of the messages."""
     messages, more = [_message(message) for message in body.get("messages", [])], body.get("chat_template_kwargs", {})
     _check_characters(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm)
-    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools or None, more), llm)
+    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools or None, more, forced=forced), llm)
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -48,15 +48,8 @@ def test_a_chat_answer_is_that_of_the_library(client: openai.OpenAI, tiny_llm: L
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_parts_of_a_stream_joined_are_the_answer(client: openai.OpenAI, tiny_llm: Llama, n: int) -> None:
     options: dict[str, Any] = {"temperature": 1.2, "top_logprobs": 2}
-    theirs = {
-        "max_tokens": 25,
-        "logprobs": True,
-        "stream_options": {"include_usage": True},
-        **options,
-        "n": n,
-        "seed": 7,
-    }
-    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **theirs)
+    more = {"stream_options": {"include_usage": True}, "logprobs": True, "n": n, "seed": 7, **options}
+    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, max_tokens=25, **more)
     *chunks, last = stream
     expected = [tiny_llm.chat(MESSAGES, max_new_tokens=25, **options, seed=7 + i) for i in range(n)]
     for index, one in enumerate(expected):
