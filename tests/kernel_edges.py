@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.cache import quantize_kv
 from llama.engine import kernels
 from llama.model import RMSNorm
 from llama.quant.tiles import scales_of, unpack
@@ -206,6 +207,16 @@ def between() -> None:
                 torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
             assert torch.equal(values[:, :, at].transpose(1, 2), v)
             assert not bool(keys[:, :, :2].any() or values[:, :, :2].any())
+            if t > 1:
+                v[0, 0, 0, 0] = torch.nan  # makes the scale of its head NaN
+            packed = [torch.zeros(keys.shape, dtype=torch.int8) for _ in "kv"]
+            scales = [torch.zeros(batch, 2, t + 3) for _ in "kv"]
+            still = torch.ones(t, d // 2), torch.zeros(t, d // 2)
+            ops.rotate(q.flatten(2), k.flatten(2), v.flatten(2), *still, at, *packed, *scales)
+            for x, stored, scale in zip((k, v), packed, scales, strict=True):
+                expected = quantize_kv(x.transpose(1, 2))
+                assert torch.equal(stored[:, :, at], expected.values)
+                torch.testing.assert_close(scale[:, :, at], expected.scale, rtol=0, atol=0, equal_nan=True)
 
 
 CHECKS = (products, panels, quantization, bfloat16_products, widened_products, attentions, prompts, between)

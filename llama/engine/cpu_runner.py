@@ -1,7 +1,7 @@
 """The decoder on a CPU in few operations: a Runner on the C++ kernels.
 
-A block with packed weights is one operation (cpp/block.h); with other weights, or a cache in 8 bits, it is nine. All of
-them run on the kernels' threads, for one token, a prompt or a batch, and round their results where model.py does.
+A block with packed weights is one operation (cpp/block.h); with other weights, it is nine. All of them run on the
+kernels' threads, for one token, a prompt or a batch, and round their results where model.py does.
 Packed weights that read the same x are joined and multiplied at once; the model's layers become views of them.
 
 If layers or weights were replaced, if the model has hooks or computes gradients, it runs as model.py is written.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import causal_mask
-from ..cache import KVCache, LayerCache, MemoryCheck
+from ..cache import KVCache, LayerCache, MemoryCheck, QuantizedKV
 from ..errors import UsageError
 from ..model import Pick, Runner, Transformer
 from ..quant.tiles import TILE
@@ -110,7 +110,7 @@ class KernelRunner(Runner):
             for i, block in enumerate(self.blocks):
                 layer = None if cache is None else cache.layers[i]
                 own = inputs if block.rotates else still
-                if block.tiles and type(layer) is LayerCache and (few or h.dtype != torch.float32):
+                if block.tiles and layer is not None and (few or h.dtype != torch.float32):
                     added = one_operation(block, own, h, added, layer)
                 else:
                     added = nine_operations(block, own, h, added, layer)
@@ -173,7 +173,8 @@ def one_operation(fused: FusedBlock, inputs: TokenInputs, h: Tensor, added: Tens
         *inputs.angles,
         inputs.positions,
         inputs.mask,
-        *cache.buffers,
+        *cache.buffers[:2],
+        *(cache.buffers[2:] or (None, None)),
         end,
     )
     return y
@@ -189,14 +190,14 @@ def nine_operations(
     q, k, v = products(attention, QKV, fused.qkv, x.view(-1, T, x.shape[-1]))  # (B, T, H D), (B, T, KV D) twice
     keys: Any
     values: Any
-    if type(cache) is LayerCache:  # the kernel writes to the cache
-        q = ops.rotate(q, k, v, *inputs.angles, inputs.positions, *cache.buffers)  # (B, T, H, D)
-        keys, values = (buffer[:, :, : cache.visible] for buffer in cache.buffers)
-    else:
+    if cache is None:
         keys, values = (x.new_empty(len(x), x.shape[-1] // D, T, D) for x in (k, v))
-        q = ops.rotate(q, k, v, *inputs.angles, None, keys, values)
-        if cache is not None:
-            keys, values = cache.update(keys, values, inputs.positions)
+        q = ops.rotate(q, k, v, *inputs.angles, None, keys, values)  # (B, T, H, D)
+    else:  # the kernel writes to the cache, in 8 bits if it has scales
+        q = ops.rotate(q, k, v, *inputs.angles, inputs.positions, *cache.buffers)
+        keys, values, *scales = (buffer[:, :, : cache.visible] for buffer in cache.buffers)
+        if scales:
+            keys, values = QuantizedKV(keys, scales[0]), QuantizedKV(values, scales[1])
     y = kernel_attention(q.transpose(1, 2), keys, values, inputs.mask)  # (B, H, T, D)
     y = attention.wo(y.transpose(1, 2).reshape(len(x), -1))  # (B T, C)
     x = ops.add_norm(h, y, fused.block.ffn_norm.weight, inputs.eps)

@@ -28,15 +28,11 @@ inline V fold(V a, V b) {
     }
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
-template <int WIDTH, typename V>
+template <typename V, int WIDTH = sizeof(V) / 8>
 inline V sums(V* v) {
     for (int i = 0; i < WIDTH; i++) v[i] = fold<WIDTH>(v[i], v[i + WIDTH]);
-    if constexpr (WIDTH > 1) return sums<WIDTH / 2>(v);
+    if constexpr (WIDTH > 1) return sums<V, WIDTH / 2>(v);
     return v[0];
-}
-template <typename V>
-inline V sums(V* v) {
-    return sums<sizeof(V) / 8>(v);
 }
 
 // Inputs and outputs of a piece of attention: R queries that share a key/value head, and n <= CHUNK of its keys.
@@ -110,14 +106,16 @@ struct Queries {
     }
 };
 
+#if !defined(__AVX2__) || defined(__AVX512BF16__)
 // The same for keys and values in bfloat16, two numbers in each lane: entries of a key, or entries of two values. Weights are rounded
 // to bfloat16, as in flash attention.
 template <int VECTORS, int QUERIES>
-struct Queries16 {
+    requires(VECTORS > 0)
+struct Queries<bf16, VECTORS, QUERIES> {
     const Piece<bf16>& p;
     alignas(64) bf16 q[QUERIES][VECTORS * 16];
 
-    Queries16(const Piece<bf16>& p, int64_t first) : p(p) {
+    Queries(const Piece<bf16>& p, int64_t first) : p(p) {
         for (int r = 0; r < QUERIES; r++)
             for (int i = 0; i < VECTORS; i++)  // p.q is q / sqrt(D), and q was in bfloat16
                 store(load<f32x16>(p.q + (first + r) * p.D + 16 * i) * std::sqrt(float(p.D)), q[r] + 16 * i);
@@ -159,15 +157,6 @@ struct Queries16 {
                 for (int lane = 0; lane < 16; lane++) out[r][i / 2 * 32 + 2 * lane + i % 2] = acc[r][i][lane];
     }
 };
-#if !defined(__AVX2__) || defined(__AVX512BF16__)
-template <int QUERIES>
-struct Queries<bf16, 4, QUERIES> : Queries16<4, QUERIES> {
-    using Queries16<4, QUERIES>::Queries16;
-};
-template <int QUERIES>
-struct Queries<bf16, 8, QUERIES> : Queries16<8, QUERIES> {
-    using Queries16<8, QUERIES>::Queries16;
-};
 #endif
 
 #if defined(__AVX512VNNI__)
@@ -175,13 +164,14 @@ struct Queries<bf16, 8, QUERIES> : Queries16<8, QUERIES> {
 // head in each lane. Values: two keys in each lane, with 16-bit weights. A query is the sum of two 8-bit vectors; the second one
 // holds the rounding error of the first.
 template <int VECTORS, int QUERIES>
-struct Queries8 {
+    requires(VECTORS > 0)
+struct Queries<int8_t, VECTORS, QUERIES> {
     const Piece<int8_t>& p;
     alignas(64) int8_t q[QUERIES][2][VECTORS * 16];
     float scale[QUERIES];
     int32_t start[QUERIES][2];
 
-    Queries8(const Piece<int8_t>& p, int64_t first) : p(p) {
+    Queries(const Piece<int8_t>& p, int64_t first) : p(p) {
         for (int r = 0; r < QUERIES; r++) {
             const float* from = p.q + (first + r) * p.D;
             Largest<f32x16> largest;
@@ -252,14 +242,6 @@ struct Queries8 {
                 for (int lane = 0; lane < 16; lane++)  // unpacking separated the entries in runs of 4
                     out[r][i / 2 * 32 + lane / 4 * 8 + i % 2 * 4 + lane % 4] = unit[r] * acc[r][i][lane];
     }
-};
-template <int QUERIES>
-struct Queries<int8_t, 4, QUERIES> : Queries8<4, QUERIES> {
-    using Queries8<4, QUERIES>::Queries8;
-};
-template <int QUERIES>
-struct Queries<int8_t, 8, QUERIES> : Queries8<8, QUERIES> {
-    using Queries8<8, QUERIES>::Queries8;
 };
 #endif
 

@@ -19,9 +19,9 @@ namespace {
 
 #if defined(HAS_BF16)
 // Rows of the weight that are read at once. They are in different pages. Some processors read several pages in parallel, others only one at full speed.
-constexpr int ROWS_AT_ONCE = AHEAD ? 4 : 1;
+constexpr int ROWS_AT_ONCE = STREAMS == 2 ? 4 : 1;
 
-// R rows of the weight times M rows of x. If AHEAD is not 0, the next R rows are prefetched.
+// R rows of the weight times M rows of x. With several, the next R rows are prefetched.
 template <int M, int R>
 void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
     constexpr int SUMS = M == 1 && ROWS_AT_ONCE == 1 ? 2 : 1;  // independent sums hide the latency
@@ -31,7 +31,7 @@ void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
         for (int r = 0; r < R; r++)
             for (int i = 0; i < SUMS; i++) {
                 const int64_t at = k + 32 * i;
-                if (AHEAD) __builtin_prefetch(w + (R + r) * K + at, 0, 2);
+                if (ROWS_AT_ONCE > 1) __builtin_prefetch(w + (R + r) * K + at, 0, 2);
                 for (int m = 0; m < M; m++) acc[r][m][i] = dot2(acc[r][m][i], load<u32x16>(w + r * K + at), load<u32x16>(x + m * K + at));
             }
     for (int r = 0; r < R; r++)

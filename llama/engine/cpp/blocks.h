@@ -74,13 +74,15 @@ constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scale
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
 constexpr int64_t WIDEN_FROM = 8;
 constexpr int MANY = PARTS == 2 ? 6 : 12;  // rows of x whose sums fit in the registers
-// Bytes that one row prefetches ahead, on processors whose own prefetcher reads too little.
+// Tiles that are read at once for one row of x, and bytes that few rows prefetch ahead of the processor's own prefetcher. Only one kind of
+// processor needs two streams, and prefetching of blocks with two levels of scales, which are long.
 #if defined(__AMX_BF16__)
+constexpr int STREAMS = 2;
 constexpr int64_t AHEAD = 1024;
 #else
-constexpr int64_t AHEAD = 0;
+constexpr int STREAMS = 1;
+constexpr int64_t AHEAD = 256;
 #endif
-constexpr int STREAMS = AHEAD ? 2 : 1;  // tiles that are read at once for one row of x: other processors read one stream at full speed
 
 // How a weight is stored.
 struct Format {
@@ -250,7 +252,7 @@ inline void load_factors(const uint8_t* block, const Shape& s, floats (*factors)
     if (!F.levels) return;
     for (int i = 0; i < 1 + F.offset; i++)
         for (int part = 0; part < PARTS; part++) factors[i][part] = load_half(block + 32 * i + 2 * LANES * part);
-    for (int64_t i = 0; AHEAD && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
+    for (int64_t i = 0; STREAMS == 2 && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
 // GROUPS groups, from group i of a block on, of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of
@@ -273,7 +275,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
 #pragma GCC unroll 4
         for (int64_t k = first; k < end; k += STEP)
             for (int p = 0; p < TILES * GROUPS; p++) {
-                if (AHEAD && M <= 4 && !F.wide) groups[p].prefetch(k);
+                if (M <= 4 && !F.wide && (STREAMS == 2 || !F.levels)) groups[p].prefetch(k);
                 words fours[STEP / 4][PARTS];
                 groups[p].weights(k, fours);
                 const int64_t at = (g + p % GROUPS) * group + k;
@@ -360,7 +362,7 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
         const Group<F> from(block, s, g % per_block, factors);
         for (int64_t k = 0; k < group; k += Group<F>::STEP) {
             words fours[Group<F>::STEP / 4][PARTS];
-            if (AHEAD) from.prefetch(k);
+            from.prefetch(k);
             from.weights(k, fours);
             for (auto& four : fours)
                 for (words w : four) {

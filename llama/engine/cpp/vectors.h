@@ -74,11 +74,7 @@ inline floats load_half(const void* p) {
     return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #else
     floats v;
-    for (int i = 0; i < LANES; i++) {
-        _Float16 h;
-        std::memcpy(&h, (const char*)p + 2 * i, 2);
-        v[i] = float(h);
-    }
+    for (int i = 0; i < LANES; i++) v[i] = to_float(load<f16>((const char*)p + 2 * i));
     return v;
 #endif
 }
