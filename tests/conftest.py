@@ -31,12 +31,6 @@ from llama.text import Llama
 from . import tiny
 from .forked import Forked
 
-# nohup and shells without job control start programs with ignored signals. An ignored signal stays ignored in child
-# processes, whose reactions are tested; a signal with a handler gets its default there.
-for _number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, lambda number, frame: None)
-
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary on shared machines
 hypothesis.settings.load_profile("clearllama")
@@ -55,7 +49,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Undo what a command that ran in this process set for the library's log."""
+    """Undo what a command that ran in this process set: the library's log, and ignored signals.
+
+    nohup and shells without job control start programs with ignored signals, too. An ignored signal stays ignored in child
+    processes, whose reactions are tested; a signal with a handler gets its default there.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
     log = logging.getLogger("llama")
     log.handlers.clear()
     log.setLevel(logging.NOTSET)

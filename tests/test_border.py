@@ -58,7 +58,7 @@ GOOD: dict[str, Callable[[], list[Any]]] = {
         noise(B * T, C), noise(B * T, C), [noise(C), noise(C)], 1e-5,
         [packed((H + 2 * KV) * D, C), packed(C, H * D), packed(2 * F, C), packed(C, F)],
         [n for rows in ((H + 2 * KV) * D, C, 2 * F, C) for n in (8, 32, True, False, False, rows)],
-        *rotation(), torch.ones(B, 1, T, S, dtype=torch.bool), *caches(), S,
+        *rotation(), torch.ones(B, 1, T, S, dtype=torch.bool), *caches(), None, None, S,
     ],
 }  # fmt: skip
 DAMAGE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -99,7 +99,7 @@ def test_an_operator_refuses_a_tensor_of_another_dtype_size_or_layout(case: str,
 @pytest.mark.parametrize(("case", "i", "value"), [
     ("linear_blocks", 2, 7), ("linear_blocks", 3, 48), ("linear_blocks", 5, F + 16), ("linear_blocks", 6, True),
     ("quantize_to_tiles", 2, 5), ("quantize_to_tiles", 3, 256), ("block", 4, []), ("block", 5, [8, 32]),
-    ("block", 12, S + 1), ("block", 2, []),
+    ("block", 14, S + 1), ("block", 2, []),
 ])  # fmt: skip
 def test_an_operator_refuses_a_format_or_a_number_that_does_not_fit(case: str, i: int, value: object) -> None:
     arguments = GOOD[case]()
