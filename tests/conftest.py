@@ -51,8 +51,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Undo what a command that ran in this process set: the library's log, and ignored signals.
 
-    nohup and shells without job control start programs with ignored signals, too. An ignored signal stays ignored in child
-    processes, whose reactions are tested; a signal with a handler gets its default there.
+    nohup and shells without job control start programs with ignored signals, too. An ignored signal stays ignored in
+    child processes, whose reactions are tested; a signal with a handler gets its default there.
     """
     for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) is signal.SIG_IGN:
