@@ -65,6 +65,8 @@ def read_items(args: argparse.Namespace) -> list[Item]:
     items: dict[Id, Item] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         here = f"{args.prompts} line {number}"
+        if not line.strip():
+            raise UsageError(f'{here} is empty; expected an object, such as {{"prompt": "a text"}}')
         values = parse_json(line.encode(), here, UsageError)
         try:
             item = parse(values, number, args.system)
@@ -140,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     errors, tokens = sum(done.values()), 0
     started = time.perf_counter()
     with streams.progress(args.quiet, "prompt") as show:
+        show("prompts", 0, len(left))
         for written, (item, answer) in enumerate(in_order(left, answer_all(args, llm, left, options, raw, size)), 1):
             line = {"id": item.id, **item.prompt, **answer}
             streams.write_json(line) if output is None else output.write(line)

@@ -34,7 +34,8 @@ HELP = '''/help         show this list
 /save FILE    save the conversation in a new file; --load-session FILE also continues it
 /load FILE    continue a saved conversation
 /exit         leave (also Ctrl-D)
-Paste a message of several lines, or put it between """ and """. Type // to begin a message with a slash.
+Put a message of several lines between """ and """; with the extra chat, you can paste it. Type // to begin
+a message with a slash.
 Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab completes a command.'''
 
 

@@ -88,6 +88,8 @@ def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> list
             form += f"; the prompt contains {strings} as plain text; --parse-special enables control tokens"
         streams.info(args, form)
         return tokenizer.encode_prompt(prompt, args.parse_special)
+    if not prompt.strip():
+        raise UsageError("the prompt is empty: pass the text of a message, or --raw to begin a text")
     form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
     streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -131,7 +131,7 @@ HANDS = (
     " clockwise."
 )
 DIGITS = (
-    "Left: the bits of 0 to 15, the lowest bit first. Right: the sines of a table with base 16 and width 8. In both,"
+    "Left: the bits of 0 to 15, the lowest bit first. Right: the sines of a table with base θ = 16 and C = 8. In both,"
     " each column changes half as fast as the one before it."
 )
 TOPIC = Topic(
