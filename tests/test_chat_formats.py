@@ -79,7 +79,7 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
         ("llama2", [user("a"), assistant("b")], "the last message must have the role user"),
         *(("llama2", dialog, "the roles must be") for dialog in (
             [assistant("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
-        *((format, [user("a"), CALL, user("b")], "has no calls") for format in TEMPLATES),
+        *((format, [user("a"), CALL, user("b")], "cannot write calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:

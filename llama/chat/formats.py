@@ -21,7 +21,7 @@ from .template import render
 
 NO_CALLS = """\
 {%- if messages | selectattr('tool_calls', 'defined') | list -%}
-{{- raise_exception('this chat format has no calls: pass the tools that they call') -}}
+{{- raise_exception('this format cannot write calls: pass the called tools') -}}
 {%- endif -%}
 """
 

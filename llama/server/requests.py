@@ -258,9 +258,9 @@ def _fitting(ids: list[int], llm: Llama) -> list[int]:
     return ids
 
 
-def _ids(name: str, ids: Any, llm: Llama) -> list[int]:
+def _ids(name: str, ids: Any, llm: Llama, kinds: str = "") -> list[int]:
     if not isinstance(ids, list) or not ids:
-        raise UsageError(f"{name} must be a list of token ids, got {shown(ids)}")
+        raise UsageError(f"{name} must be {kinds}a list of token ids, got {shown(ids)}")
     last = llm.model.config.vocab_size - 1
     return [checks.integer(f"a token id of {name}", id, 0, last) for id in _fitting(ids, llm)]
 
@@ -285,7 +285,7 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
             found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
             ids.append(_fitting(found, llm))
         elif suffix is None:
-            ids.append(_ids("prompt, which may also be a text or a list of texts,", one, llm))
+            ids.append(_ids("prompt", one, llm, "a text, a list of texts or "))
         else:
             raise UsageError("a prompt with suffix must be a text")
     return ids
