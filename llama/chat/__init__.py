@@ -56,8 +56,8 @@ def encode_chat(
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
-    tools      the functions the assistant may call, or their JSON schemas. A system message describes them if the
-               template has no tools, unless a grammar that forces a call names them (forced)
+    tools      the functions the assistant may call, or their JSON schemas. If the template ignores tools, a
+               system message describes them, unless a grammar forces a call (forced)
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now, variables and add_generation_prompt, as for `render`
 
@@ -81,7 +81,7 @@ def encode_chat(
 
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """The messages with tools and calls written as text, for a template that has no tools."""
+    """The messages with tools and calls written as text, for a template that ignores tools."""
     described = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     before = [messages[0]["content"], ""] if messages and messages[0]["role"] == "system" else []
     system: Message = {"role": "system", "content": "\n".join([*before, TOOLS_TEXT, *described])}

@@ -223,7 +223,7 @@ class MetaCheckpoint(Checkpoint):
         expected = params.get("n_kv_heads", int, n_heads)
         stored = self._stored(WK).shape[0] * len(self.shards) // head_dim
         self._kv_copies = self._find_copies(stored, expected, head_dim)
-        vocab_size = params.get("vocab_size", int, -1)  # -1 in Llama 2: the tokenizer's
+        vocab_size = params.get("vocab_size", int, -1)  # Llama 2 has -1: the number of rows counts
         scaled, theta, tied = (
             params.get("use_scaled_rope", bool, False),
             params.get("rope_theta", float, 1e4),

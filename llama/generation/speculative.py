@@ -286,7 +286,7 @@ def make_draft(draft: str | Transformer | Draft | None, most: int | None = None)
     """A draft, given as "ngram" or as its model; None and a Draft are returned unchanged. Raises UsageError."""
     if draft is None or isinstance(draft, Draft):
         if most is not None:
-            raise UsageError("draft_tokens (--draft-tokens) needs a draft that is 'ngram' or a model: leave it out")
+            raise UsageError("leave draft_tokens (--draft-tokens) out: it needs a draft that is 'ngram' or a model")
         return draft
     most = DRAFT_TOKENS if most is None else most
     if isinstance(draft, Transformer):
