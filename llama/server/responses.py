@@ -34,7 +34,7 @@ class Spelling:
 
 
 class Choice:
-    """One answer in a response. `add` converts its pieces to the `choice` objects of a stream, or to the only one.
+    """One answer in a response. `add` converts pieces to `choice` objects: several in a stream, else one.
 
     Those of a stream, joined, are the complete text, calls and log-probabilities.
     """
@@ -42,7 +42,7 @@ class Choice:
     def __init__(self, call: Call, index: int, spelling: Spelling, chat: bool):
         self.call, self.index, self.spelling, self.chat = call, index, spelling, chat
         self.finder = ToolCallStream(call.tools) if call.tools else None
-        self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet, as tokens and calls
+        self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet, like tokens and calls
         self.tokens: list[Token] = []
         self.calls: list[dict[str, Any]] = []
         self.count = 0  # calls found so far

@@ -106,8 +106,8 @@ def rank_of(logits: Tensor, ids: Tensor) -> Tensor:
 class Lens:
     """The logit lens: the next token predicted from the residual stream after each layer. M = L + 1 rows.
 
-    Row 0 is the embedding before any block, row M - 1 the prediction of the model. N is T, or at most LENS_TOKENS in a
-    `Trace`: the last ones.
+    Row 0 is the embedding before any block, row M - 1 the prediction of the model. N is T; in a `Trace`, the last
+    LENS_TOKENS at most.
 
     top_ids, top_p  (M, N, K) the most probable tokens and their probabilities
     rank            (M, N) rank of the final answer, the model's most probable token
@@ -330,7 +330,7 @@ def attention_rows(weights: Tensor) -> list[Any]:
 def packed_maps(weights: Tensor) -> bytes:
     """The maps (L, H, T, T) with one byte per weight w: 10 + 100 w from 0.0995 on, and 26 sqrt(w) below, rounded.
 
-    So two decimals are exact from 0.1 on, and smaller weights have eight steps. Only the weights that are not masked,
+    So two decimals are exact from 0.1 on, and smaller weights have eight steps. It holds the unmasked weights only,
     key by key: w of the queries s .. T - 1 on key s. L * H * T (T + 1) / 2 bytes.
     """
     s, t = torch.triu_indices(*weights.shape[-2:])
