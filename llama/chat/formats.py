@@ -87,9 +87,9 @@ def chat_format_of(tokenizer: Tokenizer) -> str | None:
 
 
 def says_chat(path: str | os.PathLike[str]) -> bool:
-    """Whether the name of a model's folder says that it was trained to chat, which Meta's files do not state."""
+    """Whether a folder's name says that its model was trained to chat, which Meta's files do not state."""
     folder = Path(path).absolute()
-    name = str(folder) if folder.name == "original" else folder.name  # of a repository on the hub
+    name = str(folder) if folder.name == "original" else folder.name  # a subfolder of a repository on the hub
     return re.search("(?i)instruct|chat", name) is not None
 
 

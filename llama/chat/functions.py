@@ -19,7 +19,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a Python function, from its name, type hints and docstring.
 
     The first paragraph of the docstring describes the function, its lines "name: text" the parameters. Raises
-    UsageError for a type that is not in TYPES, Literal, Optional or a union of these.
+    UsageError for a type outside TYPES, Literal, Optional and their unions.
     """
     about, hints = inspect.getdoc(function) or "", get_type_hints(function)
     described = dict(re.findall(r"^\s+(\w+)(?: \([^)]*\))?: *(.+)$", about, re.MULTILINE))

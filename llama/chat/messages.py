@@ -21,7 +21,7 @@ ToolCall = dict[str, Any]
 
 # One turn, as check_messages returns it. Keys keep the order of the input, since templates may write them.
 #   role               one of ROLES; "ipython" is Llama 3's name for a tool's result
-#   content            the text; in the input, a message with tool_calls may have None or no content
+#   content            the text; in the input it may be None or missing if there are tool_calls
 #   tool_calls         assistant only: the functions it calls
 #   reasoning_content  assistant only: its thoughts, which some templates write
 #   tool_call_id       tool only: the id of the call that this message answers

@@ -250,7 +250,7 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
 
 
 def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """A Lark grammar of a call of one of the tools, or of the one that `choice` names; None for "auto" and "none".
+    """A Lark grammar for a call of any tool, or of the one that `choice` names; None for "auto" and "none".
 
     White space between the parts of a call is fixed. Otherwise a model may write it without end.
     """

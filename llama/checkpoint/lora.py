@@ -139,7 +139,7 @@ def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
 
 
 def _read_pairs(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """{weight: {"down" and "up": its matrices}}, by the model's names."""
+    """{name in the model: {"down": matrix, "up": matrix}}."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists()), folder / WEIGHTS[0])
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, stored in huggingface.open_file(path).items():

@@ -18,7 +18,7 @@ LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "max_lexer_states": 50_000
 
 
 def answer(request: Mapping[str, Any]) -> str:
-    """The error in the grammar of a request, {"grammar": llguidance's JSON form}; empty if there is none."""
+    """The error in a request's grammar, or empty. The request is {"grammar": llguidance's JSON form}."""
     with contextlib.suppress(ImportError):  # Windows
         import resource
 

@@ -30,7 +30,7 @@ TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
 SHOWN_TOP = 10  # alternatives for each token
 
-# Field -> the type of its values, or the range of its integers. object: its value is checked where it is used.
+# Field -> the type of its values, or the range of its integers. `object`: checked where it is used.
 Known = dict[str, Any]
 TOKENS, TOP = (-1, 2**31), (0, MOST_LOGPROBS)
 GENERATION: Known = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": dict}
@@ -192,7 +192,7 @@ def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
 
 # ------------------------------------------------------------------------------------------------------------- fields
 def _entries(value: Any, known: Known, where: str = "") -> dict[str, Any]:
-    """The entries of an object that are not null. Raises UsageError for an unknown one, or a value of another kind.
+    """An object's entries that are not null. Raises UsageError for an unknown one, or a value of another kind.
 
     where  the path of the object in the body, with a dot at its end
     """

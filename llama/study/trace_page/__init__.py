@@ -2,7 +2,7 @@
 and tokens.js from page/, and the data.
 
 The page uses no network. Its content security policy allows one script and one style, by their hashes, so that no
-traced text can run as code. The data, JSON and the attention maps, are deflated and written as base64.
+traced text can run as code. The data (JSON and attention maps) is deflated and written as base64.
 """
 
 from __future__ import annotations
