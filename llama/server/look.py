@@ -275,7 +275,7 @@ class Looks:
     ) -> dict[str, Any]:
         """One head at the last token: its weights (S,) and scores (S,), and the rotated q and k of one key.
 
-        Their score d tokens apart is the sum over pairs of Re(q_i conj(k_i) e^(i (d - distance) w_i)) / sqrt(D).
+        At distance d, their score is the sum over pairs of Re(q_i conj(k_i) e^(i (d - distance) w_i)) / sqrt(D).
         """
         row, S = weights[layer][head], weights[layer].shape[-1]
         q = seen.rows("rot_q")[layer][-1, head].float()  # (D,)
