@@ -114,10 +114,10 @@ class SamplingParams:
     temperature: float = option(0.0, 0, 1e6, "divide logits by X; 0 takes the most probable token")
     top_k: int = option(0, 0, 2**31, "keep the N most probable tokens; 0 is off", top_k)
     top_p: float = option(1.0, 0, 1, "keep the fewest tokens whose probabilities sum to X; 1 is off", top_p)
-    min_p: float = option(0.0, 0, 1, "keep tokens at least X times as probable as the first; 0 is off", min_p)
+    min_p: float = option(0.0, 0, 1, "keep tokens with at least X times the highest probability; 0 is off", min_p)
     repetition_penalty: float = option(1.0, 0.01, 100, "above 1, make tokens of the text less probable; 1 is off")
     presence_penalty: float = option(0.0, -100, 100, "subtract X from the logit of each token in the answer; 0 is off")
-    frequency_penalty: float = option(0.0, -100, 100, "subtract X for each time a token is in the answer; 0 is off")
+    frequency_penalty: float = option(0.0, -100, 100, "subtract X for each use of a token in the answer; 0 is off")
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     processors: Sequence[Processor] = ()
     seed: int | None = None

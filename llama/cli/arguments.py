@@ -129,7 +129,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
 
 def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> argparse._ActionsContainer:
     """Add PROMPT, --prompt and --file, and return the group of rare options. `what`: the help's word for the prompt."""
-    file = f"add a file's text to the {what}; '-' is standard input; may be repeated (docs/guides/prompts.md)"
+    file = "add the text of a file; '-' is standard input; may be repeated (docs/guides/prompts.md)"
     text = f"the {what}; '-' or none: standard input"
     add(
         parser,

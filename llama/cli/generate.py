@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    prompts = 'JSON lines {"prompt": TEXT} or {"messages": [...]}, with own options (docs/guides/batches.md)'
+    prompts = 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'
     others = arguments.add_prompt_options(parser)
     arguments.add(
         parser,
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     arguments.add(
         others,
         ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
-        ("--parse-special", None, "with --raw: control strings in the prompt, such as <|im_end|>, are control tokens"),
+        ("--parse-special", None, "with --raw: read strings such as <|im_end|> in the prompt as control tokens"),
         ("--batch-size", "N", "number of prompts to run at once (default: 16)"),
         ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
     )

@@ -49,7 +49,7 @@ def suggestion(gigabytes: float) -> str | None:
         if name:
             (cache_folder() / "suggested").touch(exist_ok=False)
             size = f"{BETTER[name]} GB"
-            return f"this model is small and makes mistakes; a better one, {size}: clearllama chat -m {name}"
+            return f"this small model makes mistakes; a better one ({size}): clearllama chat -m {name}"
     return None
 
 
