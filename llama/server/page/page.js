@@ -207,7 +207,7 @@ async function stream(turn, signal) {
     if (!turn.end) throw new TypeError("the connection ended");
     const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
     say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]
-      + (same ? " It is word for word that of the branch before." : ""));
+      + (same ? " It is word for word that of the branch before." : "") + (turn.source === null ? "" : " ‹ above it shows the branch before."));
   } catch (error) {
     turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
     turn.error = error.message;
