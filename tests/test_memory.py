@@ -139,7 +139,9 @@ def test_the_requested_length_decides(tiny_gguf: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("options", [{"dtype": "auto"}, {"dtype": "float32"}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "auto"}, {"dtype": "float32"}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str
+)
 def test_the_bytes_of_the_weights_are_predicted(
     tmp_path: Path, tied: bool, quantization: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
