@@ -478,6 +478,23 @@ def test_every_completed_answer_meets_its_schema(kinds: dict[str, Tokenizer], fi
     assert sum(found > 0 for found in counts) > 0.75 * count
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("properties", {"a": {"type": "integer"}}), ("patternProperties", {"^a": {"type": "integer"}})],
+)
+def test_no_key_evades_its_rule_by_an_escape(kinds: dict[str, Tokenizer], name: str, rule: dict[str, Any]) -> None:
+    tokenizer, schema = kinds["pieces"], {"type": "object", name: rule}
+    grammar = compile_grammar(tokenizer, "json_schema", schema)
+    for text, valid in (
+        ('{"a":1}', True),
+        ('{"b":"x\\n"}', True),
+        ('{"\\u0061":1}', False),
+        ('{"\\u0061":"x"}', False),
+    ):
+        ids = divided(tokenizer, text.encode(), random.Random(0))
+        assert accepts(grammar.constraint(), ids) == valid, text
+
+
 # ------------------------------------------------------------------------------------------------------- errors
 ERRORS = [
     ("json_schema", False, "no answer meets the JSON schema false"),

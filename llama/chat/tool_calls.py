@@ -249,6 +249,10 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return name
 
 
+# No free white space, and one spelling of each string (see generation/structured.py)
+FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "json_allowed_escapes": 'nrbtf\\"'}
+
+
 def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | None:
     """A Lark grammar for a call of any tool, or of the one that `choice` names; None for "auto" and "none".
 
@@ -261,7 +265,7 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
         name = function["name"]
         if choice in ("required", name, {"type": "function", "function": {"name": name}}):
             schema = {"type": "object", **function.get("parameters", {})}
-            schema["x-guidance"] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            schema["x-guidance"] = FORM
             begin = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
             calls.append(f'{begin} %json {json.dumps(schema)} "}}"')
     if not calls:

@@ -50,6 +50,7 @@ CHILD = Child(Path(__file__).with_name("grammar.py"), ("llguidance",), seconds=2
 # JSON allows any amount of white space between its tokens, and a small model may repeat it endlessly. So a run of white
 # space is limited to 64 characters: enough for 15 levels, indented by 4.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+ESCAPES = 'nrbtf\\"'  # without \uXXXX a string has one spelling, so that no key evades the rules for its name
 
 # Without this, llguidance allows only one tokenization of text that must come next
 EXACT = '%llguidance {"no_forcing": true}'
@@ -75,7 +76,8 @@ def _json_schema(source: Any) -> list[dict[str, Any]]:
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
     schema = {} if schema is True else schema
-    answer = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": False}}
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "json_allowed_escapes": ESCAPES}
+    answer = {**schema, "x-guidance": options}
     return [{"lark_grammar": f"{EXACT}\nstart: @answer"}, {"name": "answer", "json_schema": answer}]
 
 

@@ -448,7 +448,7 @@ def test_a_server_that_goes_away_and_comes_back(show: Open, tiny_gguf: Path) -> 
 @SLOW
 def test_a_full_context_shows_its_numbers_and_sends_nothing(show: Open) -> None:
     tab = show()
-    turn = ask(tab, "Go on.", max_tokens=500, schema="", temperature=3, min_p=0, top_p=1)
+    turn = ask(tab, "Go on.", max_tokens=500, schema="", temperature=3, min_p=0, top_p=1, seed="")
     while turn["end"] == "stop":
         tab.click("text=again")
         turn = settle(tab)

@@ -32,7 +32,7 @@ const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
-const seed = () => crypto.getRandomValues(new Uint32Array(1))[0] % 10000;
+const seed = () => settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] % 10000 : Number(settings.seed);
 const thousands = (n) => n.toLocaleString("en");
 const count = () => put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
 const say = (text) => put("status", text);
@@ -151,7 +151,7 @@ async function ask(question, parent = path().at(-1)?.n ?? 0) {
   }
   while (running) await stop();
   [editing, id("question").value] = [null, ""];
-  await run(add(parent, { question, sampling: sampling(), seed: settings.seed === "" ? seed() : Number(settings.seed) }));
+  await run(add(parent, { question, sampling: sampling(), seed: seed() }));
 }
 
 /** Another answer to the question of a turn, which begins with these tokens. */
@@ -282,7 +282,7 @@ function turnNode(turn) {
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
   const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
-    press("again", () => again(turn), { class: "quiet", title: "another seed" }),
+    press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
