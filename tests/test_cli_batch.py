@@ -151,7 +151,7 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "not valid JSON"),
+        ("", "is empty; expected an object"),
         ('{"prompt": "a", "prompt": "b"}', "a key occurs twice"),
         ('{"prompt": "a", "promt": "b"}', "unknown key 'promt'"),
         ('{"id": 3}', "expected either"),
