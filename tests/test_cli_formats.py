@@ -121,6 +121,8 @@ def test_generate_runs_a_folder_of_meta(clearllama: Run, meta: Path, tmp_path: P
     assert b"chat format: llama3" in typed.stderr
     instruct = tmp_path / "Meta-Llama-3-8B-Instruct"
     instruct.symlink_to(meta)
+    empty = clearllama("generate", "-m", str(instruct), " ", *FAST)
+    assert (empty.returncode, b"the prompt is empty" in empty.stderr) == (2, True)
     named = clearllama("generate", "-m", str(instruct), "The dog bites", "--json", *FAST)
     assert json.loads(named.stdout)["tokens"] == json.loads(chat.stdout)["tokens"]
 

@@ -305,7 +305,7 @@ def test_editing_keeps_the_old_branch_and_brackets_walk_through_all(show: Open) 
     settle(tab)
     assert tab.locator(".question").all_inner_texts() == ["Two?"]
     tab.click("text=again")
-    settle(tab)
+    assert settle(tab)["seed"] == 5  # of the settings
     walked = []
     for _ in range(3):
         walked.append((tab.locator(".place").first.inner_text(), tab.locator(".question").all_inner_texts()))
