@@ -250,9 +250,8 @@ def test_a_character_that_is_split_over_tokens_appears_once(show: Open, tiny_llm
     tab = show()
     turn = ask(tab, "Smile.")
     data = {"turns": tab.evaluate("turns")}
-    spelled = [
-        {"id": 100 + byte, "bytes": [byte], "p": 0.9, "top": turn["tokens"][0]["top"]} for byte in "a😀b".encode()
-    ]
+    top = turn["tokens"][0]["top"]
+    spelled = [{"id": byte, "bytes": [byte], "p": 0.9, "top": top} for byte in "a😀b".encode()]
     data["turns"][1]["tokens"] = spelled
     tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
     assert tab.locator(".t").all_inner_texts() == ["a", "F0", "9F", "98", "😀", "b"]
@@ -260,6 +259,7 @@ def test_a_character_that_is_split_over_tokens_appears_once(show: Open, tiny_llm
     for i in range(6):
         tab.click(f"#t{turn['n']}-{i} .w")
         assert tab.evaluate("chosen.i") == i
+        settle(tab)
     data["turns"][1]["tokens"] = spelled[:3]
     tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
     assert tab.locator(".t").all_inner_texts() == ["a", "F0", "9F"]
