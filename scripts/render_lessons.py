@@ -125,13 +125,12 @@ def markdown(cells: list[Cell], stem: str) -> str:
     for cell in cells:
         parts.append(fences.get(cell.kind, "{}").format(cell.source))
         results = [f"```text\n{cell.printed.rstrip()}\n```\n"] if cell.kind == "code" and cell.printed.strip() else []
-        for figure in cell.figures:
-            caption = figure.caption
+        for figure in cell.figures:  # the caption describes it: a longer alt would be read out twice
             results.append(
                 "<picture>\n"
                 f'  <source media="(prefers-color-scheme: dark)" srcset="figures/{figure.name}-dark.svg">\n'
-                f'  <img alt="{caption.replace(chr(34), "&quot;")}" src="figures/{figure.name}-light.svg">\n'
-                f"</picture>\n\n*{caption}*\n"
+                f'  <img alt="Figure, described below" src="figures/{figure.name}-light.svg">\n'
+                f"</picture>\n\n*{figure.caption}*\n"
             )
         if results:
             parts.append("\n<!-- output -->\n" + "\n".join(results) + "\n<!-- end of output -->\n")
@@ -146,7 +145,7 @@ def notebook(cells: list[Cell]) -> str:
         text = cell.source.strip("\n")
         if cell.kind == "figure":
             figure = cell.figures[0]
-            text = f"![{figure.caption}](../figures/{figure.name}-light.svg)\n\n*{figure.caption}*"
+            text = f"![Figure, described below](../figures/{figure.name}-light.svg)\n\n*{figure.caption}*"
         elif cell.kind == "markdown":
             text = re.sub(r"\]\((?!https?:|#)([^)]*)\)", r"](../\1)", text)
         if text and cell.kind != "check":
