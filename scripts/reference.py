@@ -34,27 +34,29 @@ NOTE = "<!-- Written by scripts/reference.py. Change the {} and run it again. --
 INDEX = """# Commands
 
 {note}
-`clearllama COMMAND [options]`, or `python -m llama COMMAND [options]`. `--help` shows the common
-options of a command, `--help-all` all of them.
+Type `clearllama COMMAND [options]` or `python -m llama COMMAND [options]`. `--help` shows the common
+options of a command, and `--help-all` shows all of them.
 
 Standard output contains only the answer: text, or JSON with `--json`. Messages go to standard error.
 
 ## Exit codes
 
 - 0: success
-- 1: failure, with the reason in one line on standard error; or a check such as `doctor` or `verify` found a fault
+- 1: failure, with the reason in one line on standard error, or a fault found by a check such as `doctor` or `verify`
 - 2: usage error: an unknown option, or a value of the wrong type or out of range
 - 129, 130, 143: ended by hang-up, Ctrl-C or termination
 - 141: the program that reads standard output closed the pipe
 
 ## Environment variables
 
-- `CLEARLLAMA_MODEL`: the model without `--model`
+- `CLEARLLAMA_MODEL`: the model to use if `--model` is not given
 - `CLEARLLAMA_CACHE`: the folder for downloaded models and compiled code
 - `CLEARLLAMA_API_KEY`: the key that clients of `clearllama serve` must send
 - `CLEARLLAMA_KERNELS`: the form of the C++ kernels: `auto`, `off`, or one of {kernels}
-- `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`: the hub's cache, access token, and `1` to use only that cache
-- `OMP_NUM_THREADS`: the number of CPU threads without `--threads`
+- `HF_HOME`: the folder that contains the hub's cache
+- `HF_TOKEN`: the access token of the hub
+- `HF_HUB_OFFLINE`: `1` to use only models in the hub's cache
+- `OMP_NUM_THREADS`: the number of CPU threads if `--threads` is not given
 
 {commands}
 
@@ -67,7 +69,7 @@ API = """# Python API
 
 {note}
 The names on this page are public; others may change. `help(llama.load)` shows types and details, and
-`help(llama.Llama.chat)` a method. `llama.study.SITES` lists the tensors that have a name.
+`help(llama.Llama.chat)` shows those of a method. `llama.study.SITES` lists the tensors that have a name.
 
 {entries}
 
@@ -225,13 +227,14 @@ say = partial(prose, page=PYTHON)
 def docstring(value: Any, options: str = "") -> str:
     """The first paragraph of an object's docstring as Markdown, and its lists, each item up to its first semicolon.
 
+    A semicolon in brackets does not count.
     Items with the name of an option that the page `options` describes are only named.
     """
     same = []
 
     def item(line: str) -> str:
         names, about = TABLE.findall(line)[0]
-        return f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {say(about.split('; ')[0])}"
+        return f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {say(re.split(r'; (?![^(]*[)])', about)[0])}"
 
     first, *others = re.split(r"\n\s*\n", inspect.getdoc(value) or "")
     blocks = [say(" ".join(first.split()))]
@@ -245,7 +248,7 @@ def docstring(value: Any, options: str = "") -> str:
         if items := [item(part) for part in found if part not in known]:
             blocks.append("\n".join(items))
     if same:
-        blocks.append(f"As the [options](commands.md#model) of the same names: {', '.join(same)}.")
+        blocks.append(f"The [options](commands.md#model) of the same names describe these fields: {', '.join(same)}.")
     return "\n\n".join(blocks)
 
 
