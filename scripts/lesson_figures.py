@@ -215,7 +215,7 @@ FIGURES = {
         ),
         Figure(
             "decay",
-            "RoFormer's bound on a score of 64 pairs falls with the distance. A score (thin line) need not.",
+            "RoFormer's bound on a score of 64 pairs falls with the distance. A score (thin line) need not fall.",
             decay_data,
             decay_draw,
             size=(5.6, 4.0),
