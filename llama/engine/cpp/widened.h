@@ -14,12 +14,13 @@
 #include <vector>
 
 #include "blocks.h"
+#include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int64_t LONG = 4096;  // inputs: a longer row of x leaves the first cache, so 4 rows of the weight share it
+constexpr int64_t LONG = 4096;  // inputs: a longer row of x does not stay in the first cache, so 4 rows of the weight share it
 constexpr int64_t FEW = 6;  // rows of x that are multiplied without panels
 constexpr int64_t SIX = 6, WIDTH = 48, SLICE = 256, TOGETHER = 512;
 
@@ -42,7 +43,7 @@ inline void load_two(const T* p, floats* two) {
     }
 }
 
-// M rows of x (M, K) times R rows of the weight -> y (M, R). x stays in its dtype, so it takes little of the first cache. Independent sums hide the
+// M rows of x (M, K) times R rows of the weight -> y (R, M). x stays in its dtype, so it takes little of the first cache. Independent sums hide the
 // latency.
 template <int M, int R, int SUMS, typename W, typename T>
 inline void rows_product(const T* x, const W* w, int64_t K, float* y) {
@@ -66,27 +67,10 @@ inline void rows_product(const T* x, const W* w, int64_t K, float* y) {
         for (int m = 0; m < M; m++) {
             floats sum = sums[r][m][0] + sums[r][m][1];
             if (SUMS == 4) sum += sums[r][m][2] + sums[r][m][3];
-            float& result = y[m * R + r] = 0;
+            float& result = y[r * M + m] = 0;
             for (int i = 0; i < LANES; i++) result += sum[i];
             for (int64_t i = k; i < K; i++) result += to_float(w[r * K + i]) * to_float(x[m * K + i]);
         }
-}
-
-// M rows of x times rows `first` to `end` of the weight. `y` has rows of N.
-template <int M, typename W, typename T>
-inline void few_rows(const T* x, const W* w, const T* bias, T* y, int64_t N, int64_t K, int64_t first, int64_t end) {
-    const bool is_long = K > LONG;
-    for (int64_t n = first; n < end;) {
-        const int64_t now = M == 1 && is_long && n + 4 <= end ? 4 : 1;
-        float sums[std::max(M, 4)];
-        auto run = now == 4 ? rows_product<1, 4, 2, W, T> : is_long ? rows_product<M, 1, 2, W, T> : rows_product<M, 1, 4, W, T>;
-        run(x, w + n * K, K, sums);
-        for (int64_t i = 0; i < M * now; i++) {
-            const int64_t at = n + i % now;
-            from_float(sums[i] + (bias ? to_float(bias[at]) : 0), y[i / now * N + at]);
-        }
-        n += now;
-    }
 }
 
 // Adds the products of SIX rows of the weight (SIX, SLICE) and a panel of x (depth, 16) to sums (SIX, 16).
@@ -152,6 +136,13 @@ void many_rows(const T* x, int64_t M, int64_t K, const W* w, const T* bias, T* y
     });
 }
 
+template <int M, typename W, typename T>
+void few_widened(const T* x, const W* w, const T* bias, T* y, int64_t N, int64_t K) {
+    constexpr int R = M == 1 ? 4 : 1;
+    if (K <= LONG) few_rows<M, 1>(x, w, bias, y, N, K, rows_product<M, 1, 4, W, T>, rows_product<M, 1, 4, W, T>);
+    else few_rows<M, R>(x, w, bias, y, N, K, rows_product<M, R, 2, W, T>, rows_product<M, 1, 2, W, T>);
+}
+
 // y (M, N) = x (M, K) times a weight (N, K), plus a bias (N).
 template <typename W, typename T>
 void widened_product(const T* x, int64_t M, int64_t K, const W* w, const T* bias, T* y, int64_t N) {
@@ -159,13 +150,9 @@ void widened_product(const T* x, int64_t M, int64_t K, const W* w, const T* bias
         for (int64_t m = 0; m < M; m += TOGETHER) many_rows(x + m * K, std::min(TOGETHER, M - m), K, w, bias, y + m * N, N);
         return;
     }
-    const int64_t together = K > LONG ? 4 : 1;
     for (int64_t m = 0; m < M; m += 3) {
-        const int64_t now = std::min<int64_t>(3, M - m);
-        auto run = now == 3 ? few_rows<3, W, T> : now == 2 ? few_rows<2, W, T> : few_rows<1, W, T>;
-        for_each_part((N + together - 1) / together, together * K * sizeof(W), [=](int64_t part) {
-            run(x + m * K, w, bias, y + m * N, N, K, part * together, std::min(N, (part + 1) * together));
-        });
+        const auto run = M - m >= 3 ? few_widened<3, W, T> : M - m == 2 ? few_widened<2, W, T> : few_widened<1, W, T>;
+        run(x + m * K, w, bias, y + m * N, N, K);
     }
 }
 
