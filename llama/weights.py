@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint
-from .checkpoint.base import FLOATS
+from .checkpoint.base import FLOATS, use_large_pages
 from .checkpoint.write import ROTATED, to_layout
 from .config import ModelConfig
 from .engine.linears import kept_format
@@ -126,6 +126,7 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
 def read_float(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A tensor with the rows of wq and wk in the order `layout`, on a device and in a dtype."""
     stored = checkpoint.tensor(name)
+    use_large_pages(stored)
     ordered = to_layout(name, stored, checkpoint.config.head_dim, checkpoint.layout, layout)
     value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, dtype)
     if value.data_ptr() != stored.data_ptr():

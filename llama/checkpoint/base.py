@@ -189,8 +189,17 @@ def drop_pages(tensor: Tensor) -> None:
     A later access reads them again from the page cache. Only for tensors that were never written to: changes would be
     lost. Does nothing if the system has no madvise.
     """
+    _advise(tensor, "MADV_DONTNEED")
+
+
+def use_large_pages(tensor: Tensor) -> None:
+    """Ask the system to read a tensor in a mapped file in pages of 2 MB, if it can: a first access then takes less time."""
+    _advise(tensor, "MADV_HUGEPAGE")
+
+
+def _advise(tensor: Tensor, advice: str) -> None:
     page = mmap.PAGESIZE
     first = -(-tensor.data_ptr() // page) * page
     length = (tensor.data_ptr() + tensor.nbytes) // page * page - first
-    if _madvise is not None and length > 0 and tensor.is_contiguous():
-        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
+    if _madvise is not None and hasattr(mmap, advice) and length > 0 and tensor.is_contiguous():
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(getattr(mmap, advice)))

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -251,8 +250,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
     float weights[QUERIES][CHUNK];
     f32x16 top[QUERIES];
     for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    i32x16 lane, odd[QUERIES] = {};  // odd: lanes with a NaN, or with -inf, which finite numbers can't produce
-    for (int i = 0; i < 16; i++) lane[i] = i;
+    i32x16 odd[QUERIES] = {};  // lanes with a NaN, or with -inf, which finite numbers can't produce
     for (int64_t s = 0; s < p.n; s += 16) {
         const int64_t count = std::min<int64_t>(16, p.n - s);
         bool any = false;
@@ -265,12 +263,8 @@ void attend_queries(const Piece<C>& p, int64_t first) {
         queries.products(s, count, scores);
         if (p.k_scale) std::memcpy(&scale, p.k_scale + s, count * 4);
         for (int r = 0; r < QUERIES; r++) {
-            i32x16 visible = lane < int32_t(count);
-            if (p.seen[first + r]) {
-                i8x16 mask{};
-                std::memcpy(&mask, p.seen[first + r] + s, count);
-                visible &= __builtin_convertvector(mask, i32x16) != 0;
-            }
+            i32x16 visible = LANE_NUMBERS < int32_t(count);
+            if (p.seen[first + r]) visible &= widen_some((const int8_t*)p.seen[first + r] + s, count) != 0.0f;
             const f32x16 w = visible ? scores[r] * scale : f32x16{} - INFINITY;
             odd[r] |= visible & ~(w > -INFINITY);
             top[r] = w > top[r] ? w : top[r];
@@ -310,12 +304,6 @@ void attend_piece(const Piece<C>& p) {
     }
 }
 
-inline bool nobody_sees(const std::vector<const bool*>& seen, int64_t key) {
-    for (const bool* mask : seen)
-        if (!mask || mask[key]) return false;
-    return true;
-}
-
 template <typename T, typename C>
 void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, const std::optional<Tensor>& k_scale,
                const std::optional<Tensor>& v_scale, Tensor& y) {
@@ -340,7 +328,8 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
             seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
         }
         int64_t n = std::min(CHUNK, S - first);
-        while (n > 0 && nobody_sees(seen, n - 1)) n--;  // slots after the last visible key are empty
+        const auto sees_last = [&](const bool* mask) { return !mask || mask[n - 1]; };
+        while (n > 0 && std::none_of(seen.begin(), seen.end(), sees_last)) n--;  // slots after the last visible key are empty
         float* part = parts.data() + unit * R * width;
         const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
         const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);

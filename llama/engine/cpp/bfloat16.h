@@ -21,9 +21,9 @@ namespace {
 // Rows of the weight that are read at once. They are in different pages. Some processors read several pages in parallel, others only one at full speed.
 constexpr int ROWS_AT_ONCE = STREAMS == 2 ? 4 : 1;
 
-// R rows of the weight times M rows of x. With several, the next R rows are prefetched.
+// M rows of x times R rows of the weight -> y (R, M). With several, the next R rows are prefetched.
 template <int M, int R>
-void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
+void rows_product(const bf16* x, const bf16* w, int64_t K, float* y) {
     constexpr int SUMS = M == 1 && ROWS_AT_ONCE == 1 ? 2 : 1;  // independent sums hide the latency
     f32x16 acc[R][M][SUMS] = {};
     int64_t k = 0;
@@ -37,24 +37,14 @@ void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) {
             for (int i = 1; i < SUMS; i++) acc[r][m][0] += acc[r][m][i];
-            y[r][m] = sum_of(acc[r][m][0]);
-            for (int64_t i = k; i < K; i++) y[r][m] += to_float(w[r * K + i]) * to_float(x[m * K + i]);
+            float& sum = y[r * M + m] = sum_of(acc[r][m][0]);
+            for (int64_t i = k; i < K; i++) sum += to_float(w[r * K + i]) * to_float(x[m * K + i]);
         }
 }
 
 template <int M>
-void few_rows_bf16(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
-    constexpr int R = ROWS_AT_ONCE;
-    for_each_part((N + R - 1) / R, R * K * sizeof(bf16), [=](int64_t part) {
-        for (int64_t n = part * R, end = std::min(N, n + R); n < end;) {
-            const int64_t now = end - n == R ? R : 1;
-            float out[R][M];
-            auto run = now == R ? rows_product<M, R> : rows_product<M, 1>;
-            run(x, w + n * K, K, out);
-            for (int64_t r = 0; r < now; r++, n++)
-                for (int m = 0; m < M; m++) from_float(out[r][m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);
-        }
-    });
+void few_bf16(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
+    few_rows<M, ROWS_AT_ONCE>(x, w, bias, y, N, K, rows_product<M, ROWS_AT_ONCE>, rows_product<M, 1>);
 }
 
 void product_bf16(const bf16* x, int64_t M, int64_t K, const bf16* w, const bf16* bias, bf16* y, int64_t N) {
@@ -67,7 +57,7 @@ void product_bf16(const bf16* x, int64_t M, int64_t K, const bf16* w, const bf16
 #endif
     for (int64_t m = 0; m < M;) {
         const int64_t now = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
-        auto run = now == 4 ? few_rows_bf16<4> : now == 2 ? few_rows_bf16<2> : few_rows_bf16<1>;
+        const auto run = now == 4 ? few_bf16<4> : now == 2 ? few_bf16<2> : few_bf16<1>;
         run(x + m * K, w, bias, y + m * N, N, K);
         m += now;
     }

@@ -92,6 +92,7 @@ struct Format {
     bool codebook = false;  // whether the integers are indices into 16 values
     bool levels = false;    // whether there are two levels of scales
     bool wide = false;      // widened from another form: scales and offsets are float32
+    bool operator==(const Format&) const = default;
 
     constexpr int low() const { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
     constexpr int high() const { return bits - low(); }
@@ -451,33 +452,25 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
     });
 }
 
-// Calls f with the format as a template argument.
-template <typename F>
+constexpr Format FORMATS[] = {
+    {.bits = 8, .per_row = true}, {.bits = 8, .offset = true}, {.bits = 8}, {.bits = 4, .offset = true}, {.bits = 4}, {.bits = 5, .offset = true}, {.bits = 5},
+    {.bits = 4, .codebook = true}, {.bits = 4, .codebook = true, .levels = true}, {.bits = 4, .offset = true, .levels = true}, {.bits = 6, .levels = true},
+    {.bits = 2, .offset = true, .levels = true}, {.bits = 3, .levels = true}, {.bits = 5, .offset = true, .levels = true},
+};
+
+// Calls f with one of FORMATS as a template argument.
+template <size_t I = 0, typename F>
 auto with_format(int64_t bits, int64_t group, bool offset, bool codebook, bool levels, F f) {
-    if (group == 0) return f.template operator()<Format{8, false, true}>();
-    if (codebook && levels) return f.template operator()<Format{.bits = 4, .codebook = true, .levels = true}>();
-    if (codebook) return f.template operator()<Format{.bits = 4, .codebook = true}>();
-    if (bits == 2) return f.template operator()<Format{.bits = 2, .offset = true, .levels = true}>();
-    if (bits == 3) return f.template operator()<Format{.bits = 3, .levels = true}>();
-    if (bits == 5 && levels) return f.template operator()<Format{.bits = 5, .offset = true, .levels = true}>();
-    if (bits == 5 && offset) return f.template operator()<Format{.bits = 5, .offset = true}>();
-    if (bits == 5) return f.template operator()<Format{.bits = 5}>();
-    if (bits == 6) return f.template operator()<Format{.bits = 6, .levels = true}>();
-    if (bits == 8 && offset) return f.template operator()<Format{.bits = 8, .offset = true}>();
-    if (bits == 8) return f.template operator()<Format{.bits = 8}>();
-    if (levels) return f.template operator()<Format{.bits = 4, .offset = true, .levels = true}>();
-    if (offset) return f.template operator()<Format{.bits = 4, .offset = true}>();
-    return f.template operator()<Format{.bits = 4}>();
+    if constexpr (I + 1 < std::size(FORMATS))
+        if (FORMATS[I] != Format{int(bits), offset, group == 0, codebook, levels}) return with_format<I + 1>(bits, group, offset, codebook, levels, f);
+    return f.template operator()<FORMATS[I]>();
 }
 
-// Whether `with_format` has this format. A group of more than 128 inputs would not fit into the buffer of `to_8_bits`.
+// A group of more than 128 inputs would not fit into the buffer of `to_8_bits`.
 inline bool is_format(int64_t bits, int64_t group, bool offset, bool codebook, bool levels) {
-    if (group == 0) return bits == 8 && !offset && !codebook && !levels;
-    const int64_t only = with_format(bits, group, offset, codebook, levels, []<Format F>() { return F.group(); });
-    const bool known = with_format(bits, group, offset, codebook, levels, [=]<Format F>() {
-        return F.bits == bits && F.offset == offset && F.codebook == codebook && F.levels == levels && !F.per_row;
-    });
-    return known && (only ? group == only : group > 0 && group <= 128 && group % 16 == 0);
+    const Format wanted{int(bits), offset, group == 0, codebook, levels};
+    if (std::find(std::begin(FORMATS), std::end(FORMATS), wanted) == std::end(FORMATS)) return false;
+    return wanted.per_row || (wanted.group() ? group == wanted.group() : group > 0 && group <= 128 && group % 16 == 0);
 }
 
 inline Shape shape_of(int64_t K, int64_t bits, int64_t group, bool offset, bool codebook, bool levels) {

@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "vectors.h"
+
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -51,6 +53,13 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
 
 inline void check_model_dtype(const Tensor& x) {
     require(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, "float32 or bfloat16");
+}
+
+// Calls f with a null pointer of the type of x's numbers: float or bf16.
+template <typename F>
+void with_type(const Tensor& x, F f) {
+    if (x.scalar_type() == torch::headeronly::ScalarType::Float) f((float*)nullptr);
+    else f((bf16*)nullptr);
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 #include "border.h"
@@ -13,22 +12,6 @@
 #include "vectors.h"
 
 namespace {
-
-constexpr int64_t ROWS_OF_A_UNIT = 8;
-
-template <typename F>
-void for_each_row(int64_t count, const F& body) {
-    for_each_unit((count + ROWS_OF_A_UNIT - 1) / ROWS_OF_A_UNIT, [&](int64_t unit) {
-        for (int64_t row = unit * ROWS_OF_A_UNIT; row < std::min(count, (unit + 1) * ROWS_OF_A_UNIT); row++) body(row);
-    });
-}
-
-// Calls f with a null pointer of the type of x's numbers: float or bf16.
-template <typename F>
-void with_type(const Tensor& x, F f) {
-    if (x.scalar_type() == torch::headeronly::ScalarType::Float) f((float*)nullptr);
-    else f((bf16*)nullptr);
-}
 
 template <typename T>
 inline f32x16 as_stored(f32x16 x) {  // rounded to T
@@ -49,7 +32,7 @@ Tensor add_norm(Tensor h, std::optional<Tensor> delta, const Tensor& weight, dou
     Tensor y = torch::stable::new_empty(h, {M, C});
     with_type(h, [&](auto* type) {
         typedef std::remove_pointer_t<decltype(type)> T;
-        for_each_row(M, [&](int64_t m) {
+        for_each_part(M, C * sizeof(T), [&](int64_t m) {
             T *row = (T*)h.mutable_data_ptr() + m * C, *out = (T*)y.mutable_data_ptr() + m * C;
             const T *added = delta ? (const T*)delta->const_data_ptr() + m * C : nullptr, *w = (const T*)weight.const_data_ptr();
             f32x16 squares{};
@@ -79,7 +62,7 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
     Tensor y = torch::stable::new_empty(gate, {M, F});
     with_type(gate, [&](auto* type) {
         typedef std::remove_pointer_t<decltype(type)> T;
-        for_each_row(M, [&](int64_t m) {
+        for_each_part(M, F * sizeof(T), [&](int64_t m) {
             const T *g = (const T*)gate.const_data_ptr() + m * gate.stride(0), *u = (const T*)up.const_data_ptr() + m * up.stride(0);
             for (int64_t i = 0; i < F; i += 16) {
                 const int64_t count = std::min<int64_t>(16, F - i);
@@ -138,7 +121,7 @@ Tensor rotate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& c
     if (!at && T > slots) throw std::out_of_range("there are more tokens than slots");
     with_type(q, [&](auto* type) {
         typedef std::remove_pointer_t<decltype(type)> N;
-        for_each_row(B * T, [&](int64_t row) {
+        for_each_part(B * T, H * D * sizeof(N), [&](int64_t row) {
             const int64_t b = row / T, t = row % T, position = !at ? t : at[positions->dim() == 2 ? row : t];
             const int64_t angles = cos.dim() == 3 ? b * cos.stride(0) + t * cos.stride(1) : t * cos.stride(0);
             const float *c = (const float*)cos.const_data_ptr() + angles, *s = (const float*)sin.const_data_ptr() + angles;

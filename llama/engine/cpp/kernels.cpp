@@ -5,7 +5,7 @@
 //     bfloat16.h     a few rows of x times a bfloat16 weight
 //     widened.h      rows of x times a weight in 16 bits, in float32
 //     panels.h       many rows of x times a weight, in bfloat16
-//     matrix.h       the innermost product of panels.h: vectors, or AMX
+//     matrix.h       the loops of bfloat16.h and widened.h, and the innermost product of panels.h: vectors, or AMX
 //     attention.h    attention of a few queries
 //     prompt.h       attention of many queries, and the operator (attention.cpp)
 //     elementwise.h  norms, rotations, SwiGLU

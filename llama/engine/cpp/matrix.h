@@ -1,12 +1,28 @@
-// The product of rows in bfloat16 and panels (panels.h), with AMX or with vectors.
+// Products of rows of x: a few with a weight as it lies in memory, many in bfloat16 with panels (panels.h), with AMX or with vectors.
 
 #pragma once
 
 #include <algorithm>
 
+#include "pool.h"
 #include "vectors.h"
 
 namespace {
+
+// y (M, N) = x (M, K) times a weight (N, K), plus a bias (N), R rows of the weight at once.
+// several(x, w, K, sums) and one(x, w, K, sums): M rows of x times R rows of the weight, and times one -> sums (rows, M)
+template <int M, int R, typename W, typename T, typename F>
+void few_rows(const T* x, const W* w, const T* bias, T* y, int64_t N, int64_t K, F several, F one) {
+    for_each_part((N + R - 1) / R, R * K * sizeof(W), [=](int64_t part) {
+        for (int64_t n = part * R, end = std::min(N, n + R); n < end;) {
+            const int64_t now = end - n == R ? R : 1;
+            float sums[R][M];
+            (now == R ? several : one)(x, w + n * K, K, sums[0]);
+            for (int64_t r = 0; r < now; r++, n++)
+                for (int m = 0; m < M; m++) from_float(sums[r][m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);
+        }
+    });
+}
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_BF16

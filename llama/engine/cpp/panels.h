@@ -192,10 +192,10 @@ Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t
     check(tiles, "the packed weight of a linear layer", ScalarType::Byte, {(N + ROWS - 1) / ROWS, shape_of(K, bits, group, offset, codebook, levels).tile});
     Tensor y = torch::stable::new_empty(x, {M, N});
     const auto* w = (const uint8_t*)tiles.const_data_ptr();
-    if (x.scalar_type() == torch::headeronly::ScalarType::Float)
-        linear_blocks_of((const float*)x.const_data_ptr(), M, K, w, bits, group, offset, (float*)y.mutable_data_ptr(), N, codebook, levels);
-    else
-        linear_blocks_of((const bf16*)x.const_data_ptr(), M, K, w, bits, group, offset, (bf16*)y.mutable_data_ptr(), N, codebook, levels);
+    with_type(x, [&](auto* type) {
+        typedef decltype(type) Numbers;
+        linear_blocks_of((Numbers)x.const_data_ptr(), M, K, w, bits, group, offset, (Numbers)y.mutable_data_ptr(), N, codebook, levels);
+    });
     return y;
 }
 

@@ -10,6 +10,7 @@
 
 namespace {
 
+constexpr int64_t FEW_QUERIES = 16;
 constexpr int64_t QUERIES = 96;  // queries of a key/value head that share every panel
 
 // 16 keys as a panel. bfloat16 represents integers of 8 bits exactly.
@@ -39,10 +40,8 @@ struct Softmax {
     // Adds n keys to row r: replaces their scores by weights, which are rounded to bfloat16, and scales what was summed before.
     void add(int64_t r, int64_t n, int64_t D, const float* scores, float scale, const bool* seen, const float* k_scale, const float* v_scale, bf16* weights) {
         f32x16 w[CHUNK / 16], top = f32x16{} + largest[r];
-        i32x16 lane;
-        for (int i = 0; i < 16; i++) lane[i] = i;
         for (int64_t s = 0; s < n; s += 16) {
-            i32x16 visible = lane < int32_t(n - s);
+            i32x16 visible = LANE_NUMBERS < int32_t(n - s);
             const int64_t count = std::min<int64_t>(16, n - s);
             f32x16 x = load<f32x16>(scores + s) * scale, scale_of_key = f32x16{} + 1.0f;
             if (k_scale) scale_of_key = widen_some(k_scale + s, count);
@@ -123,8 +122,6 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
         }
     });
 }
-
-constexpr int64_t FEW_QUERIES = 16;
 
 }  // namespace
 

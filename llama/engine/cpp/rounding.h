@@ -25,12 +25,9 @@ inline floats store_half(floats x, uint8_t* p) {
     vst1_u8(p, vreinterpret_u8_f16(half));
     return (floats)vcvt_f32_f16(half);
 #else
-    for (int i = 0; i < LANES; i++) {
-        const _Float16 h = _Float16(x[i]);
-        std::memcpy(p + 2 * i, &h, 2);
-        x[i] = float(h);
-    }
-    return x;
+    const halves half = __builtin_convertvector(x, halves);
+    std::memcpy(p, &half, sizeof half);
+    return __builtin_convertvector(half, floats);
 #endif
 }
 
@@ -159,16 +156,15 @@ void quantize_lanes(const T* w, int64_t rows, int64_t K, const Settings& s, uint
     if (!s.group) std::memcpy(tile + 4 * lane, &row_scale, sizeof(row_scale));
 }
 
-// Quantizes and packs `rows` rows (K) into one tile. quant.rounding.quantize explains the method, blocks.h the layout.
-template <typename T>
-void quantize_tile(const T* w, int64_t rows, int64_t K, const Settings& s, uint8_t* tile) {
-    for (int64_t lane = 0; lane < ROWS; lane += LANES) quantize_lanes(w + std::min(lane, rows) * K, rows - lane, K, s, tile, lane);
-}
-
+// quant.rounding.quantize explains the method, blocks.h the layout.
 template <typename T>
 void quantize_rows(const T* w, int64_t N, int64_t K, const Settings& s, uint8_t* tiles, int64_t tile_bytes) {
-    for_each_unit((N + ROWS - 1) / ROWS,
-                  [&](int64_t t) { quantize_tile(w + t * ROWS * K, std::min(ROWS, N - t * ROWS), K, s, tiles + t * tile_bytes); });
+    for_each_unit((N + ROWS - 1) / ROWS, [&](int64_t t) {
+        for (int64_t lane = 0; lane < ROWS; lane += LANES) {
+            const int64_t row = std::min(t * ROWS + lane, N);
+            quantize_lanes(w + row * K, N - row, K, s, tiles + t * tile_bytes, lane);
+        }
+    });
 }
 
 // The tiles of a weight (N, K) in float32 or bfloat16. clips (float32): the factors to try for narrowing a group's range.
@@ -185,9 +181,7 @@ Tensor quantize_to_tiles(const Tensor& weight, const Tensor& clips, int64_t bits
     Tensor y = torch::stable::new_empty(weight, {(N + ROWS - 1) / ROWS, tile_bytes}, torch::headeronly::ScalarType::Byte);
     const Settings s{bits, group, offset, (const float*)clips.const_data_ptr(), clips.size(0)};
     auto* tiles = (uint8_t*)y.mutable_data_ptr();
-    if (weight.scalar_type() == torch::headeronly::ScalarType::Float)
-        quantize_rows((const float*)weight.const_data_ptr(), N, K, s, tiles, tile_bytes);
-    else quantize_rows((const bf16*)weight.const_data_ptr(), N, K, s, tiles, tile_bytes);
+    with_type(weight, [&](auto* type) { quantize_rows((decltype(type))weight.const_data_ptr(), N, K, s, tiles, tile_bytes); });
     return y;
 }
 

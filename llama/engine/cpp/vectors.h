@@ -17,6 +17,7 @@ namespace {
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
+constexpr i32x16 LANE_NUMBERS{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // The compiler keeps vectors that are wider than a register in memory. Where that costs time, 16 numbers are PARTS registers.
 #if defined(__AVX512F__)
@@ -31,6 +32,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int8_t chars __attribute__((vector_size(LANES)));
+typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
 
 struct bf16 {
     uint16_t bits;
@@ -73,9 +75,7 @@ inline floats load_half(const void* p) {
 #elif defined(__ARM_NEON)
     return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #else
-    floats v;
-    for (int i = 0; i < LANES; i++) v[i] = to_float(load<f16>((const char*)p + 2 * i));
-    return v;
+    return __builtin_convertvector(load<halves>(p), floats);
 #endif
 }
 
@@ -115,8 +115,8 @@ inline floats to_floats(const bf16* p) {  // with the instructions for AVX, sinc
 #elif defined(__AVX2__)
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
 #else
-    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-    return (floats)(__builtin_convertvector(load<halves>(p), words) << 16);
+    typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+    return (floats)(__builtin_convertvector(load<shorts>(p), words) << 16);
 #endif
 }
 inline floats to_floats(const f16* p) { return load_half(p); }

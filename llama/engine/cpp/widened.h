@@ -10,14 +10,17 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "blocks.h"
+#include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
 
 namespace {
 
+constexpr int64_t LONG = 4096;  // inputs: a longer row of x does not stay in the first cache, so 4 rows of the weight share it
 constexpr int64_t FEW = 6;  // rows of x that are multiplied without panels
 constexpr int64_t SIX = 6, WIDTH = 48, SLICE = 256, TOGETHER = 512;
 
@@ -29,22 +32,45 @@ inline float* floats_of_thread(size_t count) {
     return memory.data();
 }
 
-// M rows of x (M, K), `stride` apart, times a row of the weight. Four sums for each row of x hide the latency.
-template <int M, typename W>
-inline void row_product(const float* x, int64_t stride, const W* w, int64_t K, float* y) {
-    floats sums[M][4] = {};
-    int64_t k = 0;
-    for (; k + 4 * LANES <= K; k += 4 * LANES)
-        for (int i = 0; i < 4; i++) {
-            const floats wide = to_floats(w + k + i * LANES);
-            for (int m = 0; m < M; m++) sums[m][i] += wide * load<floats>(x + m * stride + k + i * LANES);
-        }
-    for (int m = 0; m < M; m++) {
-        floats sum = (sums[m][0] + sums[m][1]) + (sums[m][2] + sums[m][3]);
-        y[m] = 0;
-        for (int i = 0; i < LANES; i++) y[m] += sum[i];
-        for (int64_t i = k; i < K; i++) y[m] += to_float(w[i]) * x[m * stride + i];
+// 2 LANES numbers: the even ones and the odd ones, as one operation widens these from bfloat16, or the first and the second half.
+template <bool EVEN_ODD, typename T>
+inline void load_two(const T* p, floats* two) {
+    if constexpr (EVEN_ODD) {
+        const words pairs = load<words>(p);
+        two[0] = (floats)(pairs << 16), two[1] = (floats)(pairs & 0xffff0000u);
+    } else {
+        two[0] = to_floats(p), two[1] = to_floats(p + LANES);
     }
+}
+
+// M rows of x (M, K) times R rows of the weight -> y (R, M). x stays in its dtype, so it takes little of the first cache. Independent sums hide the
+// latency.
+template <int M, int R, int SUMS, typename W, typename T>
+inline void rows_product(const T* x, const W* w, int64_t K, float* y) {
+    constexpr bool EVEN_ODD = std::is_same_v<W, bf16> && std::is_same_v<T, bf16>;
+    constexpr int64_t STEP = SUMS * LANES;
+    floats sums[R][M][SUMS] = {};
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP)
+        for (int r = 0; r < R; r++) {
+            if (R > 1) __builtin_prefetch((const char*)(w + r * K + k) + AHEAD);
+            for (int i = 0; i < SUMS; i += 2) {
+                floats weights[2], inputs[2];
+                load_two<EVEN_ODD>(w + r * K + k + i * LANES, weights);
+                for (int m = 0; m < M; m++) {
+                    load_two<EVEN_ODD>(x + m * K + k + i * LANES, inputs);
+                    for (int j = 0; j < 2; j++) sums[r][m][i + j] += weights[j] * inputs[j];
+                }
+            }
+        }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) {
+            floats sum = sums[r][m][0] + sums[r][m][1];
+            if (SUMS == 4) sum += sums[r][m][2] + sums[r][m][3];
+            float& result = y[r * M + m] = 0;
+            for (int i = 0; i < LANES; i++) result += sum[i];
+            for (int64_t i = k; i < K; i++) result += to_float(w[r * K + i]) * to_float(x[m * K + i]);
+        }
 }
 
 // Adds the products of SIX rows of the weight (SIX, SLICE) and a panel of x (depth, 16) to sums (SIX, 16).
@@ -110,6 +136,13 @@ void many_rows(const T* x, int64_t M, int64_t K, const W* w, const T* bias, T* y
     });
 }
 
+template <int M, typename W, typename T>
+void few_widened(const T* x, const W* w, const T* bias, T* y, int64_t N, int64_t K) {
+    constexpr int R = M == 1 ? 4 : 1;
+    if (K <= LONG) few_rows<M, 1>(x, w, bias, y, N, K, rows_product<M, 1, 4, W, T>, rows_product<M, 1, 4, W, T>);
+    else few_rows<M, R>(x, w, bias, y, N, K, rows_product<M, R, 2, W, T>, rows_product<M, 1, 2, W, T>);
+}
+
 // y (M, N) = x (M, K) times a weight (N, K), plus a bias (N).
 template <typename W, typename T>
 void widened_product(const T* x, int64_t M, int64_t K, const W* w, const T* bias, T* y, int64_t N) {
@@ -117,15 +150,10 @@ void widened_product(const T* x, int64_t M, int64_t K, const W* w, const T* bias
         for (int64_t m = 0; m < M; m += TOGETHER) many_rows(x + m * K, std::min(TOGETHER, M - m), K, w, bias, y + m * N, N);
         return;
     }
-    float* const wide = floats_of_thread<0>(M * K);
-    for (int64_t i = 0; i < M * K; i++) wide[i] = to_float(x[i]);
-    for (int64_t m = 0; m < M; m += 3)
-        for_each_part(N, K * sizeof(W), [=](int64_t n) {
-            const int64_t now = std::min<int64_t>(3, M - m);
-            float sums[3];
-            (now == 3 ? row_product<3, W> : now == 2 ? row_product<2, W> : row_product<1, W>)(wide + m * K, K, w + n * K, K, sums);
-            for (int64_t i = 0; i < now; i++) from_float(sums[i] + (bias ? to_float(bias[n]) : 0), y[(m + i) * N + n]);
-        });
+    for (int64_t m = 0; m < M; m += 3) {
+        const auto run = M - m >= 3 ? few_widened<3, W, T> : M - m == 2 ? few_widened<2, W, T> : few_widened<1, W, T>;
+        run(x + m * K, w, bias, y + m * N, N, K);
+    }
 }
 
 }  // namespace
