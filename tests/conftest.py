@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter delete them when it exits; else triton, which transformers imports, reports leaked objects."""
+    """Let the interpreter delete them at exit; else triton, which transformers imports, reports leaked objects."""
     gc.unfreeze()
 
 

@@ -7,8 +7,10 @@ import contextlib
 import difflib
 import gc
 import os
+import re
 import signal
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from types import FrameType
@@ -78,26 +80,42 @@ The first run downloads a small model. clearllama --help lists all commands.
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help with a usage line that names only --help and what is required."""
+    """Help with a usage line that names only --help and what is required, and an option's value once."""
 
     def add_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None) -> None:
         shown = [action for action in actions if action.required or not action.option_strings or action.dest == "help"]
         super().add_usage(usage, shown, [], prefix)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        names = ", ".join(sorted(action.option_strings, key=lambda name: name.startswith("--")))
+        return f"{names} {self._format_args(action, action.dest.upper())}"
+
+
+class Brief(Formatter):
+    """Help with one line for an option: its text up to the first semicolon or parenthesis, if all does not fit."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=29)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        text = text if len(text) <= width else re.split(r"[;(]", text)[0]
+        return [textwrap.shorten(text, width, placeholder=" ...")]
+
 
 class HelpAll(argparse._HelpAction):
-    """--help-all: the help with every group of options."""
+    """--help-all: the help of argparse, with every option and every text."""
 
     def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
-        parser.rare = ()
-        super().__call__(parser, *_, **__)
+        streams.write_raw(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with usage errors on one line, and without abbreviations of options."""
+    """argparse with usage errors on one line, without abbreviations of options, and with a help of one screen."""
 
     commands: dict[str, Parser]  # of the main parser
-    rare: Collection[str] = arguments.RARE  # titles of the groups that --help leaves out
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False, formatter_class=Formatter)
@@ -106,11 +124,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:
-        hidden = [group for group in self._action_groups if group.title in self.rare]
-        if hidden:
-            self._action_groups = [group for group in self._action_groups if group not in hidden]
-            self.epilog = f"--help-all also shows: {', '.join(str(group.title) for group in hidden)}"
-        return super().format_help()
+        """The common options, one line each."""
+        brief = Brief(self.prog)
+        brief.add_usage(self.usage, self._actions, [])
+        brief.add_text((self.description or "").partition(".")[0] + ".")
+        brief.start_section(None)
+        for group in self._action_groups:
+            if group.title not in arguments.RARE:
+                for action in group._group_actions:
+                    if action.dest not in ("help", "debug"):
+                        brief.add_arguments(getattr(action, "_choices_actions", [action]))
+        brief.end_section()
+        brief.add_text(self.epilog)
+        return brief.format_help()
 
 
 def build_parser(names: Collection[str] = COMMANDS) -> Parser:
