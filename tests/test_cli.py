@@ -230,7 +230,7 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("generate hi --top_p 0.9", "unrecognized arguments: --top_p 0.9; did you mean --top-p?"),
         ("generate hi --max-tokens 5", "did you mean --max-new-tokens?"),
         ("generate hello there", "unrecognized arguments: there; a prompt of several words needs quotes"),
-        ("chat Hello", "unrecognized arguments: Hello (see clearllama chat --help)"),
+        ("chat Hello", "unrecognized arguments: Hello; type messages in the chat"),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),
         ("frobnicate", "got 'frobnicate' (see clearllama --help)"),

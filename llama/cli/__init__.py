@@ -175,8 +175,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(words)
     if rest:
         option = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
-        hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") and not option else ""
-        hint = hint or _similar(option, command._option_string_actions)
+        hint = _similar(option, command._option_string_actions)
+        if not option and hasattr(args, "prompt"):
+            hint = "; a prompt of several words needs quotes"
+        elif not option and first == "chat":
+            hint = "; type messages in the chat, or use clearllama generate TEXT"
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 
