@@ -114,7 +114,7 @@ class MetaCheckpoint(Checkpoint):
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""
-        from ..chat import chat_format_of
+        from ..chat.formats import chat_format_of
 
         return chat_format_of(tokenizer)
 

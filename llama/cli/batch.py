@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..chat import check_messages, continues_answer
+from ..chat.messages import check_messages, continues_answer
 from ..checks import integer
 from ..errors import LlamaError, UsageError
 from ..generation.answer import Prompt

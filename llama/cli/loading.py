@@ -130,7 +130,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
-    from ..chat import says_chat
+    from ..chat.formats import says_chat
 
     set_chat_form(args, llm)
     raw: bool = args.raw
