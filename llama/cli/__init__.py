@@ -170,7 +170,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if owner == name and (gone := {*options} & {word.partition("=")[0] for word in words}):
             command.error(f"{gone.pop()} was removed; {instead}")
     if command is parser and first not in parser._option_string_actions:
-        near = _similar(first, COMMANDS)
+        near = _similar(first, [*COMMANDS, *parser._option_string_actions])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:

@@ -127,6 +127,15 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     )
 
 
+def add_model(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the model of a command that does not run it, as an argument or as --model."""
+    add(
+        parser,
+        ("model", "PATH_OR_NAME", about, {"nargs": "?", "default": argparse.SUPPRESS}),
+        ("--model -m", "PATH_OR_NAME", "the same (default: %(default)s)", {"default": default_model()}),
+    )
+
+
 def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> argparse._ActionsContainer:
     """Add PROMPT, --prompt and --file, and return the group of rare options. `what`: the help's word for the prompt."""
     file = "add the text of a file; '-' is standard input; may be repeated (docs/guides/prompts.md)"
