@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--system can't change the conversation in {args.load_session}; leave --system out")
         streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
-    streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
+    if not chat.piped:
+        streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
     with answers.saving(args, lambda: chat.session, llm.model):
         return converse(args, chat)
 
