@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import gc
+import itertools
 import os
 import re
 import signal
@@ -87,10 +88,10 @@ class Formatter(argparse.HelpFormatter):
         super().add_usage(usage, shown, [], prefix)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.nargs == 0:
+        if not action.option_strings:
             return super()._format_action_invocation(action)
         names = ", ".join(sorted(action.option_strings, key=lambda name: name.startswith("--")))
-        return f"{names} {self._format_args(action, action.dest.upper())}"
+        return names if action.nargs == 0 else f"{names} {self._format_args(action, action.dest.upper())}"
 
 
 class Brief(Formatter):
@@ -125,15 +126,14 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The common options, one line each."""
+        groups = (group._group_actions for group in self._action_groups if group.title not in arguments.RARE)
         brief = Brief(self.prog)
         brief.add_usage(self.usage, self._actions, [])
         brief.add_text((self.description or "").partition(".")[0] + ".")
-        brief.start_section(None)
-        for group in self._action_groups:
-            if group.title not in arguments.RARE:
-                for action in group._group_actions:
-                    if action.dest not in ("help", "debug"):
-                        brief.add_arguments(getattr(action, "_choices_actions", [action]))
+        brief.start_section(None)  # indents its lines
+        for action in itertools.chain(*groups):
+            if action.dest not in ("help", "debug"):
+                brief.add_arguments(getattr(action, "_choices_actions", [action]))  # commands, or an option
         brief.end_section()
         brief.add_text(self.epilog)
         return brief.format_help()
@@ -203,8 +203,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters outside the encoding become \uXXXX instead of an error
             stream.reconfigure(errors="backslashreplace")
-    if os.environ.get("TERM") == "dumb":
-        os.environ.setdefault("TQDM_DISABLE", "1")  # such a terminal cannot redraw a line
     words = sys.argv[1:] if argv is None else argv
     args = argparse.Namespace(debug=False)
     try:
