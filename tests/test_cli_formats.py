@@ -13,7 +13,7 @@ import pytest
 
 import llama
 import llama.tools.convert
-from llama.hub import families
+from llama.tools import families
 
 from .conftest import Run
 from .scripts import make_tiny

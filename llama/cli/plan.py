@@ -82,8 +82,8 @@ def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
     """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
     from ..checkpoint import huggingface, open_checkpoint
     from ..hub import resolve
-    from ..hub.families import official
     from ..system.documents import read_json
+    from ..tools.families import official
 
     path = Path(name)
     if name in official() and not path.exists():
