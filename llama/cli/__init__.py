@@ -175,11 +175,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(words)
     if rest:
         option = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
-        hint = _similar(option, command._option_string_actions)
-        if not option and hasattr(args, "prompt"):
+        path = next(filter(os.path.exists, words[1:]), None)
+        if option:
+            hint = _similar(option, command._option_string_actions)
+        elif path and "--model" in command._option_string_actions:
+            hint = f"; to use a model, add -m: -m {path}"
+        elif hasattr(args, "prompt"):
             hint = "; a prompt of several words needs quotes"
-        elif not option and first == "chat":
-            hint = "; type messages in the chat, or use clearllama generate TEXT"
+        else:
+            hint = "; type messages in the chat, or use clearllama generate TEXT" if first == "chat" else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 

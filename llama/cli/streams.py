@@ -229,7 +229,7 @@ def read_prompt(args: argparse.Namespace) -> str:
                 info(args, "standard input is not part of the prompt; to read it, add -f -")
     parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
     if given is not None and os.path.isfile(given):
-        info(args, f"the prompt is the text {given!r:.80}; to read the file of this name, use --file")
+        info(args, f"the prompt is the text {given!r:.80}; --file reads the file of this name, -m loads a model")
     if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
         parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
     parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]
