@@ -141,7 +141,7 @@ def test_an_interrupt_while_loading_ends_the_command(default_gguf: Path, after: 
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
     # -2: a shell reports it as 130, too; 1: on a busy machine the interrupt may arrive before Python has started
-    assert process.returncode in (130, -2) or (after < 0.2 and process.returncode == 1 and b"llama" not in stderr)
+    assert process.returncode in (130, -2) or (process.returncode == 1 and b"llama" not in stderr)
     assert b"Traceback" not in stderr or b"llama" not in stderr
 
 
