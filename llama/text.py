@@ -15,9 +15,10 @@ from typing import Any, overload
 from torch import Tensor
 
 from . import checks
-from .chat import TEMPLATES, check_messages, check_tools, continues_answer, encode_chat, forced_call
+from .chat import TEMPLATES, encode_chat
 from .chat.functions import Tools
-from .chat.messages import Message
+from .chat.messages import Message, check_messages, check_tools, continues_answer
+from .chat.tool_calls import forced_call
 from .checkpoint import huggingface_write
 from .checkpoint.write import Model, to_layout
 from .engine.linears import describe_quantization

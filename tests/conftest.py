@@ -48,6 +48,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter delete them at exit; else triton, which transformers imports, reports leaked objects."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup() -> None:
     """Undo what a command that ran in this process set: the library's log, and ignored signals.
 

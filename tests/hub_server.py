@@ -101,6 +101,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.server.halfway.set()
             time.sleep(30)
+            self.close_connection = True  # the client is gone: reading from it again would print a traceback
             return
         self.answer(200, body, ETag=f'"{etag(name, body)}"', X_Repo_Commit=self.server.commit)
         if self.command == "GET":

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import llama
-from llama.chat import TEMPLATES, chat_format_of, encode_chat
+from llama.chat import TEMPLATES, encode_chat
+from llama.chat.formats import chat_format_of
 from llama.chat.messages import ROLES
 from llama.checkpoint import open_checkpoint
 from llama.errors import TemplateError, UsageError

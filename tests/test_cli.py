@@ -141,7 +141,7 @@ def test_an_interrupt_while_loading_ends_the_command(default_gguf: Path, after: 
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
     # -2: a shell reports it as 130, too; 1: on a busy machine the interrupt may arrive before Python has started
-    assert process.returncode in (130, -2) or (after < 0.2 and process.returncode == 1 and b"llama" not in stderr)
+    assert process.returncode in (130, -2) or (process.returncode == 1 and b"llama" not in stderr)
     assert b"Traceback" not in stderr or b"llama" not in stderr
 
 
@@ -230,7 +230,7 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("generate hi --top_p 0.9", "unrecognized arguments: --top_p 0.9; did you mean --top-p?"),
         ("generate hi --max-tokens 5", "did you mean --max-new-tokens?"),
         ("generate hello there", "unrecognized arguments: there; a prompt of several words needs quotes"),
-        ("chat Hello", "unrecognized arguments: Hello (see clearllama chat --help)"),
+        ("chat Hello", "unrecognized arguments: Hello; type messages in the chat"),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),
         ("frobnicate", "got 'frobnicate' (see clearllama --help)"),
@@ -263,7 +263,7 @@ def test_help_is_one_screen_and_help_all_the_rest(
             out = capsys.readouterr().out
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
             if option == "--help":
-                assert out.count("\n") <= 50, command
+                assert out.count("\n") <= 24, command
             elif code == 0:
                 assert all(name in out for name in parsers[command]._option_string_actions)
 

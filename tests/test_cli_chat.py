@@ -163,7 +163,9 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     chat.prompt()
     chat.child.send("go" + ENTER)
     chat.child.expect_exact("aaaa")
-    assert termios.tcgetattr(chat.side) == chat.before  # the shell's own settings during an answer
+    hidden = [*chat.before]
+    hidden[3] &= ~termios.ECHO
+    assert termios.tcgetattr(chat.side) == hidden  # the shell's own settings during an answer, without an echo
     os.kill(chat.pid, signal.SIGINT)
     chat.child.expect_exact("clearllama: stopped")
     chat.prompt()
@@ -181,10 +183,12 @@ def test_lines_typed_during_an_answer_are_turns_of_their_own(start: Start, lette
     chat.child.send("one" + ENTER)
     chat.child.expect_exact("aaaa")
     chat.child.send(f"two{ENTER}/undo{ENTER}three{ENTER}/save {tmp_path / 'talk'}{ENTER}")
+    chat.child.expect_exact("finish: ")
+    assert "two" not in str(chat.child.before)  # no echo in the answer
     chat.child.expect_exact("saved")
     chat.prompt()
-    chat.child.send("/und\t")
-    chat.child.expect_exact("o")  # completed
+    chat.child.send(f"/load {tmp_path / 'tal'}\t")
+    chat.child.expect_exact("k")  # completed
     assert questions(tmp_path / "talk") == ["one", "three"]
 
 

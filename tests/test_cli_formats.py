@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 import llama
 import llama.tools.convert
-from llama.hub import families
+from llama.tools import families
 
 from .conftest import Run
 from .scripts import make_tiny
@@ -153,17 +152,3 @@ def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -
     result = clearllama("generate", "-m", str(folder), "x", *FAST)
     assert result.returncode == 1
     assert b"has no tokenizer.model" in result.stderr
-
-
-def test_convert_errors_are_one_line(clearllama: Run, meta: Path, tmp_path: Path) -> None:
-    new = str(tmp_path / "x")
-    for arguments, code, message in (
-        ((str(meta), str(meta), "--to", "hf"), 2, b"exists already"),
-        ((str(tmp_path / "none"), new, "--to", "hf"), 1, b"there is no file or folder"),
-        ((str(meta), new, "--to", "onnx"), 2, b"invalid choice"),
-        ((str(meta), new, "--to", "hf", "--shards", "-1"), 2, b"shards must be an integer"),
-    ):
-        result = clearllama("convert", *arguments)
-        assert (result.returncode, result.stdout, result.stderr.count(b"\n")) == (code, b"", 1)
-        assert message in result.stderr
-    assert os.listdir(tmp_path) == []

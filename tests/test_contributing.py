@@ -24,7 +24,8 @@ from llama.checkpoint.base import Checkpoint
 from llama.study.perplexity import tiny_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = (ROOT / "CONTRIBUTING.md").read_text().split("## Four recipes")[1].split("\n## ")[0]
+PAGE, NAME = (ROOT / "CONTRIBUTING.md").read_text(), r"`([A-Z]\w+)`"
+RECIPES = PAGE.split("## Four recipes")[1].split("\n## ")[0]
 DIFFS = re.findall(r"```diff\n(.*?)```", RECIPES, re.DOTALL)
 PROMPT, TOKENS, SCALING = "And God said", 60, {"rope_type": "alternate", "factor": 4.0}
 
@@ -80,6 +81,14 @@ def output(root: Path, *args: str) -> str:
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return out
+
+
+@pytest.mark.parametrize("part", [part for part in re.split(r"\n\n|\n(?=\|)", PAGE) if "`llama/" in part])
+def test_a_registry_or_class_is_in_the_file_that_the_page_names(part: str) -> None:
+    paths = [ROOT / name for name in re.findall(r"`(llama/[\w./]+)`", part)]
+    files = [file for path in paths for file in (path.glob("*.py") if path.is_dir() else [path])]
+    code = "\n".join(file.read_text() for file in files)
+    assert [name for name in re.findall(NAME, part) if not re.search(rf"^(class )?{name}\b", code, re.M)] == []
 
 
 def test_a_recipe_has_at_most_ten_new_lines_and_that_of_a_format_names_every_member() -> None:

@@ -18,8 +18,8 @@ from llama.engine import cpu_runner, parallel
 from llama.engine.compiled import CompiledRunner
 from llama.engine.parallel import RowParallel, ShardedCheckpoint, divides
 from llama.errors import UsageError
-from llama.hub.families import official
 from llama.tools.convert import convert, quantize
+from llama.tools.families import official
 
 from . import ranks, tiny
 

@@ -22,9 +22,9 @@ from llama.engine.placement import PlacedRunner, Placement, pick_placement, spre
 from llama.errors import UsageError
 from llama.generation import speculative
 from llama.generation.speculative import NGramDraft, speculate
-from llama.hub.families import official
 from llama.loader import build
 from llama.sampling import SamplingParams
+from llama.tools.families import official
 from llama.weights import expected_shapes
 
 from . import away, tiny

@@ -22,11 +22,11 @@ from llama.cli.plan import architecture
 from llama.config import ModelConfig
 from llama.engine.linears import BlockLinear
 from llama.errors import LlamaError
-from llama.hub.families import official
 from llama.loader import load_model
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.study.perplexity import tiny_folder
 from llama.tools.convert import convert
+from llama.tools.families import official
 from llama.tools.plan import GPUS, Run, parse_gpus, plan, weight_bytes
 from llama.weights import expected_shapes
 

@@ -13,27 +13,13 @@ from typing import Any
 from ..checks import choice
 from ..errors import TemplateError
 from ..tokenizer import Tokenizer
-from .formats import TEMPLATES, chat_format_of, check_format, check_template, says_chat
+from .formats import TEMPLATES, chat_format_of, check_format
 from .functions import Tools
-from .messages import Message, check_messages, check_tools, continues_answer
+from .messages import Message, check_messages, check_tools
 from .template import choose_template, encode_template, render
-from .tool_calls import forced_call, parse_tool_calls
+from .tool_calls import parse_tool_calls
 
-__all__ = [
-    "TEMPLATES",
-    "chat_format_of",
-    "check_format",
-    "check_messages",
-    "check_template",
-    "check_tools",
-    "choose_template",
-    "continues_answer",
-    "encode_chat",
-    "forced_call",
-    "parse_tool_calls",
-    "render",
-    "says_chat",
-]
+__all__ = ["TEMPLATES", "check_messages", "encode_chat", "parse_tool_calls", "render"]
 
 TOOLS_TEXT = (
     'You may call the functions below. To call one, answer only with {"name": its name, "parameters": {its arguments}}.'

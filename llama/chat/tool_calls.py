@@ -31,6 +31,7 @@ from typing import Any
 from ..checks import shown
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
+from .functions import Tools
 from .messages import ToolCall, check_messages, check_tools
 
 BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>"
@@ -131,7 +132,7 @@ class ToolCallStream:
     tools  the functions that may be called, as in `encode_chat`
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None):
+    def __init__(self, tools: Tools | None):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         values = ['{"', '[{"', *(f"[{name}(" for name in self.names)]
         named = [f"{name}{end}" for name in self.names for end in ("{", f"{ARGS}{{", CALL_ID)]
@@ -220,7 +221,7 @@ class ToolCallStream:
             self._events.append(text)
 
 
-def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[ToolCall]]:
+def parse_tool_calls(text: str, tools: Tools | None) -> tuple[str, list[ToolCall]]:
     """Split an assistant's answer into text and calls of declared functions. See `ToolCallStream`."""
     stream = ToolCallStream(tools)
     events = stream.feed(text) + stream.end()

@@ -26,7 +26,7 @@ from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import OPTIONS, SamplingParams
-from ..system.documents import LARGEST, Fields, read_file, read_json, refuse_mistakes, size_of
+from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
@@ -102,15 +102,13 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         }
     from safetensors import SafetensorError, safe_open
 
-    size_of(path)  # refuses a pipe, which would block
+    start_of(path)  # refuses a pipe, which would block
     try:
         file: Any = safe_open(str(path), framework="pt")
         metadata, headers = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
-        with open(path, "rb") as opened:
-            refuse_mistakes(path, opened.read(64))
         raise DamagedError(f"{path} is not a valid safetensors file: {error!s:.160}") from None
     return {
         name: StoredTensor(path, name, header.get_dtype(), tuple(header.get_shape()), partial(file.get_tensor, name),

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import integer
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
-from ..system.documents import Fields, read_json, size_of
+from ..system.documents import Fields, read_json, start_of
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import SCALED_ROPE
@@ -114,7 +114,7 @@ class MetaCheckpoint(Checkpoint):
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""
-        from ..chat import chat_format_of
+        from ..chat.formats import chat_format_of
 
         return chat_format_of(tokenizer)
 
@@ -279,7 +279,7 @@ def find_shards(folder: Path) -> list[Path]:
     count = sum(re.fullmatch(r"consolidated\.\d+\.pth", file.name) is not None for file in folder.iterdir())
     shards = [folder / f"consolidated.{i:02d}.pth" for i in range(max(count, 1))]
     for file in shards:
-        size_of(file)  # raises CheckpointError if it is missing
+        start_of(file)  # raises CheckpointError if it is missing
     return shards
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
-from ..system.documents import Fields, read_json, refuse_mistakes, size_of
+from ..system.documents import Fields, read_json, start_of
 from ..tokenizer import Tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized
 from .architectures import window_warnings
@@ -102,9 +102,7 @@ def _reader(folder: Path) -> Callable[[Path], Checkpoint] | None:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    size_of(path)  # raises CheckpointError if it is not a regular file
+    start_of(path)  # raises CheckpointError if it is not a regular file
     if gguf.recognizes(path):
         return gguf.GGUFCheckpoint(path)
-    with open(path, "rb") as file:
-        refuse_mistakes(path, file.read(64))
     raise CheckpointError(f"{path} is not a checkpoint: expected a GGUF file or a folder, such as {path.parent}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, LlamaError
-from ..system.documents import refuse_mistakes, size_of
+from ..system.documents import start_of
 
 ZIP = b"PK\x03\x04"  # the first bytes of an archive, torch's format since version 1.6
 LARGEST_PICKLE = 2**22  # bytes; the names and shapes of a model of 405B parameters take 0.2 million
@@ -34,12 +34,8 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError if it holds anything but {str: dense CPU tensor}, or contradicts itself.
     """
-    size_of(path)  # refuses a pipe, which would block
     try:
-        with open(path, "rb") as file:
-            start = file.read(64)
-        refuse_mistakes(path, start)
-        if not start.startswith(ZIP):
+        if not start_of(path).startswith(ZIP):
             raise CheckpointError(f"{path} is not in the format of torch 1.6 or later; save it again with torch.save")
         return _read_archive(path)
     except LlamaError:

@@ -6,9 +6,12 @@ import argparse
 import contextlib
 import difflib
 import gc
+import itertools
 import os
+import re
 import signal
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from types import FrameType
@@ -78,26 +81,42 @@ The first run downloads a small model. clearllama --help lists all commands.
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help with a usage line that names only --help and what is required."""
+    """Help with a usage line that names only --help and what is required, and an option's value once."""
 
     def add_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None) -> None:
         shown = [action for action in actions if action.required or not action.option_strings or action.dest == "help"]
         super().add_usage(usage, shown, [], prefix)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(sorted(action.option_strings, key=lambda name: name.startswith("--")))
+        return names if action.nargs == 0 else f"{names} {self._format_args(action, action.dest.upper())}"
+
+
+class Brief(Formatter):
+    """Help with one line for an option: its text up to the first semicolon or parenthesis, if all does not fit."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=29)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        text = text if len(text) <= width else re.split(r"[;(]", text)[0]
+        return [textwrap.shorten(text, width, placeholder=" ...")]
+
 
 class HelpAll(argparse._HelpAction):
-    """--help-all: the help with every group of options."""
+    """--help-all: the help of argparse, with every option and every text."""
 
     def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
-        parser.rare = ()
-        super().__call__(parser, *_, **__)
+        streams.write_raw(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with usage errors on one line, and without abbreviations of options."""
+    """argparse with usage errors on one line, without abbreviations of options, and with a help of one screen."""
 
     commands: dict[str, Parser]  # of the main parser
-    rare: Collection[str] = arguments.RARE  # titles of the groups that --help leaves out
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False, formatter_class=Formatter)
@@ -106,11 +125,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:
-        hidden = [group for group in self._action_groups if group.title in self.rare]
-        if hidden:
-            self._action_groups = [group for group in self._action_groups if group not in hidden]
-            self.epilog = f"--help-all also shows: {', '.join(str(group.title) for group in hidden)}"
-        return super().format_help()
+        """The common options, one line each."""
+        groups = (group._group_actions for group in self._action_groups if group.title not in arguments.RARE)
+        brief = Brief(self.prog)
+        brief.add_usage(self.usage, self._actions, [])
+        brief.add_text((self.description or "").partition(".")[0] + ".")
+        brief.start_section(None)  # indents its lines
+        for action in itertools.chain(*groups):
+            if action.dest not in ("help", "debug"):
+                brief.add_arguments(getattr(action, "_choices_actions", [action]))  # commands, or an option
+        brief.end_section()
+        brief.add_text(self.epilog)
+        return brief.format_help()
 
 
 def build_parser(names: Collection[str] = COMMANDS) -> Parser:
@@ -144,13 +170,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if owner == name and (gone := {*options} & {word.partition("=")[0] for word in words}):
             command.error(f"{gone.pop()} was removed; {instead}")
     if command is parser and first not in parser._option_string_actions:
-        near = _similar(first, COMMANDS)
+        near = _similar(first, [*COMMANDS, *parser._option_string_actions])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:
         option = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
-        hint = "; a prompt of several words needs quotes" if hasattr(args, "prompt") and not option else ""
-        hint = hint or _similar(option, command._option_string_actions)
+        path = next(filter(os.path.exists, words[1:]), None)
+        if option:
+            hint = _similar(option, command._option_string_actions)
+        elif path and "--model" in command._option_string_actions:
+            hint = f"; to use a model, add -m: -m {path}"
+        elif hasattr(args, "prompt"):
+            hint = "; a prompt of several words needs quotes"
+        else:
+            hint = "; type messages in the chat, or use clearllama generate TEXT" if first == "chat" else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 
@@ -174,8 +207,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters outside the encoding become \uXXXX instead of an error
             stream.reconfigure(errors="backslashreplace")
-    if os.environ.get("TERM") == "dumb":
-        os.environ.setdefault("TQDM_DISABLE", "1")  # such a terminal cannot redraw a line
     words = sys.argv[1:] if argv is None else argv
     args = argparse.Namespace(debug=False)
     try:

@@ -89,7 +89,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
     """
     default = " (default: %(default)s; CLEARLLAMA_MODEL sets it)"
     model = (
-        "a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the hub"
+        "folder, .gguf file or ORG/NAME[:QUANT] on the hub; folders are in Meta's or Hugging Face's format"
         f"{'' if optional else default}"
     )
     devices = "cpu, mps, cuda, or cuda:0,cuda:1 (default: auto)"
@@ -124,6 +124,15 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         ("--rope-factor", "S", "extend the context S times"),
         ("--rope-theta", "T", "base of the rotary frequencies"),
         ("--rope", ["complex", "real", "half"], forms),
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the model of a command that does not run it, as an argument or as --model."""
+    add(
+        parser,
+        ("model", "PATH_OR_NAME", about, {"nargs": "?", "default": argparse.SUPPRESS}),
+        ("--model -m", "PATH_OR_NAME", "the same (default: %(default)s)", {"default": default_model()}),
     )
 
 
@@ -187,7 +196,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         group("sampling", defaults),
         ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
         *(numbers.pop(name) for name in ("temperature", "top_p")),
-        ("--seed", "N", "the same seed gives the same tokens (default: random)"),
+        ("--seed", "N", "make the answer repeatable (default: random)"),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
     )
     add(

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..chat import check_messages, continues_answer
+from ..chat.messages import check_messages, continues_answer
 from ..checks import integer
 from ..errors import LlamaError, UsageError
 from ..generation.answer import Prompt
@@ -139,16 +139,22 @@ def run(args: argparse.Namespace) -> int:
         streams.info(args, f"{args.output}: resuming, {len(done)} of {len(items)} prompts are already answered")
     streams.info(args, "each prompt is " + ("continued as plain text" if raw else "one user message"))
     left = [item for item in items if item.id not in done]
-    errors, tokens = sum(done.values()), 0
+    errors, tokens, written = sum(done.values()), 0, 0
     started = time.perf_counter()
-    with streams.progress(args.quiet, "prompt") as show:
-        show("prompts", 0, len(left))
-        for written, (item, answer) in enumerate(in_order(left, answer_all(args, llm, left, options, raw, size)), 1):
-            line = {"id": item.id, **item.prompt, **answer}
-            streams.write_json(line) if output is None else output.write(line)
-            errors += "error" in answer
-            tokens += len(answer.get("tokens", ()))
-            show("prompts", written, len(left))
+    try:
+        with streams.progress(args.quiet, "prompt") as show:
+            show("prompts", 0, len(left))
+            for item, answer in in_order(left, answer_all(args, llm, left, options, raw, size)):
+                line = {"id": item.id, **item.prompt, **answer}
+                streams.write_json(line) if output is None else output.write(line)
+                errors += "error" in answer
+                tokens += len(answer.get("tokens", ()))
+                written += 1
+                show("prompts", written, len(left))
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or another signal
+        kept = f"{args.output} has {len(done) + written} of {len(items)} answers; the same command resumes the run"
+        streams.info(args, "with --output FILE, the same command resumes a run" if output is None else kept)
+        raise
     seconds = time.perf_counter() - started
     count = f"{len(left)} prompt{'s' * (len(left) != 1)}, {tokens:,} new tokens"
     streams.info(args, f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")

@@ -36,7 +36,7 @@ HELP = '''/help         show this list
 /exit         leave (also Ctrl-D)
 Put a message of several lines between """ and """; with the extra chat, you can paste it. Type // to begin
 a message with a slash.
-Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab completes a command.'''
+Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab completes commands and files.'''
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--system can't change the conversation in {args.load_session}; leave --system out")
         streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
-    streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
+    if not chat.piped:
+        streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
     with answers.saving(args, lambda: chat.session, llm.model):
         return converse(args, chat)
 
@@ -95,10 +96,11 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
         text, is_command = "", False
         try:
             text, is_command = ranks.first(args, lambda: turns.parse_turn(read()))
-            if is_command:
-                chat.command(text)
-            elif text:
-                chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
+            with turns.no_echo():
+                if is_command:
+                    chat.command(text)
+                elif text:
+                    chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
         except EOFError:
             break
         except KeyboardInterrupt:  # while typing, or before the answer began: the turn is discarded

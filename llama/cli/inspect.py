@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..hub import default_model
 from . import arguments, streams, tables
 
 LONGEST = 100  # characters of a list on one line
@@ -17,12 +16,8 @@ UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "bytes": 1}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(
-        parser,
-        ("model", "PATH_OR_NAME", "the checkpoint", {"nargs": "?", "default": argparse.SUPPRESS}),
-        ("--model -m", "PATH_OR_NAME", "the checkpoint (default: %(default)s)", {"default": default_model()}),
-        arguments.TOKENIZER,
-    )
+    arguments.add_model(parser, "the checkpoint")
+    arguments.add(parser, arguments.TOKENIZER)
     arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
 
 

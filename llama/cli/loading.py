@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..text import Llama
     from ..tokenizer import Tokenizer
 
-SLOW = 5.0  # seconds
+SLOW = 2.0  # seconds
 
 
 def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = None) -> Llama:
@@ -108,8 +108,9 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
     ]
     streams.info(args, ", ".join(facts))
     if args.quantize and seconds > SLOW and not adapters:
-        command = f"clearllama quantize {shlex.quote(args.model)} FOLDER --scheme {args.quantize}"
-        streams.info(args, f"to quantize once and not at each load: {command}, then -m FOLDER")
+        folder = shlex.quote(f"{Path(args.model).name}-{args.quantize}")
+        command = f"clearllama quantize {shlex.quote(args.model)} {folder} --scheme {args.quantize}"
+        streams.info(args, f"to quantize once and not at each load: {command}; then -m {folder}")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
@@ -129,7 +130,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
-    from ..chat import says_chat
+    from ..chat.formats import says_chat
 
     set_chat_form(args, llm)
     raw: bool = args.raw

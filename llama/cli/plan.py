@@ -29,7 +29,7 @@ def gigabytes(text: str) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     model = "an official model, such as llama-3-8b (see configs/), a config.json or a checkpoint"
     gpus = "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory"
-    dtypes = "of weights, keys and values (default: bfloat16, on cpu that of 'generate'; a quantized file: as stored)"
+    dtypes = "bfloat16, float16 or float32 (default: bfloat16, on cpu that of 'generate'; a quantized file: as stored)"
     arguments.add(
         parser,
         ("--model -m", "PATH_OR_NAME", model, {"required": True}),
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--gpu-bandwidth", "GB/s", "memory bandwidth of a GPU, such as 3350GB/s", {"type": gigabytes}),
         ("--context", "N", "tokens per sequence (default: the model's context, at most 8192)"),
         ("--batch", "N", "number of sequences (default: 1)", {"default": 1}),
-        ("--dtype", ["bfloat16", "float16", "float32"], dtypes, {"default": None}),
+        ("--dtype", "DTYPE", dtypes, {"choices": ["bfloat16", "float16", "float32"]}),
         ("--quantize", "SCHEME", "quantize the linear layers: a scheme of 'clearllama quantize --list'"),
         arguments.KV_CACHE,
     )
@@ -82,8 +82,8 @@ def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
     """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
     from ..checkpoint import huggingface, open_checkpoint
     from ..hub import resolve
-    from ..hub.families import official
     from ..system.documents import read_json
+    from ..tools.families import official
 
     path = Path(name)
     if name in official() and not path.exists():

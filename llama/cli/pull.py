@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import argparse
 
-from ..hub import default_model
 from . import arguments, streams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    name = (
-        "ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub; or a named model"
-        " (default: %(default)s)"
-    )
-    arguments.add(
-        parser,
-        ("name", "NAME", name, {"nargs": "?", "default": default_model()}),
-        ("--force", None, "download the model again even if it is in the cache"),
-    )
+    name = "ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub"
+    arguments.add_model(parser, name)
+    arguments.add(parser, ("--force", None, "download the model again even if it is in the cache"))
     arguments.add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..hub import models as hub
 
-    streams.write_raw(f"{hub.pull(args.name, force=args.force, quiet=args.quiet)}\n")
+    streams.write_raw(f"{hub.pull(args.model, force=args.force, quiet=args.quiet)}\n")
     return 0

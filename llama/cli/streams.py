@@ -184,7 +184,8 @@ def read_text(path: Path) -> str:
     try:
         return decode(path.read_bytes(), str(path))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
+        hint = "; expected the name of a file, not a text" if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{path}: {error.strerror or error}{hint}") from None
 
 
 def _read_stdin() -> str:
@@ -227,6 +228,8 @@ def read_prompt(args: argparse.Namespace) -> str:
             if stat.S_ISFIFO(os.fstat(0).st_mode):
                 info(args, "standard input is not part of the prompt; to read it, add -f -")
     parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
+    if given is not None and os.path.isfile(given):
+        info(args, f"the prompt is the text {given!r:.80}; --file reads the file of this name, -m loads a model")
     if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
         parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
     parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     if args.bug is not None:
         if args.topic != "bugs":
             raise UsageError("BUG belongs to the topic bugs: clearllama study bugs BUG")
-        return show_bug(args)
+        from ..study import bugs
+
+        streams.show(args, *bugs.show(bugs.find(args.bug)))
+        return 0
     drawn: dict[Path, Figure] = {}
     if args.figure is not None:
         if not topic.figures:
@@ -103,25 +105,6 @@ def run(args: argparse.Namespace) -> int:
     streams.show(args, reports.as_dict(*about), reports.text(*about))
     if topic.figures and not args.json:
         streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FOLDER)")
-    return 0
-
-
-def show_bug(args: argparse.Namespace) -> int:
-    """What a wrong line computes, and the right line."""
-    from ..study import bugs
-    from ..study.report import Table, plain, table_lines
-
-    def labelled(**texts: str) -> str:
-        lines = (f"  {label:<9}{text}" for label, text in texts.items())
-        return "".join(textwrap.fill(line, 100, subsequent_indent=" " * 11) + "\n" for line in lines)
-
-    bug = bugs.find(args.bug)
-    evidence = bug.evidence()
-    table = "\n".join(table_lines(Table("effect", ("", "wrong line", "right line"), evidence)))
-    rows = [{"what": what, "wrong": plain(wrong), "right": plain(right)} for what, wrong, right in evidence]
-    facts = {key: getattr(bug, key) for key in ("name", "wrong", "question", "right", "why")}
-    before, after = labelled(wrong=bug.wrong, predict=bug.question), labelled(right=bug.right, why=bug.why)
-    streams.show(args, {"bugs": [{**facts, "evidence": rows}]}, f"{bug.name}\n{before}\n{table}\n\n{after}\n")
     return 0
 
 

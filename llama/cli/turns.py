@@ -7,11 +7,14 @@ between """ and """ are one message.
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
 from . import streams
@@ -60,10 +63,19 @@ def piped_line(prompt: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------- a terminal
 def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], str]:
-    """A function that reads a turn. Tab completes commands. With prompt_toolkit, a pasted text is one turn.
+    """A function that reads a turn. Tab completes commands and files. With prompt_toolkit, a pasted text is one turn.
 
     history  the file of the input history, or None
     """
+
+    def completed(line: str) -> list[str]:
+        name, space, file = line.partition(" ")
+        if not space:
+            return [command for command in commands if command.startswith(line)]
+        start = os.path.expanduser(file)
+        found = sorted(glob.glob(f"{glob.escape(start)}*")) if name in ("/load", "/save") else []
+        return [line + path[len(start) :] + "/" * os.path.isdir(path) for path in found]
+
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
@@ -75,7 +87,7 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
             import readline
 
             readline.set_completer_delims("\n")
-            readline.set_completer(lambda start, n: [*(name for name in commands if name.startswith(start)), None][n])
+            readline.set_completer(lambda line, n: [*completed(line), None][n])
             readline.parse_and_bind("tab: complete")
         return partial(read_lines, _input)
     session: PromptSession[str] = PromptSession(
@@ -83,12 +95,28 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
         multiline=Condition(lambda: not is_complete(session.default_buffer.text)),
         prompt_continuation="... ",
         history=None if history is None else FileHistory(str(history)),
-        completer=WordCompleter([*commands], sentence=True),
+        completer=WordCompleter(lambda: completed(session.default_buffer.document.text_before_cursor), sentence=True),
         complete_while_typing=False,
         output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
         enable_suspend=True,
     )
     return session.prompt
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Hide what is typed while an answer is written, as it would stand in the answer. It is read as the next turns."""
+    shown: Any = None
+    with contextlib.suppress(Exception):  # Windows, or standard input is not a terminal
+        import termios
+
+        shown = termios.tcgetattr(sys.stdin)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]])
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # the terminal may be gone, too
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, shown)
 
 
 def _input(prompt: str) -> str:

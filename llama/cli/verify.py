@@ -13,7 +13,7 @@ from . import arguments, tables
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(parser, ("path", "PATH", "a folder in Meta's or Hugging Face's format, or a .gguf file"))
+    arguments.add_model(parser, "a folder in Meta's or Hugging Face's format, a .gguf file, or a downloaded model")
     arguments.add_output_options(parser, json="one JSON object: path, ok, findings")
 
 
@@ -21,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
     from ..hub import resolve
     from ..tools.verify import verify
 
-    path = resolve(args.path, fetch=False)
+    path = resolve(args.model, fetch=False)
     return tables.report(verify(path), args.json, {"path": str(path)})

@@ -1,4 +1,4 @@
-"""Sources of models: the default model, repositories of the Hugging Face hub, official families."""
+"""Sources of models: the default model and repositories of the Hugging Face hub."""
 
 from .models import DEFAULT, default_model, resolve
 

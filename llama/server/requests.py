@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
-from ..chat import continues_answer, forced_call
-from ..chat.messages import deeper
+from ..chat.messages import continues_answer, deeper
+from ..chat.tool_calls import forced_call
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt

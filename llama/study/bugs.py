@@ -8,8 +8,10 @@ Letters: B batch, T tokens, H heads, S cached keys, D head_dim.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ..checks import choice
 from ..rope import apply_rotary_emb, freqs_cis_at, half_to_interleaved, precompute_freqs_cis
 from ..rope_scaling import inverse_frequencies
 from .measures import frequencies, sinusoids
-from .report import Value
+from .report import Table, Value, plain, table_lines
 
 Row = tuple[str, Value, Value]  # a quantity, its value by the wrong line, its value by the right line
 
@@ -47,6 +49,20 @@ class Bug:
 def find(name: str) -> Bug:
     """The bug of this name. Raises UsageError if there is none."""
     return BUGS[choice("bug", name.lower(), BUGS)]
+
+
+def show(bug: Bug) -> tuple[dict[str, Any], str]:
+    """A bug with its evidence, for JSON and as text."""
+    evidence = bug.evidence()
+    rows = [{"what": what, "wrong": plain(wrong), "right": plain(right)} for what, wrong, right in evidence]
+    facts = {key: getattr(bug, key) for key in ("name", "wrong", "question", "right", "why")}
+    lines = {"wrong": bug.wrong, "predict": bug.question, "right": bug.right, "why": bug.why}
+    wrong, predict, right, why = (
+        textwrap.fill(f"  {label:<9}{text}", 100, subsequent_indent=" " * 11) for label, text in lines.items()
+    )
+    effect = table_lines(Table("effect", ("", "wrong line", "right line"), evidence))
+    text = "\n".join([bug.name, wrong, predict, "", *effect, "", right, why, "", ""])
+    return {"bugs": [{**facts, "evidence": rows}]}, text
 
 
 def _row(what: str, measure: Callable[[Tensor], Value], wrong: Tensor, right: Tensor) -> Row:

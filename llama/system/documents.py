@@ -27,15 +27,11 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
 
 
 def read_file(path: Path, largest: int) -> bytes:
-    """The bytes of a file. Raises CheckpointError if it is not regular, too large, or a failed download."""
-    if (size := size_of(path)) > largest:
+    """The bytes of a file. Raises CheckpointError as `start_of`, or if it is too large."""
+    start_of(path)
+    if (size := path.stat().st_size) > largest:
         raise CheckpointError(f"{path} has {size:,} bytes, expected at most {largest:,}")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    refuse_mistakes(path, raw[:64])
-    return raw
+    return path.read_bytes()
 
 
 def parse_json(raw: bytes, where: str, error: type[LlamaError] = CheckpointError) -> dict[str, Any]:
@@ -92,22 +88,20 @@ def _matches(value: Any, type: type) -> bool:
     return isinstance(value, Mapping if type is dict else type)
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a regular file. Raises CheckpointError for anything else, since opening a pipe could block."""
+def start_of(path: Path) -> bytes:
+    """The first bytes of a file. Raises CheckpointError if it is not regular, or those of a failed download."""
     try:
-        if not path.is_file():
+        if not path.is_file():  # opening a pipe could block
             reason = "is missing" if not os.path.lexists(path) else "is not a regular file"
             raise CheckpointError(f"{path} {reason}")
-        return path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(64)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-
-
-def refuse_mistakes(where: str | Path, start: bytes) -> None:
-    """Raise CheckpointError if the first bytes of a file are those of a failed download."""
     if not start:
-        raise DamagedError(f"{where} is empty")
+        raise DamagedError(f"{path} is empty")
     if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull'")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise CheckpointError(f"{where} is a web page in place of the file; open its address in a browser to see why")
+        raise CheckpointError(f"{path} is a web page in place of the file; open its address in a browser to see why")
+    return start

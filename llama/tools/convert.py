@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..chat import TEMPLATES, check_format, check_template, says_chat
+from ..chat.formats import TEMPLATES, check_format, check_template, says_chat
 from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint, quantized
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS

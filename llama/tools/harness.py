@@ -23,7 +23,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 
-from ..chat import TEMPLATES, choose_template, render
+from ..chat.formats import TEMPLATES
+from ..chat.template import choose_template, render
 from ..checks import integer
 from ..errors import LlamaError, TemplateError, UsageError
 from ..text import Llama

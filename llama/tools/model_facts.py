@@ -7,9 +7,9 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, LlamaError
-from ..hub.families import names_of
 from ..system.memory import cache_bytes
 from ..weights import mismatches
+from .families import names_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 

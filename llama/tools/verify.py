@@ -18,7 +18,7 @@ from pathlib import Path
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError, DamagedError
 from ..hub import models as hub
-from ..system.documents import refuse_mistakes
+from ..system.documents import start_of
 from .doctor import Finding, failure
 from .model_facts import model_facts
 
@@ -71,8 +71,7 @@ def find_files(path: Path) -> list[Path]:
 
 def describe(file: Path) -> str:
     """The size of a file. Raises CheckpointError for a failed download."""
-    with open(file, "rb") as opened:
-        refuse_mistakes(file, opened.read(64))
+    start_of(file)
     return f"{file.stat().st_size:,} bytes"
 
 
