@@ -136,6 +136,8 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
                 p = softmax(np.where(left, x, -np.inf))
                 keep("min_p", p >= options["min_p"] * p.max())
             q = softmax(np.where(left, x, -np.inf))
+        removed = [[*cut.values()].count(stage) for stage in one["left"]]
+        assert [*one["left"].values()] == (len(logits) - np.cumsum(removed)).tolist()
         for other in one["top"]:
             assert other.get("cut") == cut.get(other["id"]), other
             assert other.get("q", 0.0) == pytest.approx(q[other["id"]], abs=1e-5)

@@ -133,6 +133,11 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
         assert float(shown[0].replace("−", "-")) == pytest.approx(float(p[other["id"]]), rel=0.06, abs=1e-6)
         assert shown == [share(other["p"]), *([share(other["q"])] if "q" in other else [])]
         assert rows.nth(k).locator(".cut").count() == ("cut" in other)
+    left, n = one["left"], len(p)
+    assert (
+        tab.inner_text("#kept")
+        == f"Of {n} words, top-p 0.95 kept {left['top_p']}, then min-p 0.05 kept {left['min_p']}."
+    )
 
     k = next(k for k, other in enumerate(one["top"]) if other["id"] != one["id"] and "control" not in other)
     begun = [*ids_of(turn["tokens"][:3]), one["top"][k]["id"]]
@@ -152,8 +157,15 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     with ablated(tiny_llm.model, [tuple(head)]):
         assert answer_ids(off) == chat(tiny_llm, question, seed=5, max_new_tokens=24)
     assert tab.inner_text(".place") == "3/3"
-    assert f"without head {head[0]}.{head[1]}" in tab.inner_text(".foot")
     first = next(i for i, (a, b) in enumerate(zip(off["tokens"], branch["tokens"], strict=False)) if a["id"] != b["id"])
+    i = min(3, first)
+    with ablated(tiny_llm.model, [tuple(head)]):
+        logits = tiny_llm.model(torch.tensor([prompt + ids_of(off["tokens"][:i])]))[0, -1, : tiny_llm.tokenizer.n_vocab]
+    before, after = branch["tokens"][i], share(float(logits.softmax(-1)[branch["tokens"][i]["id"]]))
+    shown = after if before["id"] in ids_of(off["tokens"][i]["top"]) else "not among the ten"
+    foot = tab.inner_text(".foot")
+    assert f"without head {head[0]}.{head[1]}: " in foot
+    assert f"{share(before['p'])} → {shown}" in foot
     assert tab.locator(".first").get_attribute("id") == f"t{off['n']}-{first}"
 
 
@@ -326,7 +338,8 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
     logits = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab]
     against = int(tab.input_value("#against"))
     sums = tab.inner_text("#sums").replace("−", "-")
-    difference, heads, mlps, embedding = map(float, re.findall(r"[+-]\d+\.\d\d", sums)[:4])
+    size, side, *parts = re.findall(r"(?:[+-]?\d+\.\d\d|ahead|behind)", sums)
+    difference, (heads, mlps, embedding) = float(size) * (1 if side == "ahead" else -1), map(float, parts)
     assert difference == pytest.approx(float(logits[turn["tokens"][6]["id"]] - logits[against]), abs=0.01)
     assert heads + mlps + embedding == pytest.approx(difference, abs=0.021)
     assert "rounding" not in sums
@@ -356,13 +369,16 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
         assert torch.tensor(found["scores"]).softmax(-1).tolist() == pytest.approx(found["weights"], abs=1e-5)
     tab.evaluate("id('distance').value = 3; id('distance').dispatchEvent(new Event('input'))")
     assert tab.inner_text("#at").startswith("3 apart")
-    before, head = turn["tokens"][6]["p"], tab.evaluate("inside.heads[0].head")
-    tab.locator("#heads >> text=measure").first.click()
-    until(tab, "id('measured').textContent.includes('without')")
+    head, button = tab.evaluate("inside.heads[0].head"), tab.locator("#heads .quiet").first
+    button.click()
+    until(tab, "id('status').textContent.startsWith('Without head')")
     with ablated(tiny_llm.model, [tuple(head)]):
         p = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab].softmax(-1)
-    after = float(p[turn["tokens"][6]["id"]])
-    assert f"{share(before)} → {share(after)} without" in tab.inner_text("#measured")
+    after = share(float(p[turn["tokens"][6]["id"]]))
+    assert f"is {after} instead of {share(turn['tokens'][6]['p'])}" in tab.inner_text("#status")
+    for i in (5, 6):  # the measured probability stays
+        open_token(tab, turn, i)
+        assert (button.inner_text() == after) == (i == 6)
 
 
 @SLOW
@@ -572,10 +588,11 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         turn = settle(tab)
         i = next(i for i, one in enumerate(turn["tokens"]) if one.get("text") == " Tokyo")
         open_token(tab, turn, i)
-        assert "Head 23.4 adds most, and it looked at ·Japan" in tab.inner_text("#summary")
+        assert "23.4 adds most. It looked at ·Japan" in tab.inner_text("#summary")
+        rival = turn["tokens"][i]["top"][tab.evaluate("id('against').selectedIndex") + 1]["text"]
+        assert re.fullmatch(r" \w{3,}", rival)
         tab.locator("#heads >> text=measure").first.click()
-        until(tab, "id('measured').textContent.includes('without')")
-        assert "without head 23.4" in tab.inner_text("#measured")
+        until(tab, "id('status').textContent.startsWith('Without head 23.4')")
         kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
         tab.keyboard.press(str(kyoto + 1))
         assert "Kyoto" in "".join(one.get("text", "") for one in settle(tab)["tokens"])
