@@ -24,7 +24,7 @@ let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
 let lost = false; // whether the server is gone
 const seen = new Map(); // request -> inside
-const answers = new Map(), decoders = new Map(); // turn -> its element; the decoder of its text
+const answers = new Map(); // turn -> its element
 
 const ids = (tokens) => tokens.map((one) => one.id);
 const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
@@ -65,11 +65,7 @@ async function call(path, body, signal) {
 }
 
 function askKey(done) {
-  id("key").onclose = () => {
-    sessionStorage.setItem("clearllama-key", id("key-value").value);
-    done();
-  };
-  id("key-value").value = "";
+  id("key").onclose = () => done(sessionStorage.setItem("clearllama-key", id("key-value").value));
   id("key").showModal();
 }
 
@@ -133,13 +129,11 @@ function add(parent, fields) {
   return turn;
 }
 
+/** The messages of a turn that is shown, up to its question. */
 function messages(turn) {
-  const earlier = [];
-  for (let one = turns[turn.parent]; one.n; one = turns[one.parent]) {
-    earlier.unshift({ role: "user", content: one.question }, { role: "assistant", content: textOf(one.tokens) });
-  }
-  const system = id("system").value ? [{ role: "system", content: id("system").value }] : [];
-  return [...system, ...earlier, { role: "user", content: turn.question }];
+  const system = id("system").value, all = path().flatMap((one) => [["user", one.question, one], ["assistant", textOf(one.tokens)]]);
+  const sent = [...(system ? [["system", system]] : []), ...all.slice(0, all.findIndex(([, , one]) => one === turn) + 1)];
+  return sent.map(([role, content]) => ({ role, content }));
 }
 
 /** The tokens of the conversation that is shown. */
@@ -148,7 +142,7 @@ function used() {
   return last ? last.prompt.length + last.tokens.length : 0;
 }
 
-async function ask(question, parent = path().at(-1)?.n ?? 0) {
+async function ask(question) {
   if (!question.trim() || !card) return;
   if (!editing && used() + 8 >= card.meta.context) {
     say(`The context is full: ${thousands(used())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
@@ -156,6 +150,7 @@ async function ask(question, parent = path().at(-1)?.n ?? 0) {
     return;
   }
   while (running) await stop();
+  const parent = editing ? editing.parent : path().at(-1)?.n ?? 0;
   [editing, id("question").value] = [null, ""];
   await run(add(parent, { question, sampling: sampling(), seed: seed() }));
 }
@@ -188,9 +183,9 @@ function run(turn) {
   running = { turn, abort };
   running.done = stream(turn, abort.signal).finally(() => {
     running = null;
-    id("reading").hidden = true;
     save();
     draw();
+    grow(turn); // the hint below the answer
     if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
     else if (chosen) select(chosen.turn, chosen.i);
   });
@@ -206,10 +201,10 @@ function run(turn) {
 async function stream(turn, signal) {
   Object.assign(turn, { model: identity(), end: null, error: "" });
   const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : { prompt: turn.question };
-  const more = turn.tokens.length ? { answer: ids(turn.tokens) } : {};
+  const body = { ...text, ...(turn.tokens.length && { answer: ids(turn.tokens) }), ...turn.sampling, seed: turn.seed, off: turn.off };
   try {
     say("The answer begins.");
-    const response = await call("look/answer", JSON.stringify({ ...text, ...more, ...turn.sampling, seed: turn.seed, off: turn.off }), signal);
+    const response = await call("look/answer", JSON.stringify(body), signal);
     for await (const event of events(response)) receive(turn, event);
     if (!turn.end) throw new TypeError("the connection ended");
     const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
@@ -241,33 +236,32 @@ function grow(turn) {
   const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
   frame = 0;
   answerNode(turn);
-  if (below < 80) scroll.scrollTop = scroll.scrollHeight;
+  if (below < 120) scroll.scrollTop = scroll.scrollHeight;
   count();
 }
 
 // -------------------------------------------------------------------------------------------------------------- the chat
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
-function tokenNode(turn, i) {
-  const one = turn.tokens[i];
-  if (i === 0) decoders.set(turn.n, decoder());
-  const text = one.control ? one.text : decoders.get(turn.n).decode(Uint8Array.from(bytes(one)), { stream: true });
+function tokenNode(turn, i, decode) {
+  const one = turn.tokens[i], text = one.control ? one.text : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
   const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
-  const first = i === turn.first;
-  const classes = ["t", one.control || !text ? "chip" : level, first ? "first" : "", /^\n/.test(text) ? "line" : ""].filter(Boolean);
-  const node = make("span", { class: classes.join(" "), id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
+  const kind = `t ${one.control || !text ? "chip" : level} ${i === turn.first ? "first" : ""} ${text.startsWith("\n") ? "line" : ""}`;
+  const node = make("span", { class: kind, id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
   node.append(word && space, make("span", { class: "w" }, word || space));
   if (one.control) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
-  node.title = first ? "the first token that differs from the branch before" : "";
   return node;
 }
 
 /** The element of an answer, which is kept; new tokens are added. */
 function answerNode(turn) {
-  const node = answers.get(turn.n) ?? make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
-    "aria-label": "answer; arrow keys choose a token" });
-  answers.set(turn.n, node);
-  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i));
+  if (!answers.has(turn.n)) {
+    const node = make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
+      "aria-label": "answer; arrow keys choose a token" });
+    answers.set(turn.n, { node, decode: decoder() });
+  }
+  const { node, decode } = answers.get(turn.n);
+  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i, decode));
   return node;
 }
 
@@ -280,11 +274,9 @@ function effect(turn) {
 }
 
 function describe(turn) {
-  const { temperature, top_k, top_p, min_p, response_format } = turn.sampling;
-  const filters = [top_k && `top-k ${top_k}`, top_p < 1 && `top-p ${top_p}`, min_p && `min-p ${min_p}`, response_format && "JSON schema"];
   const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}${effect(turn)}`;
   const end = { stopped: "stopped", length: "largest length", context: "context full", gone: "server gone", error: turn.error }[turn.end];
-  return [off, `seed ${turn.seed}`, `T ${temperature}`, ...filters, end].filter(Boolean).join(" · ");
+  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, end].filter(Boolean).join(" · ");
 }
 
 function turnNode(turn) {
@@ -295,7 +287,7 @@ function turnNode(turn) {
   const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
     make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
-  const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
+  const buttons = busy ? [] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
@@ -312,6 +304,7 @@ function draw() {
   document.body.classList.toggle("marks", id("marks").checked);
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
+  id("reading").hidden = true;
   count();
   mark();
 }
@@ -326,7 +319,6 @@ function step(turn, by) {
   draw();
   id(`answer-${shown.n}`).focus({ preventScroll: true });
   select(shown.n, i);
-  save();
 }
 
 function edit(turn) {
@@ -381,12 +373,8 @@ function drawWords() {
       bar(other.p), other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut]}`) : bar(other.q));
     return row;
   }));
-  put("prompt-tokens", ...turn.prompt.map((other, i) => {
-    const node = make("span", { class: other.control ? "token control" : "token", title: `${i}: id ${other.id}` });
-    node.append(other.bytes ? "\ufffd" : plain(other.text));
-    return node;
-  }));
-  put("prompt-count", `${turn.prompt.length} tokens; the answer has ${turn.tokens.length}.`);
+  put("prompt-tokens", ...turn.prompt.map((other) =>
+    make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
   put("rest", share(Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0))));
   const left = one.left ?? {}, filters = Object.keys(left).filter((stage) => STAGES[stage]);
   const kept = filters.map((stage) => [STAGES[stage], turn.sampling[stage], "kept", thousands(left[stage])].filter(Boolean).join(" "));
@@ -400,13 +388,14 @@ function take(k) {
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left }], { first: chosen.i });
 }
 
-let waiting = 0, request = null;
+let waiting = 0, request = null; // the request for an inside that is not shown yet
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
   asked = { ...asked, ...changes };
   if (view && innerWidth < 1000) tab(view);
   clearTimeout(waiting);
   request?.abort();
+  request = null;
   if (!chosen) return;
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
@@ -456,7 +445,7 @@ function at(position) {
 
 function drawInside(found) {
   wait("");
-  inside = found;
+  [inside, request] = [found, null];
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
   const others = one.top.filter((other) => other.id !== one.id), against = asked.against ?? rival(one)?.id;
   put("this", named(one));
@@ -473,11 +462,10 @@ function drawInside(found) {
     return make("div", { class: "one" }, open, measurement(other.head), press("off", () => switchOff(other.head), { class: "quiet" }));
   }));
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
   const count = thousands(card.meta.n_layers * card.meta.n_heads);
   put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind" : "ahead"}: all ${count} heads together, for and against it, `
-    + `${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.`);
-  const again = Math.abs(found.p - one.p) > 0.005;
-  put("drift", again ? `Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "");
+    + `${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
   drawHead();
   drawLens();
 }
@@ -542,10 +530,8 @@ function drawPairs() {
 }
 
 function drawLens() {
-  const one = openTurn().tokens[chosen.i], cells = (row) => row.top.map((other) => {
-    const level = other.p < 0.25 ? " faint" : "";
-    return make("span", { class: `guess${other.id === one.id ? " right" : level}` }, named(other), ` ${share(other.p)}`);
-  });
+  const one = openTurn().tokens[chosen.i];
+  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, named(other), ` ${share(other.p)}`));
   put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
     ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
       make("b", {}, thousands(row.rank)))));
@@ -632,7 +618,6 @@ async function replace(others) {
   unselect();
   answers.clear();
   say("");
-  save();
   draw();
   id("question").focus();
 }
@@ -684,13 +669,13 @@ async function start() {
   id("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     if (running) stop();
-    else ask(id("question").value, editing?.parent);
+    else ask(id("question").value);
   });
   id("question").addEventListener("keydown", (event) => {
     if (event.key === "Escape") running ? stop() : editing && replace(turns);
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!running) ask(id("question").value, editing?.parent);
+    if (!running) ask(id("question").value);
   });
   for (const [name, action] of Object.entries(CLICKS)) id(name).addEventListener("click", action);
   document.addEventListener("click", ({ target }) => {
@@ -704,7 +689,6 @@ async function start() {
   document.addEventListener("keydown", keydown);
   addEventListener("pagehide", save);
   addEventListener("resize", () => inside && drawPairs());
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => inside && drawHead());
   tab(innerWidth < 1000 ? "words" : "why");
   try {
     await connect();
