@@ -366,7 +366,7 @@ def test_the_page_needs_no_key_and_its_looks_do(tiny_llm: Llama) -> None:
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-        for name in ("page.css", "page.js", "shared.css", "shared.js", "tokens.js"):
+        for name in ("page.css", "page.js", "shared.css", "shared.js", "tokens.css", "tokens.js"):
             assert name in page.text
             assert requests.get(f"{server.url}/{name}", timeout=9).status_code == 200
         for path in ("answer", "inside", "page"):

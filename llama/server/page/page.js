@@ -34,7 +34,6 @@ const label = (one) => one.bytes ? hex(one) : visible(one.text);
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
 const seed = () => Number(id("set-seed").value || crypto.getRandomValues(new Uint32Array(1))[0] % 10000);
 const thousands = (n) => n.toLocaleString("en");
-const count = () => put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
 const say = (text) => put("status", text);
 const banner = (text) => put("banner", text);
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -136,18 +135,18 @@ function messages(turn) {
   return sent.map(([role, content]) => ({ role, content }));
 }
 
-/** The tokens of the conversation that is shown. */
-function used() {
-  const last = path().at(-1);
-  return last ? last.prompt.length + last.tokens.length : 0;
+/** Show how many tokens the conversation has, and return it. */
+function count() {
+  const last = path().at(-1), used = last ? last.prompt.length + last.tokens.length : 0;
+  put("count", `${thousands(used)} / ${thousands(card.meta.context)} tokens`);
+  return used;
 }
 
 async function ask(question) {
   if (!question.trim() || !card) return;
-  if (!editing && used() + 8 >= card.meta.context) {
-    say(`The context is full: ${thousands(used())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
+  if (!editing && count() + 8 >= card.meta.context) {
+    return say(`The context is full: ${thousands(count())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
       + " begin a new conversation, or edit an earlier question.");
-    return;
   }
   while (running) await stop();
   const parent = editing ? editing.parent : path().at(-1)?.n ?? 0;
@@ -459,7 +458,7 @@ function drawInside(found) {
     const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
     open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)),
       track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
-    return make("div", { class: "one" }, open, measurement(other.head), press("off", () => switchOff(other.head), { class: "quiet" }));
+    return make("div", { class: "one" }, open, measurement(other.head), press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
   }));
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
@@ -677,10 +676,9 @@ async function start() {
     event.preventDefault();
     if (!running) ask(id("question").value);
   });
-  for (const [name, action] of Object.entries(CLICKS)) id(name).addEventListener("click", action);
   document.addEventListener("click", ({ target }) => {
-    const [name, value] = Object.entries(target.closest("[data-token], [data-key], button")?.dataset ?? {})[0] ?? [];
-    ACTIONS[name]?.(value);
+    const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
+    (CLICKS[found?.id] ?? ACTIONS[name])?.(value);
   });
   id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
   id("distance").addEventListener("input", drawPairs);
