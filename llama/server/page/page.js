@@ -446,10 +446,10 @@ function drawInside(found) {
   wait("");
   [inside, request] = [found, null];
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
-  const others = one.top.filter((other) => other.id !== one.id), against = asked.against ?? rival(one)?.id;
+  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against) ?? rival(one);
   put("this", named(one));
   put("against", ...others.map((other) => make("option", { value: other.id }, label(other))));
-  id("against").value = against;
+  id("against").value = against?.id;
   const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
   put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
     ...looked(best), ".");
@@ -463,8 +463,8 @@ function drawInside(found) {
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
   const count = thousands(card.meta.n_layers * card.meta.n_heads);
-  put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind" : "ahead"}: all ${count} heads together, for and against it, `
-    + `${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
+  put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind " : "ahead of "}`, against ? named(against) : "0",
+    `: all ${count} heads together, for and against it, ${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
   drawHead();
   drawLens();
 }
