@@ -479,6 +479,20 @@ def test_a_full_context_shows_its_numbers_and_sends_nothing(show: Open) -> None:
 
 
 @SLOW
+def test_settings_survive_a_reload_and_can_be_reset(show: Open) -> None:
+    tab = show()
+    configure(tab, temperature=3, schema="{x")
+    assert "not JSON" in tab.inner_text("#status")
+    tab.reload()
+    tab.wait_for_selector("html[data-ready]")
+    assert (tab.input_value("#set-temperature"), tab.input_value("#schema")) == ("3", "")
+    tab.click("#open-settings")
+    tab.click("text=Defaults")
+    tab.click("#apply")
+    assert tab.input_value("#set-temperature") == "0.8"
+
+
+@SLOW
 def test_a_busy_server_is_asked_again_after_a_countdown(show: Open) -> None:
     tab = show(expected="429")
     refused = {"status": 429, "headers": {"Retry-After": "2"}, "json": {"error": {"message": "busy"}}}

@@ -286,7 +286,7 @@ function turnNode(turn) {
   const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
     make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
-  const buttons = busy ? [] : [
+  const buttons = busy ? [press("Stop", stop)] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
@@ -430,10 +430,10 @@ function wait(text) {
   id("panel").classList.toggle("unknown", Boolean(text));
 }
 
-/** The word that the open one is compared with: one as probable as .1, or else the first that is no piece of a word. */
+/** The word that the open one is compared with: one as probable as .1, or else the first whole word or number. */
 function rival(one) {
   const others = one.top.filter((other) => other.id !== one.id);
-  return others.find((other) => other.p >= 0.1 || /^ ?\p{L}{3,}$/u.test(other.text)) ?? others[0];
+  return others.find((other) => other.p >= 0.1 || /^ ?(\p{L}{3,}|\p{N}+)$/u.test(other.text)) ?? others[0];
 }
 
 /** The token at a position of the text: of the prompt or of the answer. */
