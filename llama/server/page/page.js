@@ -458,7 +458,8 @@ function drawInside(found) {
     const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
     open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)),
       track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
-    return make("div", { class: "one" }, open, measurement(other.head), press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
+    const off = press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" });
+    return make("div", { class: "one" }, open, measurement(other.head), off);
   }));
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
