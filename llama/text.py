@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -357,7 +357,11 @@ class Llama:
         return None
 
     def answers(
-        self, prompts: Iterable[Prompt] | Queue[Prompt | None], *, batch_size: int = BATCH_SIZE
+        self,
+        prompts: Iterable[Prompt] | Queue[Prompt | None],
+        *,
+        batch_size: int = BATCH_SIZE,
+        between: Callable[[], object] = lambda: None,
     ) -> Iterator[tuple[Prompt, Piece | LlamaError]]:
         """Answers to many prompts at once, each as from `stream_ids`: (the prompt, its next piece).
 
@@ -365,11 +369,12 @@ class Llama:
         ends, the next prompt is read and uses its row (generation/batch.py). There is a piece for each token, so its
         text may be empty. A prompt that can't be run, or whose logits are not finite, yields its error instead of its
         last piece. Other threads may put prompts into the queue while the answers are read, and None at the end.
-        Setting prompt.cancelled ends an answer before its next token.
+        Setting prompt.cancelled ends an answer before its next token. `between` is called between passes of the model.
         """
         stop_ids, n_vocab = self.tokenizer.stop_ids, self.tokenizer.n_vocab
         running: dict[int, Answer] = {}  # by the number of the request
-        for event in Batch(self.model, prompts, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab):
+        batch = Batch(self.model, prompts, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab, between=between)
+        for event in batch:
             if isinstance(event, Started):
                 running[event.number] = Answer(self.tokenizer, event.request, event.cached)
                 continue

@@ -11,7 +11,8 @@ Each row has its own positions, mask and random generator, so its answer is the 
 shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
 Prompts are fed one at a time, in chunks. After each chunk, the answers in progress get one token, so a long prompt
-delays each of their tokens by one chunk at most. A prompt that waited for a similar one can reuse its keys.
+delays each of their tokens by one chunk at most. A prompt that waited for a similar one can reuse its keys. After each
+chunk and step, `between` may run the model on something else.
 
 All steps have the same shape: one row for each slot up to the last one in use, rounded up to a power of two, and all
 positions for which the cache has memory, with a mask. While no prompt waits, the rows in use move to the front.
@@ -149,6 +150,7 @@ class Batch:
     requests  read one at a time, whenever a slot is free: an iterable, or a Source, which may be empty for some time
     slots     maximum number of answers in progress
     stop_ids, n_vocab  as in `generate.generate`
+    between   called after each chunk of a prompt and each step of the answers; it may run the model with its own cache
 
     An error in one request (a prompt that is too long, logits that are not finite) ends only that request. If the RoPE
     frequencies depend on the length (rope.Rope), rows can't share a pass, and requests run one after the other. Raises
@@ -163,9 +165,10 @@ class Batch:
         slots: int,
         stop_ids: Collection[int] = (),
         n_vocab: int | None = None,
+        between: Callable[[], object] = lambda: None,
     ):
         checks.integer("the batch size", slots, 1, MOST_SLOTS)
-        self.model, self.stop_ids, self.n_vocab = model, stop_ids, n_vocab
+        self.model, self.stop_ids, self.n_vocab, self.between = model, stop_ids, n_vocab, between
         longest = model.max_seq_len
         if isinstance(requests, Sequence):  # then the required sizes are known
             needs = (len(request.prompt) + request.params.max_new_tokens for request in requests)
@@ -191,6 +194,7 @@ class Batch:
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk
         while True:
+            self.between()
             for slot in self._active():
                 if slot.sequence.request.cancelled.is_set():  # type: ignore[union-attr]
                     yield self._end(slot)

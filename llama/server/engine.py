@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from queue import Empty, Full, Queue
@@ -23,13 +24,13 @@ WAITING_LOOKS = 8
 class Prompts(Queue[Prompt | None]):
     """The prompts that wait, and the looks (look.py): the first one runs, a step at a time, the others wait.
 
-    The steps of a look run in the engine's thread, so that no pass of the batch runs while a look has hooks in the
-    model. While a prompt is fed and nothing else runs, looks wait.
+    The steps of a look run in the engine's thread, so no pass of the batch runs while a look has hooks in the model.
     """
 
     def __init__(self, waiting: int, listeners: dict[Prompt, Listener]):
         super().__init__(waiting)
         self.listeners, self.looks = listeners, deque[Look]()
+        self.since = time.monotonic()  # when looks ran last, or the batch began to run
 
     def _get(self) -> Prompt | None:
         """Remove the first prompt of the request with the fewest answers in progress, so that each has its share."""
@@ -47,11 +48,17 @@ class Prompts(Queue[Prompt | None]):
             self.looks.append(look)
             self.not_empty.notify()
 
-    def step(self) -> None:
-        """Run one step of the first look, if there is one."""
-        if self.looks and self.looks[0].step():
-            with self.mutex:
-                self.looks.popleft()
+    def run_looks(self) -> None:
+        """Run looks, at least one step, for half as long as the batch ran since the last call."""
+        now = time.monotonic()
+        end = now + (now - self.since) / 2
+        while self.looks:
+            if self.looks[0].step():
+                with self.mutex:
+                    self.looks.popleft()
+            if time.monotonic() >= end:
+                break
+        self.since = time.monotonic()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Prompt | None:
         """The next prompt. Runs looks while there is none, if `block` is set."""
@@ -63,7 +70,8 @@ class Prompts(Queue[Prompt | None]):
                     raise
             with self.not_empty:
                 self.not_empty.wait_for(lambda: self.queue or self.looks)
-            self.step()
+            self.since = time.monotonic()
+            self.run_looks()
 
 
 class Engine:
@@ -111,14 +119,9 @@ class Engine:
 
     def _run(self) -> None:
         while not self.closed or self.queue.qsize():
-            served: set[Prompt] = set()  # since the last step of a look
             try:
-                for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
+                for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots, between=self.queue.run_looks):
                     self._deliver(prompt, piece)
-                    if prompt in served:  # every answer had a piece: a step of the batch is complete
-                        served.clear()
-                        self.queue.step()
-                    served.add(prompt)
             except BaseException as error:  # out of memory, or a panic in a Rust library: continue with a new cache
                 log.error("the batch failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
                 self._fail(LlamaError(f"the model could not be run: {type(error).__name__}"))

@@ -208,7 +208,7 @@ class Looks:
         """A drawn token and its most probable alternatives.
 
         p is the model's probability, q that of the distribution which was drawn from; `cut` is the first stage that
-        excluded a token.
+        excluded a token, and `left` counts the tokens after each stage.
         """
         if greedy:
             last = [*report.values()][-1]
@@ -217,12 +217,14 @@ class Looks:
         ids = p.topk(min(top, len(p))).indices.tolist()
         ids += [id] * (id not in ids)
         values = torch.stack((p, q))[:, ids].T.tolist()
-        left = {stage: logits[ids].isneginf().tolist() for stage, logits in report.items()}
+        excluded = {stage: logits.isneginf() for stage, logits in report.items()}  # (V,) each
+        left = {stage: len(p) - int(stage_excluded.sum()) for stage, stage_excluded in excluded.items()}
+        cuts = {stage: stage_excluded[ids].tolist() for stage, stage_excluded in excluded.items()}
         rows = []
         for i, (one, (before, after)) in enumerate(zip(ids, values, strict=True)):
-            cut = next((stage for stage, without in left.items() if without[i]), None)
+            cut = next((stage for stage, found in cuts.items() if found[i]), None)
             rows.append({**self.token(one), "p": _short(before), **({"cut": cut} if cut else {"q": _short(after)})})
-        return {**rows[ids.index(id)], "top": rows}
+        return {**rows[ids.index(id)], "top": rows, "left": left}
 
     @torch.inference_mode()
     def inside(self, ids: list[int], off: Heads, chosen: Mapping[str, Any]) -> Steps:

@@ -13,10 +13,11 @@ import pytest
 import requests
 import torch
 
-from llama.generate import generate
+from llama.generate import generate, prefill_chunks
+from llama.generation import batch
 from llama.generation.structured import compile_grammar
 from llama.sampling import SamplingParams
-from llama.server.look import Looks
+from llama.server.look import Look, Looks
 from llama.study.inside import activations
 from llama.study.intervene import ablated
 from llama.text import Llama
@@ -135,6 +136,8 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
                 p = softmax(np.where(left, x, -np.inf))
                 keep("min_p", p >= options["min_p"] * p.max())
             q = softmax(np.where(left, x, -np.inf))
+        removed = [[*cut.values()].count(stage) for stage in one["left"]]
+        assert [*one["left"].values()] == (len(logits) - np.cumsum(removed)).tolist()
         for other in one["top"]:
             assert other.get("cut") == cut.get(other["id"]), other
             assert other.get("q", 0.0) == pytest.approx(q[other["id"]], abs=1e-5)
@@ -266,10 +269,39 @@ def check_other_clients(server: Running, llm: Llama) -> None:
     assert not [module for module in llm.model.modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
-def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(tiny_llm: Llama) -> None:
+def test_a_look_runs_between_the_chunks_of_a_prompt(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = (tiny_llm.encode_chat(MESSAGES) * 9)[:220]
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=5)
+    expected = generate(tiny_llm.model, ids, params, n_vocab=tiny_llm.tokenizer.n_vocab)
+    found, left, begun = list[requests.Response](), list[int](), threading.Event()
+    monkeypatch.setattr(batch, "CHUNK", 40)
     with running(tiny_llm) as server:
-        step, free = server.engine.queue.step, threading.Event()
-        server.engine.queue.step = lambda: free.wait() and step()  # type: ignore[func-returns-value,method-assign]
+
+        def waiting(*arguments: Any) -> Iterator[torch.Tensor]:
+            for hidden in prefill_chunks(*arguments):
+                begun.set()
+                while not left and not server.engine.queue.looks:
+                    time.sleep(0.01)
+                left.append(len(server.engine.queue.looks))
+                yield hidden
+
+        monkeypatch.setattr(batch, "prefill_chunks", waiting)
+        body = {"prompt": [ids], "max_tokens": 9, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+        client = threading.Thread(target=lambda: found.append(post(server, "/v1/completions", **body)))
+        client.start()
+        assert begun.wait(60)
+        assert post(server, "/look/inside", ids=ids[:50], off=[[0, 0]]).status_code == 200
+        client.join()
+    assert (left[0], left[-1], len(left)) == (1, 0, 6)  # looks that wait or run, after each chunk
+    assert found[0].json()["choices"][0]["text"] == tiny_llm.tokenizer.decode([token.id for token in expected])
+
+
+def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(
+    tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tiny_llm) as server:
+        step, free = Look.step, threading.Event()
+        monkeypatch.setattr(Look, "step", lambda look: free.wait() and step(look))
         with pytest.raises(requests.ReadTimeout):
             requests.post(server.url + "/look/inside", json={"ids": [5, 6]}, timeout=0.5)
         codes: list[int] = []
@@ -334,7 +366,7 @@ def test_the_page_needs_no_key_and_its_looks_do(tiny_llm: Llama) -> None:
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-        for name in ("page.css", "page.js", "shared.css", "shared.js", "tokens.js"):
+        for name in ("page.css", "page.js", "shared.css", "shared.js", "tokens.css", "tokens.js"):
             assert name in page.text
             assert requests.get(f"{server.url}/{name}", timeout=9).status_code == 200
         for path in ("answer", "inside", "page"):

@@ -4,10 +4,10 @@
    (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted. */
 "use strict";
 
-// name: [label, default, what an empty field says]; other kinds of fields than numbers are in index.html
+// name: [label, default] of a number; the other settings are in index.html
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
-  seed: ["Seed", "", "random"] };
+  seed: ["Seed", ""] };
 const STAGES = { processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
   min_p: "min-p", greedy: "temperature 0" };
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
@@ -15,7 +15,6 @@ const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of
 const WAITS = 150; // ms from the last step to the request for the inside of a token
 
 let card = null; // the model, from /v1/models
-let settings = { system: "", schema: "", marks: true };
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // {turn, i}: the open token
 const BEST = { against: null, head: null, key: null };
@@ -25,16 +24,16 @@ let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
 let lost = false; // whether the server is gone
 const seen = new Map(); // request -> inside
-const answers = new Map(), decoders = new Map(); // turn -> its element; the decoder of its text
+const answers = new Map(); // turn -> its element
 
 const ids = (tokens) => tokens.map((one) => one.id);
 const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
+const label = (one) => one.bytes ? hex(one) : visible(one.text);
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
-const seed = () => settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] % 10000 : Number(settings.seed);
+const seed = () => Number(id("set-seed").value || crypto.getRandomValues(new Uint32Array(1))[0] % 10000);
 const thousands = (n) => n.toLocaleString("en");
-const count = () => put("count", `${thousands(used())} / ${thousands(card.meta.context)} tokens`);
 const say = (text) => put("status", text);
 const banner = (text) => put("banner", text);
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -43,7 +42,6 @@ const identity = () => [card.id, ...["n_layers", "n_heads", "vocab_size", "param
 const openTurn = () => turns[chosen.turn];
 const current = () => (chosen ? openTurn() : path().at(-1));
 const before = (turn, i) => [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]; // the ids before a token of the answer
-const defaults = () => Object.fromEntries(Object.entries(FIELDS).map(([name, [, value]]) => [name, value]));
 
 // ------------------------------------------------------------------------------------------------------------ the server
 class Refused extends Error {}
@@ -52,7 +50,7 @@ async function call(path, body, signal) {
   for (;;) {
     const headers = { "Content-Type": "application/json" };
     if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
-    const response = await fetch(path, { signal, headers, ...(body && { method: "POST", body: JSON.stringify(body) }) });
+    const response = await fetch(path, { signal, headers, ...(body && { method: "POST", body }) });
     if (response.ok) return response;
     const message = (await response.json().catch(() => ({}))).error?.message ?? `the server answered ${response.status}`;
     if (response.status === 401) await new Promise(askKey);
@@ -66,11 +64,7 @@ async function call(path, body, signal) {
 }
 
 function askKey(done) {
-  id("key").onclose = () => {
-    sessionStorage.setItem("clearllama-key", id("key-value").value);
-    done();
-  };
-  id("key-value").value = "";
+  id("key").onclose = () => done(sessionStorage.setItem("clearllama-key", id("key-value").value));
   id("key").showModal();
 }
 
@@ -88,8 +82,8 @@ async function* events(response) {
 
 async function connect() {
   card = (await (await call("v1/models")).json()).data[0];
-  const { weights, template, sampling } = card.meta, off = { top_k: 0, top_p: 1, min_p: 0 };
-  settings = { ...defaults(), ...(Object.keys(sampling).length && { ...off, ...sampling }), ...settings };
+  const { weights, template } = card.meta;
+  drawSettings();
   put("about", make("b", {}, card.id), ` · ${weights}`);
   document.title = `${card.id} · clearllama`;
   id("question").placeholder = template ? "Ask…" : "Begin a text, and the model continues it…";
@@ -97,6 +91,12 @@ async function connect() {
   banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
   draw();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** Tell why a request failed. */
+function failed(error, tell) {
+  if (error instanceof Refused) tell(error.message);
+  else gone(null);
 }
 
 /** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
@@ -108,6 +108,7 @@ async function gone(turn) {
   while (!(await fetch("health").then((response) => response.ok, () => false)));
   lost = false;
   await connect();
+  if (chosen) look();
   if (turn?.end === "gone" && !running) branch(turn, turn.tokens, {});
 }
 
@@ -127,29 +128,28 @@ function add(parent, fields) {
   return turn;
 }
 
+/** The messages of a turn that is shown, up to its question. */
 function messages(turn) {
-  const earlier = [];
-  for (let one = turns[turn.parent]; one.n; one = turns[one.parent]) {
-    earlier.unshift({ role: "user", content: one.question }, { role: "assistant", content: textOf(one.tokens) });
-  }
-  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  return [...system, ...earlier, { role: "user", content: turn.question }];
+  const system = id("system").value, all = path().flatMap((one) => [["user", one.question, one], ["assistant", textOf(one.tokens)]]);
+  const sent = [...(system ? [["system", system]] : []), ...all.slice(0, all.findIndex(([, , one]) => one === turn) + 1)];
+  return sent.map(([role, content]) => ({ role, content }));
 }
 
-/** The tokens of the conversation that is shown. */
-function used() {
-  const last = path().at(-1);
-  return last ? last.prompt.length + last.tokens.length : 0;
+/** Show how many tokens the conversation has, and return it. */
+function count() {
+  const last = path().at(-1), used = last ? last.prompt.length + last.tokens.length : 0;
+  put("count", `${thousands(used)} / ${thousands(card.meta.context)} tokens`);
+  return used;
 }
 
-async function ask(question, parent = path().at(-1)?.n ?? 0) {
+async function ask(question) {
   if (!question.trim() || !card) return;
-  if (!editing && used() + 8 >= card.meta.context) {
-    say(`The context is full: ${thousands(used())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
+  if (!editing && count() + 8 >= card.meta.context) {
+    return say(`The context is full: ${thousands(count())} of ${thousands(card.meta.context)} tokens. Nothing was sent;`
       + " begin a new conversation, or edit an earlier question.");
-    return;
   }
   while (running) await stop();
+  const parent = editing ? editing.parent : path().at(-1)?.n ?? 0;
   [editing, id("question").value] = [null, ""];
   await run(add(parent, { question, sampling: sampling(), seed: seed() }));
 }
@@ -162,12 +162,13 @@ async function branch(turn, tokens, fields) {
   await run(add(turn.parent, { question, prompt, tokens: [...tokens], sampling, seed, off, source: turn.n, ...fields }));
 }
 const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() });
-const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one] });
+const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one], watched: chosen.i });
 
 function sampling() {
-  const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, schema } = settings;
-  const format = schema.trim() && { response_format: { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } } };
-  return { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens: Math.min(max_tokens, card.meta.context), ...format };
+  const values = Object.keys(FIELDS).filter((name) => name !== "seed").map((name) => [name, Number(id(`set-${name}`).value || FIELDS[name][1])]);
+  const found = Object.fromEntries(values), schema = JSON.parse(id("schema").value || "null");
+  found.max_tokens = Math.min(found.max_tokens, card.meta.context);
+  return schema === null ? found : { ...found, response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
 }
 
 /** End the answer in progress; what is there stays. */
@@ -181,9 +182,9 @@ function run(turn) {
   running = { turn, abort };
   running.done = stream(turn, abort.signal).finally(() => {
     running = null;
-    id("reading").hidden = true;
     save();
     draw();
+    grow(turn); // the hint below the answer
     if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
     else if (chosen) select(chosen.turn, chosen.i);
   });
@@ -199,10 +200,10 @@ function run(turn) {
 async function stream(turn, signal) {
   Object.assign(turn, { model: identity(), end: null, error: "" });
   const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : { prompt: turn.question };
-  const more = turn.tokens.length ? { answer: ids(turn.tokens) } : {};
+  const body = { ...text, ...(turn.tokens.length && { answer: ids(turn.tokens) }), ...turn.sampling, seed: turn.seed, off: turn.off };
   try {
     say("The answer begins.");
-    const response = await call("look/answer", { ...text, ...more, ...turn.sampling, seed: turn.seed, off: turn.off }, signal);
+    const response = await call("look/answer", JSON.stringify(body), signal);
     for await (const event of events(response)) receive(turn, event);
     if (!turn.end) throw new TypeError("the connection ended");
     const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
@@ -211,7 +212,7 @@ async function stream(turn, signal) {
   } catch (error) {
     turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
     turn.error = error.message;
-    say(turn.end === "stopped" ? "Stopped." : error instanceof Refused ? error.message : "");
+    say({ stopped: "Stopped.", error: error.message, gone: "" }[turn.end]);
     if (turn.end === "gone") gone(turn);
   }
 }
@@ -234,42 +235,47 @@ function grow(turn) {
   const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
   frame = 0;
   answerNode(turn);
-  if (below < 80) scroll.scrollTop = scroll.scrollHeight;
+  if (below < 120) scroll.scrollTop = scroll.scrollHeight;
   count();
 }
 
 // -------------------------------------------------------------------------------------------------------------- the chat
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
-function tokenNode(turn, i) {
-  const one = turn.tokens[i];
-  if (i === 0) decoders.set(turn.n, decoder());
-  const text = one.control ? one.text : decoders.get(turn.n).decode(Uint8Array.from(bytes(one)), { stream: true });
+function tokenNode(turn, i, decode) {
+  const one = turn.tokens[i], text = one.control ? one.text : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
   const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
-  const first = i === turn.first;
-  const classes = ["t", one.control || !text ? "chip" : level, first ? "first" : "", /^\n/.test(text) ? "line" : ""].filter(Boolean);
-  const node = make("span", { class: classes.join(" "), id: `t${turn.n}-${i}`, role: "option", "aria-selected": "false" });
+  const kind = `t ${one.control || !text ? "chip" : level} ${i === turn.first ? "first" : ""} ${text.startsWith("\n") ? "line" : ""}`;
+  const node = make("span", { class: kind, id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
   node.append(word && space, make("span", { class: "w" }, word || space));
   if (one.control) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
-  node.title = first ? "the first token that differs from the branch before" : "";
   return node;
 }
 
 /** The element of an answer, which is kept; new tokens are added. */
 function answerNode(turn) {
-  const node = answers.get(turn.n) ?? make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
-    "aria-label": "answer; arrow keys choose a token" });
-  answers.set(turn.n, node);
-  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i));
+  if (!answers.has(turn.n)) {
+    const node = make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
+      "aria-label": "answer; arrow keys choose a token" });
+    answers.set(turn.n, { node, decode: decoder() });
+  }
+  const { node, decode } = answers.get(turn.n);
+  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i, decode));
   return node;
 }
 
+/** What switching a head off did to the open token of the branch before, or to the first token that became another. */
+function effect(turn) {
+  const i = Math.min(turn.watched, turn.first ?? Infinity), one = turns[turn.source]?.tokens[i];
+  if (!one || !turn.tokens[i]) return "";
+  const after = turn.tokens[i].top.find((other) => other.id === one.id);
+  return `: ${label(one)} ${share(one.p)} → ${after ? share(after.p) : "not among the ten"}`;
+}
+
 function describe(turn) {
-  const { temperature, top_k, top_p, min_p, response_format } = turn.sampling;
-  const filters = [top_k && `top-k ${top_k}`, top_p < 1 && `top-p ${top_p}`, min_p && `min-p ${min_p}`, response_format && "JSON schema"];
-  const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}`;
+  const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}${effect(turn)}`;
   const end = { stopped: "stopped", length: "largest length", context: "context full", gone: "server gone", error: turn.error }[turn.end];
-  return [off, `seed ${turn.seed}`, `T ${temperature}`, ...filters, end].filter(Boolean).join(" · ");
+  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, end].filter(Boolean).join(" · ");
 }
 
 function turnNode(turn) {
@@ -280,7 +286,7 @@ function turnNode(turn) {
   const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
     make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
-  const buttons = busy ? [press("Stop", stop, { class: "stop" })] : [
+  const buttons = busy ? [press("Stop", stop)] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
@@ -294,13 +300,10 @@ function draw() {
   id("empty").hidden = shown.length > 0;
   const focused = document.activeElement?.id;
   put("chat", ...shown.map(turnNode));
-  document.body.classList.toggle("marks", settings.marks);
-  if (shown.length && !chosen && shown.at(-1).tokens.length) {
-    const marks = settings.marks && shown.at(-1).tokens.some((one) => one.p < 0.5 && !one.control);
-    id("chat").append(make("p", { class: "hint" }, `${marks ? "Underlined words were unlikely. " : ""}Click any word to see why it is there and what else it could have been.`));
-  }
+  document.body.classList.toggle("marks", id("marks").checked);
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
+  id("reading").hidden = true;
   count();
   mark();
 }
@@ -310,14 +313,11 @@ function step(turn, by) {
   const parent = turns[turn.parent], last = parent.children.length;
   parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
   const shown = turns[parent.children[parent.active]];
-  if (chosen && !path().includes(turns[chosen.turn])) {
-    if (chosen.i < shown.tokens.length && shown.parent === turns[chosen.turn].parent) chosen = { turn: shown.n, i: chosen.i };
-    else unselect();
-  }
+  const i = chosen?.turn === turn.n ? chosen.i : -1;
+  unselect();
   draw();
   id(`answer-${shown.n}`).focus({ preventScroll: true });
-  if (chosen) select(chosen.turn, chosen.i);
-  save();
+  select(shown.n, i);
 }
 
 function edit(turn) {
@@ -333,7 +333,6 @@ function select(n, i) {
   if (i < 0 || i >= turn.tokens.length) return;
   if (chosen?.turn !== n || chosen.i !== i) asked = BEST;
   chosen = { turn: n, i };
-  id("chat").querySelector(".hint")?.remove();
   document.body.classList.add("open");
   mark();
   id(`t${n}-${i}`).scrollIntoView({ block: "nearest" });
@@ -348,6 +347,7 @@ function unselect() {
 }
 
 function mark() {
+  id("hint").hidden = Boolean(chosen) || !path().at(-1)?.tokens.length;
   const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
   for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
     node.classList.toggle("chosen", node === open);
@@ -366,68 +366,74 @@ function drawWords() {
   const turn = openTurn(), one = turn.tokens[chosen.i];
   put("chosen", named(one), make("small", {}, ` token ${chosen.i + 1} of ${turn.tokens.length}`));
   put("alternatives", ...one.top.map((other, k) => {
-    const drawn = other.cut ? [make("span", { class: "cut" }, `cut by ${STAGES[other.cut] ?? other.cut}`)] : [make("span", { class: "p" }, share(other.q)), track(other.q)];
-    const taken = other.id === one.id;
-    const row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken, title: taken ? "" : "go on from here with this word" });
-    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "word" }, named(other), taken ? make("b", {}, " ◀") : ""),
-      make("span", { class: "both" }, make("span", { class: "p" }, share(other.p)), track(other.p)), make("span", { class: "both" }, ...drawn));
+    const taken = other.id === one.id, row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken });
+    const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), track(p));
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "ellipsis" }, named(other), taken ? make("b", {}, " ◀") : ""),
+      bar(other.p), other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut]}`) : bar(other.q));
     return row;
   }));
-  put("prompt-tokens", ...turn.prompt.map((other, i) => {
-    const node = make("span", { class: other.control ? "token control" : "token", title: `${i}: id ${other.id}` });
-    node.append(other.bytes ? "\ufffd" : plain(other.text));
-    return node;
-  }));
-  put("prompt-count", `${turn.prompt.length} tokens; the answer has ${turn.tokens.length}.`);
+  put("prompt-tokens", ...turn.prompt.map((other) =>
+    make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
   put("rest", share(Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0))));
+  const left = one.left ?? {}, filters = Object.keys(left).filter((stage) => STAGES[stage]);
+  const kept = filters.map((stage) => [STAGES[stage], turn.sampling[stage], "kept", thousands(left[stage])].filter(Boolean).join(" "));
+  put("kept", filters.length ? `Of ${thousands(left.model)} words, ${kept.join(", then ")}.` : "");
 }
 
 /** Go on with the k-th alternative of the open token. */
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top }], { first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left }], { first: chosen.i });
 }
 
-let waiting = 0, request = null;
+let waiting = 0, request = null; // the request for an inside that is not shown yet
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
   asked = { ...asked, ...changes };
   if (view && innerWidth < 1000) tab(view);
   clearTimeout(waiting);
   request?.abort();
+  request = null;
   if (!chosen) return;
   const turn = openTurn(), one = turn.tokens[chosen.i];
-  const wait = (text) => {
-    inside = null;
-    put("waiting", text);
-    id("waiting").hidden = !text;
-    id("panel").classList.toggle("unknown", Boolean(text));
-  };
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
-  const against = asked.against ?? one.top.find((other) => other.id !== one.id)?.id;
-  const body = { ids: before(turn, chosen.i), token: one.id, off: turn.off, ...asked, against }; // null is as absent
-  const name = JSON.stringify(body);
-  if (seen.has(name)) {
-    wait("");
-    return drawInside(seen.get(name));
-  }
+  const body = inspection({ ...asked, against: asked.against ?? rival(one)?.id }); // null is as absent
+  if (seen.has(body)) return drawInside(seen.get(body));
   if (inside === null) wait("…");
   request = new AbortController();
   const { signal } = request;
-  waiting = setTimeout(async () => {
-    try {
-      const found = await (await call("look/inside", body, signal)).json();
-      seen.set(name, found);
-      wait("");
-      drawInside(found);
-    } catch (error) {
-      if (signal.aborted) return;
-      wait(error instanceof Refused ? error.message : "The server does not answer.");
-      if (!(error instanceof Refused)) gone(null);
-    }
-  }, inside === null ? WAITS : 0);
+  waiting = setTimeout(() => inspect(body, drawInside, wait, signal), inside === null ? WAITS : 0);
+}
+
+/** The body of a request for the inside of the open token. */
+function inspection(fields) {
+  const turn = openTurn();
+  return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
+}
+
+async function inspect(body, show, tell, signal) {
+  try {
+    if (!seen.has(body)) seen.set(body, await (await call("look/inside", body, signal)).json());
+    show(seen.get(body));
+  } catch (error) {
+    if (!signal?.aborted) failed(error, tell);
+  }
+}
+
+/** Show why the inside is not there. */
+function wait(text) {
+  if (text) inside = null;
+  put("waiting", text);
+  id("waiting").hidden = !text;
+  id("panel").classList.toggle("unknown", Boolean(text));
+}
+
+/** The word that the open one is compared with: one as probable as .1, or else the first whole word or number. */
+function rival(one) {
+  const others = one.top.filter((other) => other.id !== one.id);
+  return others.find((other) => other.p >= 0.1 || /^ ?(\p{L}{3,}|\p{N}+)$/u.test(other.text)) ?? others[0];
 }
 
 /** The token at a position of the text: of the prompt or of the answer. */
@@ -437,53 +443,53 @@ function at(position) {
 }
 
 function drawInside(found) {
-  inside = found;
+  wait("");
+  [inside, request] = [found, null];
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
-  const others = one.top.filter((other) => other.id !== one.id);
+  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against) ?? rival(one);
   put("this", named(one));
-  put("against", ...others.map((other) => make("option", { value: other.id }, other.bytes ? hex(other) : visible(other.text))));
-  id("against").value = asked.against ?? others[0]?.id;
-  const best = found.heads.filter((other) => other.effect > 0)[0] ?? found.heads[0];
-  put("summary", make("b", {}, `Head ${best.head.join(".")}`), best.effect > 0 ? " adds most, and it looked at " : " has the largest effect, and it looked at ",
-    ...looked(best.looks), ".");
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
-  const rest = found.difference - embedding - heads - mlps;
-  put("sums", `Logit difference ${signed(found.difference)}: all heads ${signed(heads)}, MLPs ${signed(mlps)}, embedding ${signed(embedding)}`
-    + `${Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : ""}.${drift}`);
+  put("against", ...others.map((other) => make("option", { value: other.id }, label(other))));
+  id("against").value = against?.id;
+  const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
+  put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
+    ...looked(best), ".");
   const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
   put("heads", ...found.heads.map((other) => {
     const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
-    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)), track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"),
-      make("span", { class: "looks" }, "→ ", ...looked(other.looks.slice(0, 1))));
-    return make("div", { class: "one" }, open, press("measure", () => measure(other.head), { class: "quiet", title: "its probability with the head off" }),
-      press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" }));
+    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)),
+      track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
+    const off = press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" });
+    return make("div", { class: "one" }, open, measurement(other.head), off);
   }));
-  put("measured", "");
+  const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const count = thousands(card.meta.n_layers * card.meta.n_heads);
+  put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind " : "ahead of "}`, against ? named(against) : "0",
+    `: all ${count} heads together, for and against it, ${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
   drawHead();
   drawLens();
 }
 
 /** What a head attends to most, as nodes. */
-function looked(looks) {
-  const [[first, weight], second] = looks;
-  const name = (position) => (position === 0 ? "first token" : named(at(position)));
-  const nodes = [name(first), ` ${share(weight)}`];
-  if (!(second?.[1] > 0.1)) return nodes;
-  const same = at(first).id === at(second[0]).id; // the word stands at two places
-  return [...nodes, " and ", same ? `at its ${second[0] < first ? "earlier" : "later"} place` : name(second[0]), ` ${share(second[1])}`];
+function looked({ looks: [[position, weight]] }) {
+  return [position === 0 ? "first token" : named(at(position)), ` ${share(weight)}`];
 }
 
-async function measure(one) {
-  const turn = openTurn(), off = [...turn.off, one], { p, token: { id: token_ } } = inside;
-  put("measured", "…");
-  const found = await (await call("look/inside", { ids: before(turn, chosen.i), token: token_, off })).json();
-  put("measured", "Probability of ", named(found.token), `: ${share(p)} → `, make("b", {}, share(found.p)), ` without head ${one.join(".")}.`);
+/** A button that measures the probability of the open token with a head off, and then shows it. */
+function measurement(head) {
+  const body = inspection({ off: [...openTurn().off, head] }), found = seen.get(body), { p } = inside;
+  const show = (after) => {
+    button.textContent = share(after.p);
+    say(`Without head ${head.join(".")}, the probability is ${share(after.p)} instead of ${share(p)}.`);
+  };
+  const button = press(found ? share(found.p) : "measure", () => inspect(body, show, say), { class: "quiet", title: "its probability with the head off" });
+  return button;
 }
 
 function drawHead() {
   const { head: at_, weights, scores, key: k } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
   put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
-  put("head-reads", "Before ", named(at(S)), ", it stood at ", named(at(S - 1)), " and attended to these tokens. The first token has ",
+  put("head-reads", "Before ", named(at(S)), ", it stood at ", named(at(S - 1)), " and attended to these tokens. The first token has weight ",
     `${share(weights[0])}${weights[0] > 0.5 ? ": a head that finds nothing rests there" : ""}.`);
   const most = Math.max(...weights);
   put("row", ...weights.map((weight, position) => {
@@ -513,7 +519,7 @@ function drawPairs() {
   const found = inside.head, S = found.weights.length, real = S - 1 - found.key, distance = Number(id("distance").value);
   const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
   put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
-  put("at", `${distance} apart: score ${fixed(score)}`);
+  put("at", `${distance} apart${distance === real ? ", as in the text" : ` instead of ${real}`}: score ${fixed(score)}`);
   if (!id("pairs").clientWidth) return; // it is hidden
   const all = [real, distance, ...Array.from({ length: 33 }, (_, i) => (i * id("distance").max) / 32)].flatMap((one) => pairs(found, one));
   const plot = chart("pairs", { height: 130, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // the same scale at every distance
@@ -524,11 +530,9 @@ function drawPairs() {
 }
 
 function drawLens() {
-  const one = openTurn().tokens[chosen.i], cells = (row) => row.top.map((other) => {
-    const level = other.p < 0.25 ? " faint" : "";
-    return make("span", { class: `guess${other.id === one.id ? " right" : level}` }, named(other), ` ${share(other.p)}`);
-  });
-  put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of "), named(one)),
+  const one = openTurn().tokens[chosen.i];
+  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, named(other), ` ${share(other.p)}`));
+  put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
     ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
       make("b", {}, thousands(row.rank)))));
 }
@@ -540,29 +544,27 @@ function tab(name) {
 }
 
 // ------------------------------------------------------------------------------------- settings, export, import, restore
-function fillSettings(values) {
-  put("fields", ...Object.entries(FIELDS).map(([name, [label, , placeholder = ""]]) => {
-    const field = make("input", { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder });
-    field.value = values[name];
-    return make("label", {}, label, field);
+/** The fields with the model's defaults, or as they were changed in this tab. */
+function drawSettings() {
+  const own = card.meta.sampling, values = Object.keys(own).length ? { top_k: 0, top_p: 1, min_p: 0, ...own } : {};
+  put("fields", ...Object.entries(FIELDS).map(([name, [label, value]]) => {
+    const field = { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder: name === "seed" ? "random" : "" };
+    return make("label", {}, label, make("input", { ...field, value: values[name] ?? value }));
   }));
-  for (const name of ["system", "schema"]) id(name).value = values[name];
-  id("marks").checked = values.marks;
+  const { marks = true, ...changed } = JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}");
+  for (const [name, value] of Object.entries(changed)) id(name).value = value;
+  id("marks").checked = marks;
 }
 
-function readSettings() {
-  for (const [name, [, value]] of Object.entries(FIELDS)) {
-    const text = id(`set-${name}`).value;
-    settings[name] = text === "" ? value : Number(text);
-  }
-  Object.assign(settings, { system: id("system").value, schema: id("schema").value, marks: id("marks").checked });
+function saveSettings() {
   try {
-    JSON.parse(settings.schema.trim() || "{}");
+    JSON.parse(id("schema").value || "{}");
   } catch (error) {
-    settings.schema = "";
+    id("schema").value = "";
     say(`The schema is not JSON, so it is not used: ${error.message}`);
   }
-  sessionStorage.setItem("clearllama-settings", JSON.stringify(settings));
+  const values = [...document.querySelectorAll("#fields input, #system, #schema")].map((field) => [field.id, field.value]);
+  sessionStorage.setItem("clearllama-settings", JSON.stringify({ ...Object.fromEntries(values), marks: id("marks").checked }));
   draw();
 }
 
@@ -583,7 +585,7 @@ const EXPORTS = {
     const body = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
     return ["clearllama.sh", `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${body}'\n`, "text/plain"];
   },
-  html: async (last) => ["trace.html", await (await call("look/page", { ids: before(last) })).text(), "text/html"],
+  html: async (last) => ["trace.html", await (await call("look/page", JSON.stringify({ ids: before(last) }))).text(), "text/html"],
 };
 
 async function exportAs(kind) {
@@ -616,7 +618,6 @@ async function replace(others) {
   unselect();
   answers.clear();
   say("");
-  save();
   draw();
   id("question").focus();
 }
@@ -626,12 +627,16 @@ const CLICKS = {
   close: unselect,
   off: () => switchOff(inside.head.head),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
-  defaults: () => fillSettings({ ...settings, ...defaults() }),
   "open-export": () => id("export").showModal(),
-  "open-settings"() {
-    fillSettings(settings);
-    id("settings").showModal();
-  },
+  "open-settings": () => id("settings").showModal(),
+};
+// data-NAME="value" of an element: what a click on it does
+const ACTIONS = {
+  token: (value) => select(...value.split("-").map(Number)),
+  step: (value) => moveBy(Number(value)),
+  tab: (value) => tab(value),
+  key: (value) => look({ head: inside.head.head, key: Number(value) }),
+  export: exportAs,
 };
 const KEYS = {
   Escape: () => (running ? stop() : unselect()),
@@ -660,45 +665,34 @@ function keydown(event) {
 }
 
 async function start() {
-  Object.assign(settings, JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}"));
   turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
   id("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     if (running) stop();
-    else ask(id("question").value, editing?.parent);
+    else ask(id("question").value);
   });
   id("question").addEventListener("keydown", (event) => {
     if (event.key === "Escape") running ? stop() : editing && replace(turns);
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!running) ask(id("question").value, editing?.parent);
+    if (!running) ask(id("question").value);
   });
-  id("chat").addEventListener("click", (event) => {
-    const found = event.target.closest(".t")?.id.match(/^t(\d+)-(\d+)$/);
-    if (found) select(Number(found[1]), Number(found[2]));
+  document.addEventListener("click", ({ target }) => {
+    const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
+    (CLICKS[found?.id] ?? ACTIONS[name])?.(value);
   });
-  id("row").addEventListener("click", (event) => {
-    const found = event.target.closest("[data-key]");
-    if (found) look({ head: inside.head.head, key: Number(found.dataset.key) });
-  });
-  for (const [name, action] of Object.entries(CLICKS)) id(name).addEventListener("click", action);
-  for (const button of document.querySelectorAll("[data-step]")) button.addEventListener("click", () => moveBy(Number(button.dataset.step)));
-  for (const button of id("tabs").children) button.addEventListener("click", () => tab(button.dataset.tab));
-  for (const button of document.querySelectorAll("[data-export]")) button.addEventListener("click", () => exportAs(button.dataset.export));
   id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
   id("distance").addEventListener("input", drawPairs);
-  id("settings").addEventListener("close", readSettings);
+  id("settings").addEventListener("close", saveSettings);
   id("import").addEventListener("change", () => load(id("import").files[0]));
   document.addEventListener("keydown", keydown);
   addEventListener("pagehide", save);
   addEventListener("resize", () => inside && drawPairs());
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => inside && drawHead());
   tab(innerWidth < 1000 ? "words" : "why");
   try {
     await connect();
   } catch (error) {
-    if (error instanceof Refused) banner(error.message);
-    else gone(null);
+    failed(error, banner);
   }
   document.documentElement.dataset.ready = "";
 }

@@ -1,5 +1,5 @@
-"""The page of a trace: one HTML file with index.html, style.css and page.js from this folder, shared.css, shared.js
-and tokens.js from page/, and the data.
+"""The page of a trace: one HTML file with index.html, style.css and page.js from this folder, shared.css, shared.js,
+tokens.css and tokens.js from page/, and the data.
 
 The page uses no network. Its content security policy allows one script and one style, by their hashes, so that no
 traced text can run as code. The data (JSON and attention maps) is deflated and written as base64.
@@ -22,7 +22,7 @@ from ..page import part
 def render(facts: Mapping[str, Any], maps: bytes) -> str:
     """The page as text; facts and maps are the results of `trace.facts` and `trace.packed_maps`."""
     parts = {
-        "style.css": part("shared.css") + _read("style.css"),
+        "style.css": part("shared.css") + part("tokens.css") + _read("style.css"),
         "page.js": part("shared.js") + part("tokens.js") + _read("page.js"),
     }
     parts |= {f"hash of {name}": _hash(text) for name, text in parts.items()}

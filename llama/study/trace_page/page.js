@@ -449,7 +449,7 @@ async function start() {
     put("row-title", "What ", token(at(t)), " attends to in this head");
     put("row", ...Array.from({ length: t + 1 }, (_, s) => {
       const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = shaded(token(at(s)), shade(value));
-      if (s === t) node.classList.add("chosen");
+      if (s === t) node.classList.add("key");
       node.title = `${s}: ${weight(value)}`;
       node.addEventListener("click", () => choose({ token: s }));
       return node;
