@@ -15,7 +15,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from . import checks
-from .chat import TEMPLATES, check_messages, check_tools, continues_answer, encode_chat, forced_call
+from .chat import TEMPLATES, check_messages, check_tools, continues_answer, encode_chat
 from .chat.functions import Tools
 from .chat.messages import Message
 from .checkpoint import huggingface_write
@@ -29,7 +29,7 @@ from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopTex
 from .generation.batch import Batch, Ended, PromptScored, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import Grammar, compile_grammar
+from .generation.structured import Grammar, compile_grammar, forced_call
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
 from .system.temporary import own_temporary, replace

@@ -17,7 +17,7 @@ from .formats import TEMPLATES, chat_format_of, check_format, check_template, sa
 from .functions import Tools
 from .messages import Message, check_messages, check_tools, continues_answer
 from .template import choose_template, encode_template, render
-from .tool_calls import forced_call, parse_tool_calls
+from .tool_calls import parse_tool_calls
 
 __all__ = [
     "TEMPLATES",
@@ -29,7 +29,6 @@ __all__ = [
     "choose_template",
     "continues_answer",
     "encode_chat",
-    "forced_call",
     "parse_tool_calls",
     "render",
     "says_chat",

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import checks
-from ..chat import continues_answer, forced_call
+from ..chat import continues_answer
 from ..chat.messages import deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
+from ..generation.structured import forced_call
 from ..sampling import LARGEST_SEED, OPTIONS
 from ..system.documents import KINDS, parse_json
 from ..text import ENDS, LONGEST_TOKEN, Llama
