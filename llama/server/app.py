@@ -53,7 +53,8 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
-MAY_HAVE_SCHEMA = re.compile(rb"response_format|tools|\\u")  # a key may be spelled with escapes
+# The keys that ask for a grammar, perhaps spelled with escapes. Escapes in other strings are text of many languages.
+MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[^"]{0,100})"\s*:')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
 PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.js")}

@@ -481,18 +481,19 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_body
 
     def slow(raw: bytes) -> Any:
-        if b"response_format" in raw:
+        if b"_format" in raw:
             begun.release()
-            go_on.wait(10)
+            go_on.wait(60)
         return real(raw)
 
     monkeypatch.setattr(app, "parse_body", slow)
     chat = json.dumps({"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}}).encode()
+    escaped = chat.replace(b"response", b"respons\\u0065")
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(ask, server, CHAT, chat) for _ in range(app.PARSED)]
+        asked = [pool.submit(ask, server, CHAT, chat if i % 2 else escaped) for i in range(app.PARSED)]
         try:
-            assert all(begun.acquire(timeout=10) for _ in asked)
-            assert ask(server, TEXT, json.dumps({"prompt": "a", "max_tokens": 1}).encode())[0] == 200
+            assert all(begun.acquire(timeout=30) for _ in asked)
+            assert ask(server, TEXT, {"prompt": 'the "tool_choice": é', "max_tokens": 1})[0] == 200
             assert not any(one.done() for one in asked)
         finally:
             go_on.set()
@@ -559,25 +560,26 @@ def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, p
 
 def test_a_request_with_many_answers_does_not_delay_others(server: Running, passes: Passes, llm: Llama) -> None:
     """The next slot goes to the request with the fewest answers in progress. Each answer is that of a single run."""
-    ended: list[str] = []
 
-    def send(name: str, n: int) -> Any:
-        body = {"prompt": name, "n": n, "max_tokens": 9, "temperature": 1, "seed": 3}
-        choices = json.loads(ask(server, TEXT, body)[1])["choices"]
-        ended.append(name)
-        return [choice["text"] for choice in choices]
+    def send(name: str, n: int) -> list[str]:
+        body = {"prompt": name, "n": n, "max_tokens": 9, "temperature": 1, "seed": 3, "ignore_eos": True}
+        return [choice["text"] for choice in json.loads(ask(server, TEXT, body)[1])["choices"]]
 
     passes.allow(0)
     with ThreadPoolExecutor() as pool:
         sent = {}
         for name, n in (("many", 10), ("one", 1), ("two", 1)):
-            sent[name, n] = pool.submit(send, name, n)
+            sent[name] = pool.submit(send, name, n)
             until(lambda: sum(gauges(server)) == len(sent) + 9)
+        passes.allow(30)  # enough for the answers in progress and the next two, of 9 tokens each
+        found = {"one": sent["one"].result(), "two": sent["two"].result()}
+        assert not sent["many"].done()
         passes.allow(float("inf"))
-        for (name, n), found in sent.items():
-            alone = [llm.generate(name, max_new_tokens=9, temperature=1, seed=3 + i).text for i in range(n)]
-            assert found.result() == alone
-    assert ended[-1] == "many"
+        found["many"] = sent["many"].result()
+    for name, texts in found.items():
+        for seed, text in enumerate(texts, 3):
+            assert text == llm.generate(name, max_new_tokens=9, temperature=1, seed=seed, ignore_eos=True).text
+    assert len(found["many"]) == 10
 
 
 def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
