@@ -1,9 +1,10 @@
-"""params.json, config.json and the index of weights: invalid texts, hostile values, files that were mixed up."""
+"""config.json and the index of weights: hostile values, files that were mixed up."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,26 +54,6 @@ def logits(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
     return llama.load_model(folder, dtype="float32", device="cpu", **options)(tokens)
 
 
-TEXTS: dict[str, Callable[[bytes], bytes]] = {
-    "more": lambda t: t + b"\n}",
-    "not UTF-8": lambda t: t.replace(b"{", b'{"a": "\xff", ', 1),
-    "a list": lambda t: b"[" + t + b"]",
-    "NaN": lambda t: t.replace(b"1e-05", b"NaN"),
-    "twice inside": lambda t: t.replace(b"{", b'{"mine": {"a": 1, "a": 1}, ', 1),
-    "deep": lambda t: t.replace(b"{", b'{"mine": ' + b"[" * 100_000 + b"]" * 100_000 + b", ", 1),
-    "digits": lambda t: t.replace(b"1e-05", b"1" + b"0" * 5000),
-    "larger than any": lambda t: t + b" " * 2**22,
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_or_value_that_is_not_valid_is_refused(document: Path, name: str) -> None:
-    document.write_bytes(TEXTS[name](document.read_bytes()))
-    with pytest.raises(LlamaError, match=rf"{document.name}") as caught:
-        open_checkpoint(document.parent)
-    assert len(str(caught.value)) < 500
-
-
 def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(originals: dict[str, Path], form: str) -> None:
     """The test also checks that the logits differ without the scaling."""
     positions = torch.tensor([0, 1, 50, 8191, 8192, 9000, 20_000, 65_000, 99_999])
@@ -97,19 +78,6 @@ def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try
          trust_remote_code=True, _attn_implementation_internal="evil/evil", _attn_implementation="evil/evil",
          custom_pipelines={"text-generation": {"impl": "evil.Evil"}})  # fmt: skip
     assert attempt("generate", *RUN, "-m", document.parent).stdout == expected.stdout != b""
-
-
-@pytest.mark.parametrize("form", ["hf"])
-def test_stop_ids_are_the_union_of_those_in_both_files(document: Path) -> None:
-    own = llama.load_tokenizer(document.parent).stop_ids
-    generation = document.with_name("generation_config.json")
-    for theirs, ours, wanted in ((5, [7, 8], {5, 7, 8}), ([5, 6], None, {5, 6}), ([], 7, {7})):
-        edit(document, eos_token_id=ours)
-        generation.write_text(json.dumps({"eos_token_id": theirs}))
-        assert wanted <= llama.load_tokenizer(document.parent).stop_ids <= wanted | own
-    generation.write_text('{"eos_token_id": [true, -1, 2.0, null]}')
-    with pytest.raises(LlamaError, match=r"generation_config\.json: eos_token_id must be an id"):
-        llama.load_tokenizer(document.parent)
 
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -151,10 +119,11 @@ INDEXES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_each_fault_of_the_index_is_refused(many: Path, attempt: Try, name: str) -> None:
+def test_each_fault_of_the_index_is_refused(many: Path, name: str) -> None:
     change, words = INDEXES[name]
     change(many)
-    attempt("generate", *RUN, "-m", many).refused(words)
+    with pytest.raises(LlamaError, match=re.escape(words)):
+        open_checkpoint(many)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "folder", "pipe", "torch"])
