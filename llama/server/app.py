@@ -53,8 +53,8 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
-# The keys that ask for a grammar, perhaps spelled with escapes. Escapes in other strings are text of many languages.
-MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[^"]{0,100})"\s*:')
+# The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
+MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
 PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.js")}
