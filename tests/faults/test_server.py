@@ -68,7 +68,7 @@ class Passes:
         with self.changed:
             self.count += 1
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: self.count <= self.allowed, 60)
+            assert self.changed.wait_for(lambda: self.count <= self.allowed, 120)
             error, self.error = self.error, None
         if error is not None:
             raise error
@@ -82,7 +82,7 @@ class Passes:
     def wait(self) -> None:
         """Wait until a pass waits."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.count > self.allowed, 60)
+            assert self.changed.wait_for(lambda: self.count > self.allowed, 120)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def _idle(server: Running, passes: Passes) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------------ clients
 def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.002)
@@ -127,7 +127,7 @@ def until(true: Callable[[], object]) -> None:
 
 def ask(server: Running, path: str, body: object, method: str = "POST", **headers: str) -> tuple[int, str, Any]:
     """The status, text and headers of a response."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, path, raw, {"Content-Type": "application/json"} | headers)
     response = connection.getresponse()
@@ -150,7 +150,7 @@ def raw(body: object, *headers: bytes) -> bytes:
 
 
 def connect(server: Running, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=300)
     connection.sendall(data)
     return connection
 
@@ -477,7 +477,7 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     def slow(raw: bytes) -> Any:
         if b"_format" in raw.replace(b"\0", b""):
             begun.release()
-            go_on.wait(60)
+            go_on.wait(120)
         return real(raw)
 
     monkeypatch.setattr(app, "parse_body", slow)
@@ -486,7 +486,7 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, server, CHAT, (chat, escaped, wide)[i % 3]) for i in range(app.PARSED)]
         try:
-            assert all(begun.acquire(timeout=30) for _ in asked)
+            assert all(begun.acquire(timeout=120) for _ in asked)
             assert ask(server, TEXT, {"prompt": 'the "tool_choice": é', "max_tokens": 1})[0] == 200
             assert not any(one.done() for one in asked)
         finally:
@@ -662,7 +662,7 @@ def test_what_a_client_leaves_incomplete_is_closed(impatient: Running) -> None:
         "a body of the wrong type": b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\n",
         "nothing": b"",
     }
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
 
     def until_closed(what: str) -> bytes:
         received = b""
