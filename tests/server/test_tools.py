@@ -134,10 +134,3 @@ def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) 
     message = parts(tiny_llm, pieces, mark="<|python_tag|>")[0]["message"]
     assert message["content"].strip() == "Let me see."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
-
-
-@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "weather"', ""])
-def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
-    (choice,) = parts(tiny_llm, list(text))
-    assert (choice["message"].get("tool_calls"), choice["message"]["content"]) == (None, text)
-    assert choice["finish_reason"] == "stop"
