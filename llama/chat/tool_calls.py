@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import json
 import re
 import warnings
@@ -133,11 +134,7 @@ class ToolCallStream:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
-        values = ['{"', '[{"', *(f"[{name}(" for name in self.names)]
-        named = [f"{name}{end}" for name in self.names for end in ("{", f"{ARGS}{{", CALL_ID)]
-        marked = {mark + value for mark in BEFORE for value in (*values, *named)}
-        self._anywhere = sorted(marked | {AFTER})  # how a call may begin, without white space
-        self._first = sorted({*self._anywhere, *values, ';{"'})  # and if only calls precede it
+        self._anywhere, self._first = _beginnings(self.names)
         self._pending: list[str] = []  # characters of a possible call
         self._begun = ""  # the same without white space, until its value has begun
         self._value: Generator[None, str, bool] | None = None
@@ -219,6 +216,15 @@ class ToolCallStream:
             self._events[-1] += text
         elif text:
             self._events.append(text)
+
+
+@functools.lru_cache(16)
+def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str]]:
+    """How a call may begin, without white space, in order: after text, and if only calls precede it."""
+    values = ['{"', '[{"', *(f"[{name}(" for name in names)]
+    named = [f"{name}{end}" for name in names for end in ("{", f"{ARGS}{{", CALL_ID)]
+    anywhere = {AFTER, *(mark + value for mark in BEFORE for value in (*values, *named))}
+    return sorted(anywhere), sorted({*anywhere, *values, ';{"'})
 
 
 def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[ToolCall]]:
