@@ -18,7 +18,6 @@ from . import checks
 from .chat import TEMPLATES, encode_chat
 from .chat.functions import Tools
 from .chat.messages import Message, check_messages, check_tools, continues_answer
-from .chat.tool_calls import forced_call
 from .checkpoint import huggingface_write
 from .checkpoint.write import Model, to_layout
 from .engine.linears import describe_quantization
@@ -30,7 +29,7 @@ from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopTex
 from .generation.batch import Batch, Ended, PromptScored, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import Grammar, compile_grammar
+from .generation.structured import Grammar, compile_grammar, forced_call
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
 from .system.temporary import own_temporary, replace

@@ -233,6 +233,9 @@ def test_generation_config_is_applied_if_valid(with_tokenizer: Path) -> None:
     assert any("its sampling options are ignored" in warning for warning in open_checkpoint(with_tokenizer).warnings)
     edit(with_tokenizer, file="generation_config.json", do_sample=None, repetition_penalty=1.1)
     assert open_checkpoint(with_tokenizer).sampling == {"repetition_penalty": 1.1}
+    edit(with_tokenizer, file="generation_config.json", eos_token_id=[True])
+    with pytest.raises(LlamaError, match=r"generation_config\.json: eos_token_id must be an id"):
+        llama.load_tokenizer(with_tokenizer)
 
 
 BOTH = {"default": "A", "tool_use": "B"}

@@ -513,6 +513,8 @@ ERRORS = [
     ("json_schema", {"maximum": float("nan")}, "is not valid JSON: "),
     ("json_schema", {"const": {1, 2}}, "is not valid JSON: "),
     ("json_schema", 3, "must be an object, true or false, got 3"),
+    ("json_schema", {"properties": {"a": {"enum": ["\\n\n", "\x01"]}}}, "control characters"),  # would give ""
+    ("json_schema", {"pattern": "^a\x7fb$"}, "control characters"),
     ("json_schema", json.loads('{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
     ("regex", "(", "unclosed group"),
     ("regex", "(?=a)b", "look-ahead"),

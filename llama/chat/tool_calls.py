@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import json
 import re
 import warnings
-from collections.abc import Collection, Generator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
-from ..checks import shown
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
 from .functions import Tools
@@ -134,11 +135,7 @@ class ToolCallStream:
 
     def __init__(self, tools: Tools | None):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
-        values = ['{"', '[{"', *(f"[{name}(" for name in self.names)]
-        named = [f"{name}{end}" for name in self.names for end in ("{", f"{ARGS}{{", CALL_ID)]
-        marked = {mark + value for mark in BEFORE for value in (*values, *named)}
-        self._anywhere = marked | {AFTER}  # how a call may begin, without white space
-        self._first = self._anywhere | {*values, ';{"'}  # and if only calls precede it
+        self._anywhere, self._first = _beginnings(self.names)
         self._pending: list[str] = []  # characters of a possible call
         self._begun = ""  # the same without white space, until its value has begun
         self._value: Generator[None, str, bool] | None = None
@@ -171,13 +168,14 @@ class ToolCallStream:
         if self._value is None:
             begun = self._begun + character.strip()
             begins = self._first if self._only_calls else self._anywhere
-            if not begun or not any(begin.startswith(begun) for begin in begins):
+            at = bisect_left(begins, begun)  # of the first that may begin so
+            if not begun or at == len(begins) or not begins[at].startswith(begun):
                 return False
             self._begun = begun
             self._pending.append(character)
             if begun == AFTER:
                 self._finish()
-            elif begun in begins:
+            elif begun == begins[at]:
                 self._value = _value(BEGIN.sub("", begun, count=1))
                 next(self._value)
             return True
@@ -221,6 +219,15 @@ class ToolCallStream:
             self._events.append(text)
 
 
+@functools.lru_cache(16)
+def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str]]:
+    """How a call may begin, without white space, in order: after text, and if only calls precede it."""
+    values = ['{"', '[{"', *(f"[{name}(" for name in names)]
+    named = [f"{name}{end}" for name in names for end in ("{", f"{ARGS}{{", CALL_ID)]
+    anywhere = {AFTER, *(mark + value for mark in BEFORE for value in (*values, *named))}
+    return sorted(anywhere), sorted({*anywhere, *values, ';{"'})
+
+
 def parse_tool_calls(text: str, tools: Tools | None) -> tuple[str, list[ToolCall]]:
     """Split an assistant's answer into text and calls of declared functions. See `ToolCallStream`."""
     stream = ToolCallStream(tools)
@@ -248,30 +255,3 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not name:
         raise UsageError(f"each tool must have a function with a name, got {tool!r:.80}")
     return name
-
-
-# No free white space, and one spelling of each string (see generation/structured.py)
-FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "json_allowed_escapes": 'nrbtf\\"'}
-
-
-def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """A Lark grammar for a call of any tool, or of the one that `choice` names; None for "auto" and "none".
-
-    White space between the parts of a call is fixed. Otherwise a model may write it without end.
-    """
-    if choice in ("auto", "none"):
-        return None
-    calls = []
-    for function in (tool.get("function", tool) for tool in tools):
-        name = function["name"]
-        if choice in ("required", name, {"type": "function", "function": {"name": name}}):
-            schema = {"type": "object", **function.get("parameters", {})}
-            schema["x-guidance"] = FORM
-            begin = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
-            calls.append(f'{begin} %json {json.dumps(schema)} "}}"')
-    if not calls:
-        raise UsageError(
-            'tool_choice must be "none", "auto", "required" or {type: function, function: {name}} with the name of one'
-            f" of the tools, got {shown(choice)}"
-        )
-    return f"start: {' | '.join(calls)}"

@@ -193,7 +193,7 @@ def drop_pages(tensor: Tensor) -> None:
 
 
 def use_large_pages(tensor: Tensor) -> None:
-    """Ask the system to read a tensor in a mapped file in pages of 2 MB, if it can: a first access then takes less time."""
+    """Ask the system to read a tensor in a mapped file in pages of 2 MB, which shortens the first access."""
     _advise(tensor, "MADV_HUGEPAGE")
 
 

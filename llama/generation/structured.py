@@ -50,7 +50,10 @@ CHILD = Child(Path(__file__).with_name("grammar.py"), ("llguidance",), seconds=2
 # JSON allows any amount of white space between its tokens, and a small model may repeat it endlessly. So a run of white
 # space is limited to 64 characters: enough for 15 levels, indented by 4.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-ESCAPES = 'nrbtf\\"'  # without \uXXXX a string has one spelling, so that no key evades the rules for its name
+# Without \uXXXX a string has one spelling, so that no key evades the rules for its name.
+ESCAPES = 'nrbtf\\"'
+# What these escapes can't spell, in JSON text. llguidance leaves it out of constants and patterns without an error.
+UNSPELLED = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bef]|1.|7f)")
 
 # Without this, llguidance allows only one tokenization of text that must come next
 EXACT = '%llguidance {"no_forcing": true}'
@@ -75,10 +78,15 @@ def _json_schema(source: Any) -> list[dict[str, Any]]:
         raise UsageError(f"a JSON schema must be an object, true or false, got {checks.shown(schema)}")
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
-    schema = {} if schema is True else schema
-    options = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "json_allowed_escapes": ESCAPES}
-    answer = {**schema, "x-guidance": options}
+    answer = _spelled({} if schema is True else schema, whitespace_pattern=WHITE_SPACE)
     return [{"lark_grammar": f"{EXACT}\nstart: @answer"}, {"name": "answer", "json_schema": answer}]
+
+
+def _spelled(schema: Mapping[str, Any], **form: object) -> dict[str, Any]:
+    """A schema with llguidance's options for the form of its values."""
+    if UNSPELLED.search(json.dumps(schema)):
+        raise UsageError("a JSON schema can't contain control characters other than \\b \\t \\n \\f \\r; remove them")
+    return {**schema, "x-guidance": {**form, "json_allowed_escapes": ESCAPES}}
 
 
 def _regex(source: Any) -> list[dict[str, Any]]:
@@ -97,6 +105,29 @@ def _lark(source: Any) -> list[dict[str, Any]]:
             if re.search(rf"\b{name}[ \t]*=", options):
                 raise UsageError(f"the grammar sets {name}= for a rule, which is not supported; {remedy}")
     return [{"lark_grammar": f"{text}\n{EXACT}"}]
+
+
+def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """A Lark grammar for a call of any tool, or of the one that `choice` names; None for "auto" and "none".
+
+    White space between the parts of a call is fixed. Otherwise a model may write it without end.
+    """
+    if choice in ("auto", "none"):
+        return None
+    calls = []
+    for function in (tool.get("function", tool) for tool in tools):
+        name = function["name"]
+        if choice in ("required", name, {"type": "function", "function": {"name": name}}):
+            schema = {"type": "object", **function.get("parameters", {})}
+            schema = _spelled(schema, whitespace_flexible=False, item_separator=", ", key_separator=": ")
+            begin = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ')
+            calls.append(f'{begin} %json {json.dumps(schema)} "}}"')
+    if not calls:
+        raise UsageError(
+            'tool_choice must be "none", "auto", "required" or {type: function, function: {name}} with the name of one'
+            f" of the tools, got {checks.shown(choice)}"
+        )
+    return f"start: {' | '.join(calls)}"
 
 
 def _text(what: str, source: Any) -> str:

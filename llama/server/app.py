@@ -52,8 +52,9 @@ RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
-PARSED = 4  # requests at once
-MAY_HAVE_SCHEMA = re.compile(rb"response_format|tools|\\u")  # a key may be spelled with escapes
+PARSED, COMPILED = 4, 2  # requests at once, of the 5 or more threads of asyncio.to_thread
+# The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
+MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
 PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}
@@ -82,7 +83,7 @@ class Server:
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
         self.tokens: Counter[str] = Counter()
         self.received = 0  # bytes of bodies that are not parsed yet
-        self.parsing, self.compiling = asyncio.Semaphore(PARSED), asyncio.Semaphore(PARSED)
+        self.parsing, self.compiling = asyncio.Semaphore(PARSED), asyncio.Semaphore(COMPILED)
         self.tracing = asyncio.Semaphore(1)
 
     def app(self, hosts: list[str] | None, origins: Sequence[str] = ()) -> Starlette:

@@ -14,10 +14,10 @@ from typing import Any
 
 from .. import checks
 from ..chat.messages import continues_answer, deeper
-from ..chat.tool_calls import forced_call
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..generation.answer import Prompt
+from ..generation.structured import forced_call
 from ..sampling import LARGEST_SEED, OPTIONS
 from ..system.documents import KINDS, parse_json
 from ..text import ENDS, LONGEST_TOKEN, Llama
@@ -61,6 +61,7 @@ class Call:
     prompts  one for each answer: prompt i // n, answer i % n
     top      alternatives for each token in the response
     echoed   the texts of the prompts, if they are part of the response
+    tools    the names of the functions, since each answer has a parser of its own
     """
 
     n: int
@@ -107,11 +108,12 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
         raise UsageError("top_logprobs needs logprobs: true")
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top}
     call.several_calls, choice = body.get("parallel_tool_calls", True), body.get("tool_choice", "auto")
-    call.tools = [] if choice == "none" else _tools(body.get("tools", []))
-    options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, call.tools)
+    tools = [] if choice == "none" else _tools(body.get("tools", []))
+    call.tools = [{"name": tool["function"]["name"]} for tool in tools]
+    options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, tools)
     if options["schema"] and options["grammar"]:
         raise UsageError("response_format can't be combined with a tool_choice that requires a call")
-    options["continues"], ids = _conversation(body, call.tools, llm, options["grammar"] is not None)
+    options["continues"], ids = _conversation(body, tools, llm, options["grammar"] is not None)
     call.prompts = _owned(body, llm.prepare(ids, options, call.n))
     return call
 

@@ -1,9 +1,10 @@
-"""params.json, config.json and the index of weights: invalid texts, hostile values, files that were mixed up."""
+"""config.json and the index of weights: hostile values, files that were mixed up."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,104 +13,36 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
 
-import llama
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
 from llama.tools.convert import convert
 
 from ..scripts import make_tiny
+from ..test_huggingface import edit
 from .conftest import Try
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = ("--raw", "a", "-n", "3", "--device", "cpu", "--dtype", "float32", "--temperature", "0")
-DOCUMENT = {"meta": "params.json", "hf": "config.json"}
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("originals")
-    return {form: make_tiny.make(root / form, "llama-3.1-8b", format=form) for form in DOCUMENT}
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("original") / "hf", "llama-3.1-8b", format="hf")
 
 
-@pytest.fixture(params=["meta", "hf"])
-def form(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def document(originals: dict[str, Path], tmp_path: Path, form: str) -> Path:
-    """The params.json or config.json of a complete checkpoint."""
-    return Path(shutil.copytree(originals[form], tmp_path / form)) / DOCUMENT[form]
-
-
-def edit(document: Path, **changes: Any) -> None:
-    document.write_text(json.dumps({**json.loads(document.read_text()), **changes}))
-
-
-def logits(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-    return llama.load_model(folder, dtype="float32", device="cpu", **options)(tokens)
-
-
-TEXTS: dict[str, Callable[[bytes], bytes]] = {
-    "more": lambda t: t + b"\n}",
-    "not UTF-8": lambda t: t.replace(b"{", b'{"a": "\xff", ', 1),
-    "a list": lambda t: b"[" + t + b"]",
-    "NaN": lambda t: t.replace(b"1e-05", b"NaN"),
-    "twice inside": lambda t: t.replace(b"{", b'{"mine": {"a": 1, "a": 1}, ', 1),
-    "deep": lambda t: t.replace(b"{", b'{"mine": ' + b"[" * 100_000 + b"]" * 100_000 + b", ", 1),
-    "digits": lambda t: t.replace(b"1e-05", b"1" + b"0" * 5000),
-    "larger than any": lambda t: t + b" " * 2**22,
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_or_value_that_is_not_valid_is_refused(document: Path, name: str) -> None:
-    document.write_bytes(TEXTS[name](document.read_bytes()))
-    with pytest.raises(LlamaError, match=rf"{document.name}") as caught:
-        open_checkpoint(document.parent)
-    assert len(str(caught.value)) < 500
-
-
-def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(originals: dict[str, Path], form: str) -> None:
-    """The test also checks that the logits differ without the scaling."""
-    positions = torch.tensor([0, 1, 50, 8191, 8192, 9000, 20_000, 65_000, 99_999])
-    tokens = torch.arange(300, 300 + len(positions))[None]
-    theirs = LlamaForCausalLM.from_pretrained(originals["hf"], dtype=torch.float32).eval()
-    expected = theirs(tokens, position_ids=positions[None]).logits
-    ours = llama.load_model(originals[form], dtype="float32", device="cpu", rope="real")
-    assert float((ours(tokens, positions) - expected).abs().max()) < 5e-3  # transformers computes angles in float32
-    plain = llama.load_model(originals[form], dtype="float32", device="cpu", rope_scaling={"rope_type": "default"},
-                             max_seq_len=131072)  # fmt: skip
-    assert float((plain(tokens, positions) - expected).abs().max()) > 0.05
-
-
-@pytest.mark.parametrize("form", ["hf"])
-def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try) -> None:
+def test_code_that_a_configuration_names_is_not_run(original: Path, tmp_path: Path, attempt: Try) -> None:
+    folder = Path(shutil.copytree(original, tmp_path / "hf"))
     evil = "import os\nopen(os.environ['CANARY'], 'w').close()\n"
     for name in ("modeling_evil.py", "configuration_evil.py", "evil.py", "__init__.py"):
-        (document.parent / name).write_text(evil)
-    expected = attempt("generate", *RUN, "-m", document.parent)
+        (folder / name).write_text(evil)
+    expected = attempt("generate", *RUN, "-m", folder)
     assert expected.survived()
-    edit(document, auto_map={"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"},
+    edit(folder, auto_map={"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"},
          trust_remote_code=True, _attn_implementation_internal="evil/evil", _attn_implementation="evil/evil",
          custom_pipelines={"text-generation": {"impl": "evil.Evil"}})  # fmt: skip
-    assert attempt("generate", *RUN, "-m", document.parent).stdout == expected.stdout != b""
-
-
-@pytest.mark.parametrize("form", ["hf"])
-def test_stop_ids_are_the_union_of_those_in_both_files(document: Path) -> None:
-    own = llama.load_tokenizer(document.parent).stop_ids
-    generation = document.with_name("generation_config.json")
-    for theirs, ours, wanted in ((5, [7, 8], {5, 7, 8}), ([5, 6], None, {5, 6}), ([], 7, {7})):
-        edit(document, eos_token_id=ours)
-        generation.write_text(json.dumps({"eos_token_id": theirs}))
-        assert wanted <= llama.load_tokenizer(document.parent).stop_ids <= wanted | own
-    generation.write_text('{"eos_token_id": [true, -1, 2.0, null]}')
-    with pytest.raises(LlamaError, match=r"generation_config\.json: eos_token_id must be an id"):
-        llama.load_tokenizer(document.parent)
+    assert attempt("generate", *RUN, "-m", folder).stdout == expected.stdout != b""
 
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -118,9 +51,9 @@ Change = Callable[[Path], object]
 
 
 @pytest.fixture
-def many(originals: dict[str, Path], tmp_path: Path) -> Path:
+def many(original: Path, tmp_path: Path) -> Path:
     """The weights in three files."""
-    return convert(originals["hf"], tmp_path / "many", "hf", shards=3).path
+    return convert(original, tmp_path / "many", "hf", shards=3).path
 
 
 def shard(folder: Path, number: int = 1) -> Path:
@@ -151,17 +84,16 @@ INDEXES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_each_fault_of_the_index_is_refused(many: Path, attempt: Try, name: str) -> None:
+def test_each_fault_of_the_index_is_refused(many: Path, name: str) -> None:
     change, words = INDEXES[name]
     change(many)
-    attempt("generate", *RUN, "-m", many).refused(words)
+    with pytest.raises(LlamaError, match=re.escape(words)):
+        open_checkpoint(many)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "folder", "pipe", "torch"])
-def test_a_pickle_never_replaces_a_damaged_file(
-    originals: dict[str, Path], tmp_path: Path, attempt: Try, damage: str
-) -> None:
-    one = Path(shutil.copytree(originals["hf"], tmp_path / "one"))
+def test_a_pickle_never_replaces_a_damaged_file(original: Path, tmp_path: Path, attempt: Try, damage: str) -> None:
+    one = Path(shutil.copytree(original, tmp_path / "one"))
     file, state = one / FILE, load_file(one / FILE)
     torch.save(state, one / "pytorch_model.bin")
     data = file.read_bytes()

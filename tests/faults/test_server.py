@@ -45,7 +45,6 @@ from .test_soak import GROWTH, slope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SECONDS = 0.6  # of Limits.receive
 BODY = 100_000  # bytes of Limits.body
 SLOTS, WAITING = 2, 12
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -69,7 +68,7 @@ class Passes:
         with self.changed:
             self.count += 1
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: self.count <= self.allowed, 20)
+            assert self.changed.wait_for(lambda: self.count <= self.allowed, 120)
             error, self.error = self.error, None
         if error is not None:
             raise error
@@ -83,7 +82,7 @@ class Passes:
     def wait(self) -> None:
         """Wait until a pass waits."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.count > self.allowed, 20)
+            assert self.changed.wait_for(lambda: self.count > self.allowed, 120)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +97,16 @@ def passes(llm: Llama) -> Passes:
 
 @pytest.fixture(scope="module")
 def server(llm: Llama, passes: Passes) -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Limits, "receive", SECONDS)
-        with running(llm, SLOTS, WAITING, limits=Limits(body=BODY, receive=SECONDS, seconds=10)) as found:
-            yield found
+    with running(llm, SLOTS, WAITING, limits=Limits(body=BODY)) as found:
+        yield found
+
+
+@pytest.fixture
+def impatient(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server that waits a second for a client. Others wait longer, for clients on a busy machine."""
+    monkeypatch.setattr(Limits, "receive", 1.0)
+    with running(llm, limits=Limits(receive=1.0)) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +118,8 @@ def _idle(server: Running, passes: Passes) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------------ clients
-def until(true: Callable[[], object], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
+def until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.002)
@@ -122,7 +127,7 @@ def until(true: Callable[[], object], seconds: float = 20) -> None:
 
 def ask(server: Running, path: str, body: object, method: str = "POST", **headers: str) -> tuple[int, str, Any]:
     """The status, text and headers of a response."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, path, raw, {"Content-Type": "application/json"} | headers)
     response = connection.getresponse()
@@ -145,7 +150,7 @@ def raw(body: object, *headers: bytes) -> bytes:
 
 
 def connect(server: Running, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=300)
     connection.sendall(data)
     return connection
 
@@ -315,7 +320,8 @@ MALFORMED = {
     b'{"prompt": "\xff"}': "decode",
     b'{"prompt": "a", "stop": ["\\ud800"]}': "stop must be valid Unicode",
     b'{"prompt": ' + b"[" * 90_000: "recursion",
-    b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}": "nested deeper than 100",
+    **{b'{"prompt": ' + b"[" * n + b"]" * n + b"}": "nested deeper than 100" for n in (100, 300, 900)},
+    b'{"stop": [{"a": 1, "a": 1}]}': "twice",
 }
 
 
@@ -328,16 +334,6 @@ def test_bodies_that_are_no_request(server: Running) -> None:
         status, text, _ = ask(server, TEXT, {"prompt": "a"}, **{"Content-Type": kind})
         assert status == 415
         refusal(status, text, "application/json")
-
-
-def test_nesting_up_to_pythons_stack(llm: Llama) -> None:
-    """The functions that read a body are recursive: no depth is an error of another kind."""
-    for depth in [*range(60, 120), *range(900, 1010, 3)]:
-        for begin, end in ((b"[", b"]"), (b'{"a":', b"}")):
-            nested = begin * depth + b"1" + end * depth
-            for field, parse in (("prompt", parse_text), ("tools", parse_chat), ("logit_bias", parse_text)):
-                with pytest.raises(UsageError):
-                    parse(parse_body(b'{"%s": %s}' % (field.encode(), nested)), llm, "tiny")
 
 
 def test_a_body_has_a_largest_size(server: Running) -> None:
@@ -386,9 +382,7 @@ def test_an_answer_ends_within_one_pass_after_its_client_is_gone(
     passes.wait()
     (prompt,) = server.engine.listeners
     leave(client)
-    left = time.monotonic()
     until(prompt.cancelled.is_set)
-    assert time.monotonic() - left < 5  # a server that no longer reads notices it too, but only after 10 s
     count = passes.count
     assert gauges(server) == (1, 0)
     passes.allow(1)
@@ -481,19 +475,20 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     begun, go_on, real = threading.Semaphore(0), threading.Event(), app.parse_body
 
     def slow(raw: bytes) -> Any:
-        if b"response_format" in raw:
+        if b"_format" in raw.replace(b"\0", b""):
             begun.release()
-            go_on.wait(10)
+            go_on.wait(120)
         return real(raw)
 
     monkeypatch.setattr(app, "parse_body", slow)
     chat = json.dumps({"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}}).encode()
+    escaped, wide = chat.replace(b"response", b"respons\\u0065"), chat.decode().encode("utf-16")
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(ask, server, CHAT, chat) for _ in range(app.PARSED)]
+        asked = [pool.submit(ask, server, CHAT, body) for body in (chat, escaped, wide, chat)]
         try:
-            assert all(begun.acquire(timeout=10) for _ in asked)
-            assert ask(server, TEXT, json.dumps({"prompt": "a", "max_tokens": 1}).encode())[0] == 200
-            assert not any(one.done() for one in asked)
+            assert all(begun.acquire(timeout=120) for _ in range(app.COMPILED))
+            assert ask(server, TEXT, {"prompt": 'the "tool_choice": é', "max_tokens": 1})[0] == 200
+            assert not begun.acquire(blocking=False)  # the others wait for these
         finally:
             go_on.set()
         assert [one.result()[0] for one in asked] == [200] * len(asked)
@@ -559,25 +554,26 @@ def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, p
 
 def test_a_request_with_many_answers_does_not_delay_others(server: Running, passes: Passes, llm: Llama) -> None:
     """The next slot goes to the request with the fewest answers in progress. Each answer is that of a single run."""
-    ended: list[str] = []
 
-    def send(name: str, n: int) -> Any:
-        body = {"prompt": name, "n": n, "max_tokens": 9, "temperature": 1, "seed": 3}
-        choices = json.loads(ask(server, TEXT, body)[1])["choices"]
-        ended.append(name)
-        return [choice["text"] for choice in choices]
+    def send(name: str, n: int) -> list[str]:
+        body = {"prompt": name, "n": n, "max_tokens": 9, "temperature": 1, "seed": 3, "ignore_eos": True}
+        return [choice["text"] for choice in json.loads(ask(server, TEXT, body)[1])["choices"]]
 
     passes.allow(0)
     with ThreadPoolExecutor() as pool:
         sent = {}
         for name, n in (("many", 10), ("one", 1), ("two", 1)):
-            sent[name, n] = pool.submit(send, name, n)
+            sent[name] = pool.submit(send, name, n)
             until(lambda: sum(gauges(server)) == len(sent) + 9)
+        passes.allow(30)  # enough for the answers in progress and the next two, of 9 tokens each
+        found = {"one": sent["one"].result(), "two": sent["two"].result()}
+        assert not sent["many"].done()
         passes.allow(float("inf"))
-        for (name, n), found in sent.items():
-            alone = [llm.generate(name, max_new_tokens=9, temperature=1, seed=3 + i).text for i in range(n)]
-            assert found.result() == alone
-    assert ended[-1] == "many"
+        found["many"] = sent["many"].result()
+    for name, texts in found.items():
+        for seed, text in enumerate(texts, 3):
+            assert text == llm.generate(name, max_new_tokens=9, temperature=1, seed=seed, ignore_eos=True).text
+    assert len(found["many"]) == 10
 
 
 def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
@@ -655,7 +651,7 @@ def test_an_unexpected_error_in_a_request_is_an_error_object(server: Running, mo
 
 
 # ----------------------------------------------------------------------------------------------- L08: connections
-def test_what_a_client_leaves_incomplete_is_closed(server: Running) -> None:
+def test_what_a_client_leaves_incomplete_is_closed(impatient: Running) -> None:
     """Each client sends a byte now and then, so no pause is long."""
     slow = {
         "a head": GET + b"X: ",
@@ -666,11 +662,11 @@ def test_what_a_client_leaves_incomplete_is_closed(server: Running) -> None:
         "a body of the wrong type": b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\n",
         "nothing": b"",
     }
-    end = time.monotonic() + 20 * SECONDS
+    end = time.monotonic() + 120
 
     def until_closed(what: str) -> bytes:
         received = b""
-        with connect(server, slow[what]) as connection:
+        with connect(impatient, slow[what]) as connection:
             connection.settimeout(0.02)
             while time.monotonic() < end:
                 try:
@@ -684,16 +680,15 @@ def test_what_a_client_leaves_incomplete_is_closed(server: Running) -> None:
                     return received
         raise AssertionError(what)
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(len(slow)) as pool:
         received = dict(zip(slow, pool.map(until_closed, slow), strict=True))
     assert b" 408 " in received["a body"]
     assert b" 404 " in received["a body for no endpoint"]
     assert received["the head of a second request"].count(b"HTTP/1.1") == 1
-    assert ask(server, "/health", b"", "GET")[0] == 200
+    assert ask(impatient, "/health", b"", "GET")[0] == 200
 
 
-def test_more_connections_than_allowed_are_closed(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Limits, "receive", 30.0)
+def test_more_connections_than_allowed_are_closed(llm: Llama) -> None:
     with running(llm, slots=1, waiting=1) as server:
         limit = server.uvicorn.config.limit_concurrency
         assert limit is not None
@@ -744,16 +739,15 @@ def test_a_length_that_a_proxy_may_read_otherwise_is_refused(server: Running, he
     assert b"smuggled" not in found
 
 
-def test_a_client_that_reads_no_response_is_disconnected(server: Running) -> None:
-    connections = server.uvicorn.server_state.connections
-    server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+def test_a_client_that_reads_no_response_is_disconnected(impatient: Running) -> None:
+    connections = impatient.uvicorn.server_state.connections
+    impatient.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", server.port))
+        client.connect(("127.0.0.1", impatient.port))
         client.sendall(raw({**LONG, "max_tokens": 100, "n": 3, "logprobs": 20}))
         until(lambda: any(one.transport.get_write_buffer_size() for one in [*connections]))
         until(lambda: len(connections) == 0)
-    server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
 
 
 # ------------------------------------------------------------------------------------------------- L09: processes
@@ -772,7 +766,7 @@ loader.load = load
 class Command:
     """`clearllama serve` in a process of its own, with a slow model."""
 
-    def __init__(self, forked: Forked, model: Path, before: str = SLOW, seconds: int = 60):
+    def __init__(self, forked: Forked, model: Path, before: str = SLOW, seconds: int = 300):
         # In bfloat16, oneDNN keeps about .3 MB of code for each number of rows in a product, which looks like a leak.
         options = "--device cpu --threads 1 --dtype float32 --port 0 --parallel 2 --queue 9"
         args = ("serve", "-m", str(model), *options.split())
@@ -784,14 +778,19 @@ class Command:
     def errors(self) -> str:
         return self.forked.files[2].read_text()
 
-    def end(self, *numbers: int) -> tuple[int, str]:
-        """Send signals; return the exit code and what was written to stderr."""
-        for number in numbers:
-            os.kill(self.pid, number)
-            time.sleep(0.2)
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; return the exit code and what was written to stderr."""
         done = self.forked.finish()
         assert done.stdout == b""
         return done.returncode, done.stderr.decode()
+
+
+def refused(server: Running) -> bool:
+    try:
+        connect(server).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
@@ -804,9 +803,7 @@ def test_a_signal_ends_the_server_after_the_accepted_answers(
         answers = [pool.submit(ask, server, TEXT, {**body, "stream": i == 0}) for i in range(4)]
         until(lambda: sum(gauges(server)) == 4)
         os.kill(server.pid, number)
-        time.sleep(0.15)
-        with pytest.raises(ConnectionRefusedError):
-            connect(server)
+        until(lambda: refused(server))
         for i, answer in enumerate(answers):
             status, text, _ = answer.result()
             assert (status, '"finish_reason": "length"' in text or '"finish_reason":"length"' in text) == (200, True)
@@ -858,8 +855,8 @@ def test_10000_requests_leak_nothing(forked: Forked, tiny_gguf: Path) -> None:
         for start in range(0, 10_000, 250):
             statuses |= {*pool.map(send, range(start, start + 250))}
             until(lambda: gauges(server) == (0, 0))
-            time.sleep(0.1)  # the connection of the last look is closed
             process = Path(f"/proc/{server.pid}")
+            time.sleep(1)  # the connection of the last look is closed
             if start >= 3000:
                 pages = int((process / "statm").read_text().split()[1])
                 points.append((start, pages * os.sysconf("SC_PAGE_SIZE")))
@@ -869,7 +866,8 @@ def test_10000_requests_leak_nothing(forked: Forked, tiny_gguf: Path) -> None:
     assert statuses == {0, 200, 400, 429}
     assert len(descriptors) == 1
     assert slope(points) < GROWTH
-    assert server.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.end()[0] == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(

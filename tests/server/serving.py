@@ -34,7 +34,7 @@ class Running:
             time.sleep(0.01)
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)
 
     def close(self) -> None:
         self.uvicorn.should_exit = True

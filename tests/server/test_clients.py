@@ -31,12 +31,16 @@ def client(server: Running) -> openai.OpenAI:
     return server.client()
 
 
+@pytest.mark.parametrize("begun", [[], [{"role": "assistant", "content": " the"}]])
 @pytest.mark.parametrize("limit", [20, None])
-def test_a_chat_answer_is_that_of_the_library(client: openai.OpenAI, tiny_llm: Llama, limit: int | None) -> None:
+def test_a_chat_answer_is_that_of_the_library(
+    client: openai.OpenAI, tiny_llm: Llama, limit: int | None, begun: list[Any]
+) -> None:
     """Its length is limited by the context if the request has no limit."""
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "seed": 5}
-    found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=limit, **options)
-    expected = tiny_llm.chat(MESSAGES, max_new_tokens=limit or tiny_llm.model.max_seq_len, **options)
+    messages = MESSAGES + begun
+    found = client.chat.completions.create(model="tiny", messages=messages, max_tokens=limit, **options)
+    expected = tiny_llm.chat(messages, max_new_tokens=limit or tiny_llm.model.max_seq_len, **options)
     assert found.choices[0].message.content == expected.text
     assert found.choices[0].message.role == "assistant"
     assert found.choices[0].finish_reason == expected.finish_reason
@@ -77,18 +81,21 @@ def test_completions_take_texts_and_ids(client: openai.OpenAI, tiny_llm: Llama) 
         assert [(choice.index, choice.text) for choice in found.choices] == [*enumerate(one.text for one in expected)]
 
 
-def test_stop_bias_and_penalties_reach_the_model(client: openai.OpenAI, tiny_llm: Llama) -> None:
-    theirs: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 20, "temperature": 0}
-    free = tiny_llm.generate("abc", max_new_tokens=20)
-    stop = free.text[4:6]
-    found = client.completions.create(**theirs, stop=[stop])
-    assert found.choices[0].text == free.text[: free.text.index(stop)]
-    assert found.choices[0].finish_reason == "stop"
-    options: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 1.0}
-    id, more = tiny_llm.tokenizer.encode("z")[-1], {"repetition_penalty": 1.1}
-    found = client.completions.create(**theirs, logit_bias={str(id): 3}, extra_body=more, **options)
-    expected = tiny_llm.generate("abc", max_new_tokens=20, logit_bias={id: 3.0}, **more, **options)
-    assert found.choices[0].text == expected.text != free.text
+def test_each_field_has_the_effect_of_the_librarys_option(client: openai.OpenAI, tiny_llm: Llama) -> None:
+    free, id = tiny_llm.generate("abc", max_new_tokens=20), tiny_llm.tokenizer.encode("z")[-1]
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.1}
+    for options in (
+        {"stop": [free.text[4:6]]},
+        {"stop_token_ids": [free.tokens[3]], "min_tokens": 2},
+        {"logit_bias": {id: 3.0}, **penalties},
+        {"temperature": 0.9, "top_k": 7, "min_p": 0.01, "seed": 5, "ignore_eos": True},
+    ):
+        bias = {str(id): value for id, value in options.get("logit_bias", {}).items()}
+        fields = {"temperature": 0, **options, "logit_bias": bias}
+        found = client.completions.create(model="tiny", prompt="abc", max_tokens=20, extra_body=fields).choices[0]
+        expected = tiny_llm.generate("abc", max_new_tokens=20, **options)
+        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+        assert expected.tokens != free.tokens
 
 
 def test_echo_gives_the_log_probabilities_of_one_pass(client: openai.OpenAI, tiny_llm: Llama) -> None:
@@ -136,16 +143,6 @@ def test_models_and_errors_are_what_the_client_expects(server: Running, client: 
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="must hold prompt and answer"):
         client.completions.create(model="tiny", prompt=[5] * 5000)
-
-
-def test_fields_that_other_servers_have(client: openai.OpenAI, tiny_llm: Llama) -> None:
-    """Each has the effect of the library's option."""
-    options: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": [5], "min_tokens": 2}
-    for messages in (MESSAGES, [*MESSAGES, {"role": "assistant", "content": " the"}]):
-        theirs: Any = {"messages": messages, "max_tokens": 8, "temperature": 0, "extra_body": options}
-        found = client.chat.completions.create(model="tiny", **theirs)
-        expected = tiny_llm.chat(messages, max_new_tokens=8, temperature=0, **options)
-        assert found.choices[0].message.content == expected.text
     wrong = {"chat_template_kwargs": {"messages": []}}
     with pytest.raises(openai.BadRequestError, match="is no name"):
         client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=wrong)

@@ -33,6 +33,7 @@ class Weather(pydantic.BaseModel):
 
 SCHEMA = {**Weather.model_json_schema(), "additionalProperties": False}
 NOTHING = {"type": "object", "additionalProperties": False}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now", "description": "The time", "parameters": NOTHING}},
@@ -50,24 +51,19 @@ def client(server: Running) -> openai.OpenAI:
     return server.client()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pydantic_model_is_parsed_from_the_answer(client: openai.OpenAI, seed: int) -> None:
-    found = client.chat.completions.parse(
-        model="tiny", messages=MESSAGES, response_format=Weather, temperature=1.5, seed=seed, max_tokens=150
-    )
-    assert isinstance(found.choices[0].message.parsed, Weather)
-    assert found.choices[0].finish_reason == "stop"
-
-
-def test_json_objects_and_schemas_are_met_in_streams(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 150, "seed": 1}
-    form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
-    stream = client.chat.completions.create(**options, response_format=form, temperature=1.5, stream=True)
-    Weather.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in stream))
-    found = client.chat.completions.create(**options, response_format={"type": "json_object"})
-    text = found.choices[0].message.content or ""
-    assert text.lstrip().startswith("{")
-    assert found.choices[0].finish_reason == "length" or isinstance(json.loads(text), dict)
+def test_an_answer_has_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 150, "temperature": 1.5}
+    for seed in range(3):
+        found = client.chat.completions.parse(response_format=Weather, seed=seed, **options).choices[0]
+        assert isinstance(found.message.parsed, Weather)
+        assert found.finish_reason == "stop"
+        stream = client.chat.completions.create(response_format=FORM, seed=seed, stream=True, **options)
+        Weather.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    found = client.chat.completions.create(response_format={"type": "json_object"}, **options).choices[0]
+    assert found.finish_reason == "length" or isinstance(json.loads(found.message.content), dict)
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.chat.completions.create(response_format=wrong, **options)
 
 
 @pytest.mark.parametrize("choice", ["required", "weather", "now"])
@@ -138,16 +134,3 @@ def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) 
     message = parts(tiny_llm, pieces, mark="<|python_tag|>")[0]["message"]
     assert message["content"].strip() == "Let me see."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
-
-
-@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "weather"', ""])
-def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
-    (choice,) = parts(tiny_llm, list(text))
-    assert (choice["message"].get("tool_calls"), choice["message"]["content"]) == (None, text)
-    assert choice["finish_reason"] == "stop"
-
-
-def test_an_invalid_schema_is_refused(client: openai.OpenAI) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    with pytest.raises(openai.BadRequestError, match="schema"):
-        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
