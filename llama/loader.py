@@ -128,7 +128,7 @@ def load(
     path_or_name  a folder in Meta's or Hugging Face's format, a folder that contains a single one, a .gguf file, the
                   name of a downloadable model (`clearllama pull`), or ORG/NAME[:QUANT] of the Hugging Face hub, which
                   is downloaded on first use; None: the environment variable CLEARLLAMA_MODEL, else the default model
-    adapters      LoRA adapters to merge into the weights: a PEFT folder as a path, "PATH:SCALE" or
+    adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
                   (path, scale), or a list of them
     tokenizer     a file, or a folder with one, to use in place of the checkpoint's own tokenizer
     tokens        as in `LoadOptions`, or a function that gets the tokenizer and returns this number

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,11 +21,13 @@ import llama
 from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.adapters import with_adapters
+from llama.checkpoint.base import GGUF_NAMES, HUGGING_FACE_NAMES, to_file_name, to_model_name
 from llama.engine import kernels
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.tools.convert import convert, quantize
 
 from . import test_huggingface, tiny
+from .test_gguf import finish
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +162,38 @@ def test_adapters_add_up_with_their_scales(bases, tmp_path: Path) -> None:
     assert torch.equal(logits(base, adapters=f"{first}:0"), logits(base))
 
 
+def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: str) -> Path:
+    """Write the matrices of a PEFT adapter as llama.cpp's converter does: rows of q and k in Meta's order."""
+
+    entries = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": "llama", **metadata}
+    writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture"))
+    tiny.add_metadata(writer, entries)
+    if alpha is not None:
+        writer.add_float32("adapter.lora.alpha", alpha)
+    for key, tensor in lora.tensors.items():
+        if key.startswith("model.layers."):
+            module, which = key.removesuffix(".weight").rsplit(".", 1)
+            ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES, "model.layers")
+            name = f"{to_file_name(str(ours), GGUF_NAMES, 'blk')}.{which.lower()}"
+            if module.endswith(("q_proj", "k_proj")) and which == "lora_B":
+                tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
+        else:
+            name = f"token_embd.weight.lora_{key[-1].lower()}"
+            tensor = tensor.T if key.endswith("A") else tensor
+        writer.add_tensor(name, tensor.contiguous().numpy())
+    finish(writer)
+    return path
+
+
+def test_a_gguf_adapter_is_the_peft_adapter_it_was_made_of(bases, tmp_path: Path) -> None:
+    base = bases("plain")
+    path, lora = simple(base, tmp_path / "adapter", modules=[*MODULES, EMBED])
+    file = gguf_adapter(tmp_path / "adapter.gguf", lora)
+    assert torch.allclose(logits(base, adapters=file), logits(base, adapters=path), atol=1e-5)
+    without = gguf_adapter(tmp_path / "without.gguf", lora, alpha=None)  # llama.cpp then takes the scale 1
+    assert torch.allclose(logits(base, adapters=without), logits(base, adapters=f"{path}:0.5"), atol=1e-5)
+
+
 def test_a_piece_of_a_merged_weight_is_a_part_of_it(bases, tmp_path: Path) -> None:
     path, _ = simple(bases("tied"), tmp_path / "adapter", modules=[*MODULES, EMBED])
     for base in (bases("tied"), convert(bases("tied"), tmp_path / "a.gguf", "gguf").path):  # two orders of rows
@@ -254,8 +289,12 @@ def test_a_wrong_path_or_scale_is_refused(bases, tmp_path: Path) -> None:
     path, _ = simple(bases("plain"), tmp_path / "adapter")
     cases: list[tuple[Any, str]] = [
         ("nowhere:2", "nowhere does not exist"), (f"{path}:x", "must be PATH, PATH:SCALE or"),
-        ((path, math.inf), "must be a finite number"), (str(tmp_path), "has no adapter_config.json"),
+        ((path, math.inf), "must be a finite number"), (str(tmp_path), "is neither a PEFT folder"),
     ]  # fmt: skip
+    metadata = {"general.type": "model", "adapter.type": "ia3", "adapter.alora.invocation_tokens": "x"}
+    for number, (key, value) in enumerate(metadata.items()):
+        file = gguf_adapter(tmp_path / f"{number}.gguf", Lora(bases("plain")), **{key: value})
+        cases.append((file, "applies only after certain tokens" if value == "x" else f"{key} is '{value}', expected"))
     for adapters, says in cases:
         with pytest.raises(LlamaError, match=re.escape(says)):
             logits(bases("plain"), adapters=adapters)

@@ -112,7 +112,7 @@ class AdaptedCheckpoint(Checkpoint):
         for one, scale in self._adapters:
             if name in one.low_rank:
                 low = one.low_rank[name]
-                up = to_layout(name, low.up, self.config.head_dim, "half", self.layout)[rows].float()
+                up = to_layout(name, low.up, self.config.head_dim, one.layout, self.layout)[rows].float()
                 down, step = low.down[:, columns].float(), max(1, PIECE // merged.shape[1])
                 for first in range(0, len(merged), step):  # in pieces, to save memory
                     merged[first : first + step].addmm_(up[first : first + step], down, alpha=scale * low.scale)
@@ -147,7 +147,7 @@ def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
     """A hash of the adapters' contents and scales; it does not depend on their paths."""
     digest = hashlib.sha256()
     for adapter, scale in adapters:
-        digest.update(f"{scale!r}\n".encode())
+        digest.update(f"{adapter.layout} {scale!r}\n".encode())
         for name, low in sorted(adapter.low_rank.items()):
             for part in (low.down, low.up):
                 digest.update(f"{name} {tuple(part.shape)} {part.dtype} {low.scale!r}\n".encode())

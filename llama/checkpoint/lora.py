@@ -1,7 +1,7 @@
-"""Reader of LoRA adapters, PEFT's folders.
+"""Readers of LoRA adapters: PEFT's folders, and the GGUF files of llama.cpp's convert_lora_to_gguf.py.
 
 The tensors that are present decide which weights change; the configuration has the scales. What can't be merged is
-refused. Source: huggingface/peft, src/peft/tuners/lora and utils/other.py.
+refused. Sources: huggingface/peft, src/peft/tuners/lora and utils/other.py; llama.cpp, src/llama-adapter.cpp.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, DamagedError
+from ..rope import Layout
 from ..system.documents import Fields, read_json
-from . import huggingface
+from . import gguf, huggingface
 from .base import to_file_name, to_model_name
 from .huggingface import LAYERS, NAMES
 
@@ -59,24 +60,53 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: the changes of matrices, by the model's tensor names, with rows in the half layout."""
+    """An adapter: the changes of matrices, by the model's tensor names. layout: the order of the rows of wq and wk."""
 
     path: Path
+    layout: Layout
     low_rank: Mapping[str, LowRank]
 
 
-def read(folder: Path) -> Adapter:
-    """The adapter in a folder. Raises CheckpointError if it is damaged or can't be merged."""
-    if not (folder / CONFIG).is_file():
-        found = f"has no {CONFIG}, expected a folder that peft wrote" if folder.exists() else "does not exist"
-        raise CheckpointError(f"adapter {folder} {found}")
+def read(path: Path) -> Adapter:
+    """The adapter at a path. Raises CheckpointError if it is damaged or can't be merged."""
     try:
-        return _read(folder)
+        if (path / CONFIG).is_file():
+            return _read_peft(path)
+        if path.suffix == ".gguf" and path.is_file():
+            return _read_gguf(path)
     except (ConfigError, OverflowError, re.error) as error:  # an integer of hundreds of digits; no regular expression
-        raise CheckpointError(f"adapter {folder}: {error}") from None
+        raise CheckpointError(f"adapter {path}: {error}") from None
+    found = "is neither a PEFT folder with adapter_config.json nor a GGUF file" if path.exists() else "does not exist"
+    raise CheckpointError(f"adapter {path} {found}")
 
 
-def _read(folder: Path) -> Adapter:
+# ---------------------------------------------------------------------------------------------------------------- GGUF
+def _read_gguf(path: Path) -> Adapter:
+    """NAME.lora_a (r, in) and NAME.lora_b (out, r); of the embedding, lora_a is stored as (V, r)."""
+    file = gguf.GGUFFile(path)
+    fields = Fields(file.metadata, "metadata")
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora"), ("general.architecture", "llama")):
+        if (found := fields.get(key, str, "")) != expected:
+            raise CheckpointError(
+                f"adapter {path} is not a LoRA for LLaMA: {key} is {found!r:.40}, expected {expected!r}"
+            )
+    if "adapter.alora.invocation_tokens" in file.metadata:
+        raise CheckpointError(f"adapter {path} applies only after certain tokens (aLoRA); run it with llama.cpp")
+    alpha, low_rank = fields.get("adapter.lora.alpha", float, 0.0), {}
+    for weight in dict.fromkeys(re.sub(r"\.lora_[ab]$", "", name) for name in file.tensors):
+        name = to_model_name(weight, gguf.NAMES, gguf.LAYERS)
+        a, b = (file.tensors.get(f"{weight}.lora_{end}") for end in "ab")
+        if name is None or a is None or b is None:
+            raise DamagedError(f"adapter {path}: expected two matrices for each weight of a LLaMA, found {weight:.80}")
+        down, up = a.read(), b.read()
+        if name == EMBEDDING:
+            down, up = up.transpose(0, -1), down
+        low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha
+    return Adapter(path, "interleaved", low_rank)
+
+
+# ---------------------------------------------------------------------------------------------------------------- PEFT
+def _read_peft(folder: Path) -> Adapter:
     fields = Fields(read_json(folder / CONFIG), CONFIG)
     if (kind := fields.get("peft_type", object, None)) != "LORA":
         raise CheckpointError(f"adapter {folder} has the PEFT type {kind!r:.40}, expected 'LORA'; merge it with peft")
@@ -99,7 +129,7 @@ def _read(folder: Path) -> Adapter:
             raise DamagedError(f"adapter {folder}: {module} has {found}, expected two matrices of rank {r!r:.20}")
         scale = _by_pattern(alphas, module, float, alpha) / (math.sqrt(r) if root else r)
         low_rank[name] = LowRank(pair["down"], pair["up"], scale)
-    return Adapter(folder, low_rank)
+    return Adapter(folder, "half", low_rank)
 
 
 def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:

@@ -28,7 +28,7 @@ RARE = (  # titles of the groups of options that only --help-all shows
 ADAPTER = (
     "--adapter",
     "PATH[:SCALE]",
-    "merge a LoRA adapter (a PEFT folder) into the weights; may be repeated (default scale: 1)",
+    "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
     {**MANY, "default": []},
 )
 TOKENIZER = (
