@@ -29,7 +29,7 @@ THOUGHTS = (  # as Qwen 3 and SmolLM 3 search messages
     "{% if '/no_think' in messages[0].content %}<think></think>{% endif %}<|end_header_id|>"
 )
 EVERYTHING = (
-    "<|eot_id|>{%- set messages = messages[1:] %}\n    {{- messages | tojson }}"
+    "<|eot_id|>{%- set messages = messages[1:] %}{# and tool_calls #}\n    {{- messages | tojson }}"
     "{{ tools | tojson(ensure_ascii=true, indent=2) }}{{ messages }}{{ bos_token }}"
 )
 GLUED = (  # puts all strings directly next to each other
@@ -123,7 +123,7 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template, tools = SOURCES[name], None
-    calls = name != "llama3"  # that format has none
+    calls = "tool_calls" in template  # otherwise transformers leaves them out
     messages, schemas = dialog(texts, calls)
     if with_tools and calls and "tools" in template:
         tools = schemas
@@ -205,19 +205,24 @@ def test_a_template_is_chosen_by_the_request() -> None:
         text(None, None)
 
 
-def test_a_template_without_tools_gets_them_as_text() -> None:
-    call = {"function": {"name": "f", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-    ]
-    template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}", *TEMPLATES.values()]
+)
+def test_a_template_without_tools_gets_them_as_text(template: str) -> None:
+    """And the calls of earlier answers, also if no tool is passed or a grammar forces a call."""
+    call = {"function": {"name": "f", "arguments": {"a": "é"}}}
+    user, answer = {"role": "user", "content": "x"}, '{"name": "f", "parameters": {"a": "é"}}'
+
+    def text(messages: Any, **options: Any) -> str:
+        return TOKENIZER.decode(encode_chat(TOKENIZER, template, messages, **options))
+
     for before in ([], [{"role": "system", "content": "Be brief."}]):
-        text = TOKENIZER.decode(encode_chat(TOKENIZER, template, [*before, *messages], tools=[{"name": "f"}]))
-        assert text.count("[system:") == text.count('{"name": "f"}]') == 1
-        assert text.endswith('[user:x][assistant:{"name": "f", "parameters": {"a": 1}}][tool:2]')
-        assert ("Be brief.\n\n" in text) == bool(before)
+        written = [*before, user, {"role": "assistant", "content": answer}, user]
+        called = [*before, user, {"role": "assistant", "tool_calls": [call]}, user]
+        assert text(called) == text(written) == text(called, tools=[{"name": "f"}], forced=True)
+        described = text(called, tools=[{"name": "f"}])
+        assert described.count('{"name": "f"}') == described.count(answer) == 1
+        assert ("Be brief.\n\n" in described) == bool(before)
 
 
 def test_a_text_too_long_for_the_context_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

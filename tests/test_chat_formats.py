@@ -69,7 +69,6 @@ def test_no_text_becomes_control_in_built_in_formats(format: str) -> None:
 
 
 S, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "s"}
-CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,6 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
         ("llama2", [user("a"), assistant("b")], "the last message must have the role user"),
         *(("llama2", dialog, "the roles must be") for dialog in (
             [assistant("a"), user("b")], [user("a"), S, user("b")], [user("a"), TOOL, user("b")])),
-        *((format, [user("a"), CALL, user("b")], "cannot write calls") for format in TEMPLATES),
     ],
 )  # fmt: skip
 def test_what_a_format_can_not_express_is_an_error(format: str, dialog: Dialog, reason: str) -> None:

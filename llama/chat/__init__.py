@@ -43,7 +43,7 @@ def encode_chat(
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
     tools      the functions the assistant may call, or their JSON schemas. If the template ignores tools, a
-               system message describes them, unless a grammar forces a call (forced)
+               system message describes them, unless a grammar forces a call (forced); calls that it ignores are text
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now, variables and add_generation_prompt, as for `render`
 
@@ -61,20 +61,27 @@ def encode_chat(
             "this model has no chat template, so it is probably a base model: use llm.generate(text) (--raw);"
             f" if it was trained for chat, name its format: llm.chat_format = {fits!r} (--chat-format {fits})"
         )
+    if not re.search(r"\btool_calls\b", source):
+        checked = [_as_text(message) for message in checked]
     if tools and not forced and not re.search(r"\btools\b", source):
         checked = with_tools(checked, tools)
     return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, **options)
 
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """The messages with tools and calls written as text, for a template that ignores tools."""
+    """The messages with a system message that describes tools, for a template that ignores them."""
     described = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     before = [messages[0]["content"], ""] if messages and messages[0]["role"] == "system" else []
     system: Message = {"role": "system", "content": "\n".join([*before, TOOLS_TEXT, *described])}
-    rest: list[Message] = []
-    for message in messages[bool(before) :]:
-        functions = [call["function"] for call in message.get("tool_calls", [])]
-        calls = [json.dumps({"name": one["name"], "parameters": one["arguments"]}) for one in functions]
-        kept = {key: value for key, value in message.items() if key != "tool_calls"}
-        rest.append({**kept, "content": "\n".join(filter(None, [message["content"], *calls]))})
-    return [system, *rest]
+    return [system, *messages[bool(before) :]]
+
+
+def _as_text(message: Message) -> Message:
+    """A message with its calls as text."""
+    calls = [
+        {"name": one["function"]["name"], "parameters": one["function"]["arguments"]}
+        for one in message.get("tool_calls", [])
+    ]
+    texts = [message["content"], *(json.dumps(call, ensure_ascii=False) for call in calls)]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, texts))}

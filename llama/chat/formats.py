@@ -19,13 +19,6 @@ from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .template import render
 
-NO_CALLS = """\
-{%- if messages | selectattr('tool_calls', 'defined') | list -%}
-{{- raise_exception('this format cannot write calls: pass the called tools') -}}
-{%- endif -%}
-"""
-
-
 # Llama 2 Chat and Code Llama 7B to 34B Instruct. [INST] and <<SYS>> are no control tokens: the model reads their text.
 LLAMA2 = """\
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
@@ -69,8 +62,8 @@ LLAMA3 = """\
 
 
 TEMPLATES: Mapping[str, str] = {
-    "llama3": (NO_CALLS + LLAMA3).rstrip(),
-    "llama2": (NO_CALLS + LLAMA2).rstrip(),
+    "llama3": LLAMA3.rstrip(),
+    "llama2": LLAMA2.rstrip(),
 }
 # The control tokens of every conversation
 TOKENS = {

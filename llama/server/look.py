@@ -166,8 +166,9 @@ class Looks:
         room = min(room_for(model, ids, params, None), self.longest - len(ids))
         yield {"prompt": [self.token(id) for id in ids[:start]], "seed": params.seed}
         if constraint is not None:
-            for id in answer:
+            for id in answer:  # one id a step: a grammar may take 20 ms for each, and other answers wait
                 constraint.advance(id)
+                yield {"read": 0, "of": len(ids)}
         if ids[-1] in tokenizer.stop_ids:
             yield {"end": "stop"}
             return
