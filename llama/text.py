@@ -133,22 +133,20 @@ class Llama:
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         if alone := [name for name in ALONE if options.pop(name, None) is not None]:
             raise UsageError(f"{alone[0]} can't be combined with a list of prompts: call generate once for each prompt")
-        numbers: dict[Prompt, int] = {}
-        for number, text in enumerate(prompt):
-            with _named(number, len(prompt)):
-                numbers |= dict.fromkeys(
-                    self.prepare(self.tokenizer.encode_prompt(text, parse_special), options), number
-                )
-        done: dict[int, Completion] = {}
-        for one, piece in self.answers([*numbers], batch_size=batch_size):
-            with _named(numbers[one], len(prompt)):
-                if isinstance(piece, LlamaError):
+        prompts: list[Prompt] = []
+        for text in prompt:
+            with _named(len(prompts), len(prompt)):
+                prompts += self.prepare(self.tokenizer.encode_prompt(text, parse_special), options)
+        done: dict[Prompt, Completion] = {}
+        for one, piece in self.answers(prompts, batch_size=batch_size):
+            if isinstance(piece, LlamaError):
+                with _named(prompts.index(one), len(prompt)):
                     raise piece
             if piece.completion is not None:
-                done[numbers[one]] = piece.completion
+                done[one] = piece.completion
                 if progress is not None:
                     progress(len(done), len(prompt))
-        return [done[number] for number in range(len(prompt))]
+        return [done[one] for one in prompts]
 
     def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text.
@@ -339,9 +337,8 @@ class Llama:
         for i in range(n):
             seeded = dataclasses.replace(params, seed=((params.seed or 0) + i) % (LARGEST_SEED + 1))
             constraint = None if grammar is None else grammar.constraint(ids if continues else ())
-            one = Prompt(ids, seeded, logprobs, top, constraint, scored)
-            one.stops, one.stop_ids, one.continues = stops, stop_ids, continues
-            prompts.append(one)
+            common = ids, seeded, logprobs, top, constraint, scored
+            prompts.append(Prompt(*common, stops=stops, stop_ids=stop_ids, continues=continues))
         return prompts
 
     def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:

@@ -71,8 +71,13 @@ def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dt
     return -(-shape[0] // TILE) * tile_bytes(shape[1], weight.format)
 
 
-def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
-    """Warnings about quantized weights of the file that the model stores in another format."""
+def storage_warnings(
+    checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype, keeps: bool = True
+) -> list[str]:
+    """Warnings about quantized weights of the file that the model stores in another format.
+
+    keeps  False: the user chose a dtype in which no weight stays quantized
+    """
     requantized, dequantized, size = set(), set(), 0
     for name, weight in weights.items():
         kind = checkpoint.stored(weight.source)
@@ -81,7 +86,7 @@ def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], 
         if weight.format is not None:
             if not is_stored_as(checkpoint, weight.source, weight.format):
                 requantized.add(kind)
-        elif weight.device.type != "cpu" and name != "tok_embeddings.weight":
+        elif name != "tok_embeddings.weight" and not checkpoint.changed(weight.source):
             dequantized.add(kind)
             size += memory_footprint(checkpoint, weight, dtype)
     warnings = []
@@ -89,10 +94,12 @@ def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], 
         kinds = ", ".join(sorted(requantized))
         warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
     if dequantized:
+        remedy = (
+            "--quantize int8 or int4 quantizes them again" if keeps else "leave --dtype out to keep them as they are"
+        )
         warnings.append(
-            f"on the GPU, weights stored as {', '.join(sorted(dequantized))} are dequantized to"
-            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB;"
-            " --quantize int8 or int4 quantizes them again"
+            f"weights stored as {', '.join(sorted(dequantized))} are dequantized to"
+            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB; {remedy}"
         )
     return warnings
 

@@ -191,3 +191,8 @@ def random_tokens(length: int, config: ModelConfig = CONFIG, seed: int = 0, batc
 
 def as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().double().numpy()
+
+
+def contents(cache: Any, length: int | None = None) -> list[Tensor]:
+    """Keys and values of the first `length` slots of every layer, dequantized."""
+    return [floats[:, :, :length] for layer in cache.layers for floats in layer.floats()]
