@@ -18,13 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama import loader
 from llama.attention import causal_mask
 from llama.cache import KINDS, KVCache
-from llama.checkpoint.write import to_layout
-from llama.config import ModelConfig
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import check_extreme, prefill
 from llama.generation.batch import Batch, Request, TokenEvent
@@ -37,38 +34,12 @@ from .conftest import Try
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RUN = ("generate", "-q", "--raw", "--device", "cpu", "--dtype", "float32")
-NAMES = {
-    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w_gate", "mlp.up_proj": "feed_forward.w_up",
-    "mlp.down_proj": "feed_forward.w_down", "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings", "lm_head": "output",
-}  # fmt: skip
-
-
-def transformers_model(config: ModelConfig, state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
-    """The same weights in a model of transformers."""
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=config.dim, num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate_size=config.hidden_dim,
-            vocab_size=config.vocab_size, rms_norm_eps=config.norm_eps, max_position_embeddings=config.max_seq_len,
-            rope_parameters={"rope_theta": config.rope_theta, "rope_type": "default"}, tie_word_embeddings=False,
-        )
-    ).eval()  # fmt: skip
-    given_names = {}
-    for name in theirs.state_dict():
-        ours = name.removeprefix("model.")
-        for a, b in NAMES.items():
-            ours = ours.replace(a, b)
-        given_names[name] = to_layout(ours, state[ours], config.head_dim, "interleaved", "half")
-    theirs.load_state_dict(given_names)
-    return theirs
 
 
 @pytest.fixture(scope="module")
 def theirs() -> Callable[[list[int]], torch.Tensor]:
     """Logits (T, V) of the tiny model from transformers: the complete text at once, no cache."""
-    model = transformers_model(tiny.CONFIG, tiny.weights())
+    model = tiny.transformers_model(tiny.CONFIG)
     return lambda ids: model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
@@ -355,7 +326,7 @@ def test_positions_beyond_the_initial_rope_table_equal_transformers(form: str) -
     net, ids = tiny.model(config, rope=form), tiny.random_tokens(1300)
     first = len(net.rope.table[0])
     assert first == 1024
-    expected = transformers_model(config, tiny.weights(config))(ids, use_cache=False).logits
+    expected = tiny.transformers_model(config)(ids, use_cache=False).logits
     torch.testing.assert_close(net(ids), expected, rtol=0, atol=5e-4)
     assert 1300 <= len(net.rope.table[0]) <= 2500
     cache = net.new_cache()
