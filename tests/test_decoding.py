@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama import cache as cache_module
 from llama.generate import Token, generate, prefill, random_generator
 from llama.model import Transformer
 from llama.sampling import History, SamplingParams, choose, sample
@@ -82,15 +81,6 @@ def test_a_closed_generator_leaves_the_tokens_that_it_has_fed(count: int) -> Non
     expected = model.new_cache(60)
     model(torch.tensor([[*PROMPT, *answer][: cache.length]]), cache=expected)
     torch.testing.assert_close(*(tiny.contents(one, cache.length) for one in (cache, expected)))
-
-
-@pytest.mark.parametrize("kind", ["model", "int8"])
-def test_the_cache_may_grow_while_decoding(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    model, params = tiny.model(), SamplingParams(max_new_tokens=60)
-    model.runner.cache_kind = kind
-    expected = decoded(model, PROMPT, params)
-    monkeypatch.setattr(cache_module, "FIRST_SLOTS", 10)
-    assert [token.id for token in decoded(model, PROMPT, params)] == [token.id for token in expected]
 
 
 class NoSynchronization(TorchDispatchMode):

@@ -144,25 +144,6 @@ def test_a_session_of_another_architecture_is_rejected_with_the_difference(
     assert "\n" not in str(caught.value)
 
 
-def test_a_session_of_another_dtype_or_cache_is_rejected_with_the_difference(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="dtype float32 instead of bfloat16"):
-        Session.load(saved, tiny.model(LONG).bfloat16())
-    quantized = tiny.model(LONG)
-    quantized.runner.cache_kind = "int8"
-    with pytest.raises(CheckpointError, match="kv_cache model instead of int8"):
-        Session.load(saved, quantized)
-
-
-def test_a_session_of_other_quantization_is_rejected(tiny_gguf: Path, tmp_path: Path) -> None:
-    wide = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
-    plain, int8 = loader.load(wide, dtype="float32").model, loader.load(wide, dtype="float32", quantize="int8").model
-    filled(plain, TEXT[:9]).save(tmp_path / "s", plain)
-    with pytest.raises(CheckpointError, match="quantization none instead of 8-bit"):
-        Session.load(tmp_path / "s", int8)
-    filled(int8, TEXT[:9]).save(tmp_path / "s", int8)
-    assert Session.load(tmp_path / "s", loader.load(wide, dtype="float32", quantize="int8").model).tokens == TEXT[:9]
-
-
 @pytest.mark.parametrize(
     ("name", "entry"),
     [

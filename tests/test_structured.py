@@ -352,16 +352,9 @@ class Schemas:
     def whole(self) -> dict[str, Any]:
         schema = self.one(3)
         if self.dice.random() < 0.3:
-            schema["$defs"] = {
-                "node": {"type": "object", "properties": {"v": self.one(1), "next": {"$ref": "#/$defs/node"}}}
-            }
-            schema = {
-                **schema,
-                "properties": {"list": {"$ref": "#/$defs/node"}},
-                "required": ["list"],
-                "type": "object",
-            }
-            schema = {key: value for key, value in schema.items() if key in ("$defs", "properties", "required", "type")}
+            node = {"type": "object", "properties": {"v": self.one(1), "next": {"$ref": "#/$defs/node"}}}
+            one = {"list": {"$ref": "#/$defs/node"}}
+            schema = {"type": "object", "$defs": {"node": node}, "properties": one, "required": ["list"]}
         return schema
 
     def one(self, depth: int) -> dict[str, Any]:

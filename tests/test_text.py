@@ -17,7 +17,6 @@ from transformers.utils import get_json_schema
 import llama
 from llama.chat.functions import schema_of
 from llama.errors import UsageError
-from llama.generation.speculative import NGramDraft
 from llama.text import Llama, Session, StopText
 from llama.tokenizer import Decoder
 
@@ -141,16 +140,6 @@ def test_a_random_seed_is_reported_and_reproduces_the_answer(tiny_llm: Llama) ->
 
 
 # ------------------------------------------------------------------------------------------------------- sessions
-
-
-@pytest.mark.parametrize("options", [{"session": Session()}, {"draft": NGramDraft()}], ids=str)
-def test_a_second_stream_on_the_same_session_or_draft_is_rejected(tiny_llm: Llama, options: dict[str, Any]) -> None:
-    one = tiny_llm.stream_ids([5, 6], **options, temperature=3.0, seed=1)
-    next(one)
-    with pytest.raises(UsageError, match="in use"):
-        next(tiny_llm.stream_ids([5, 6], **options))
-    one.close()
-    assert next(tiny_llm.stream_ids([5, 6], **options, temperature=3.0, seed=1))
 
 
 def test_a_session_can_be_continued_after_its_stream_is_closed(tiny_llm: Llama) -> None:

@@ -20,12 +20,11 @@ from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tokenizer.write import check_equal, gguf_metadata, tokenizer_config, tokenizer_json
 
 from .scripts import make_tiny
-from .test_tokenizer import TEXTS, train
+from .test_tokenizer import INFILL, TEXTS, train
 from .wheels import wheel_member
 
 LLAMA3_FILE = ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model")
 MISTRAL_FILE = ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1")
-INFILL = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
 SNIPPETS = [
     " ", "   ", "\t", "\r\n\r\n", "\u3000", "2345678", " word", "bites", " the man", "WE'LL", "e\u0301", "漢字と", "👨‍👩‍👧‍👦",
     "½", "▁", "\u0000", "\ufffd", "<|eot_id|>", "<|", "</s>", "<unk>", "<0x0A>", "[REF]", "the cat", "▁<PRE>", " <PRE>",
