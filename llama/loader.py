@@ -267,7 +267,7 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
         warnings.append("float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
     if scheme is not None or options.fast:
-        warnings += storage_warnings(checkpoint, weights, dtype, keep)
+        warnings += storage_warnings(checkpoint, weights, dtype)
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)

@@ -39,7 +39,7 @@ RUN = ("generate", "-q", "--raw", "--device", "cpu", "--dtype", "float32")
 @pytest.fixture(scope="module")
 def theirs() -> Callable[[list[int]], torch.Tensor]:
     """Logits (T, V) of the tiny model from transformers: the complete text at once, no cache."""
-    model = tiny.transformers_model(tiny.CONFIG)
+    model = tiny.transformers_model()
     return lambda ids: model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
