@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
-EMBEDDING = "tok_embeddings.weight"
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -386,7 +385,7 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
         checkpoint.release(source)
     if name != "tok_embeddings":
         model.set_submodule(name, layer)
-    if name == "tok_embeddings" or (name == "output" and EMBEDDING not in plan.weights):  # tied
+    if name == "tok_embeddings" or (name == "output" and "tok_embeddings.weight" not in plan.weights):  # tied
         model.set_submodule("tok_embeddings", make_embedding(layer, plan.dtype))
 
 
