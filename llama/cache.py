@@ -209,15 +209,6 @@ class KVCache:
         return self.slots if self.layers[0].visible is None else self.layers[0].visible
 
     @property
-    def k(self) -> Tensor:
-        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values."""
-        return torch.stack([layer.floats()[0].to(self.device) for layer in self.layers])
-
-    @property
-    def v(self) -> Tensor:
-        return torch.stack([layer.floats()[1].to(self.device) for layer in self.layers])
-
-    @property
     def slots(self) -> int:
         """Positions there is room for before the buffers grow."""
         return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, so right even if memory ran out midway

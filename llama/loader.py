@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
-EMBEDDING = "tok_embeddings.weight"
 SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
@@ -266,17 +265,8 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     warnings = list(checkpoint.warnings)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
         warnings.append("float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
-    if scheme is not None or keep:
+    if scheme is not None or options.fast:
         warnings += storage_warnings(checkpoint, weights, dtype)
-    elif options.fast:
-        packed = plan_weights(checkpoint, placement.device_of, None, keep_blocks=True)
-        kept, used = (
-            sum(memory_footprint(checkpoint, weight, dtype) for name, weight in plan.items() if name != EMBEDDING) / 1e6
-            for plan in (packed, weights)
-        )
-        if kept < used:
-            cost = f"each token reads {used:,.0f} MB of weights, not {kept:,.0f} MB"
-            warnings.append(f"dtype {options.dtype} dequantizes the file: {cost}; leave --dtype out to keep it")
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
@@ -395,7 +385,7 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
         checkpoint.release(source)
     if name != "tok_embeddings":
         model.set_submodule(name, layer)
-    if name == "tok_embeddings" or (name == "output" and EMBEDDING not in plan.weights):  # tied
+    if name == "tok_embeddings" or (name == "output" and "tok_embeddings.weight" not in plan.weights):  # tied
         model.set_submodule("tok_embeddings", make_embedding(layer, plan.dtype))
 
 

@@ -112,18 +112,15 @@ def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     pairs = torch.arange(base.dim // 2, dtype=torch.float64)
     slow = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)  # (D/2,): 0 keep, 1 interpolate
     inv_freq = (1 - slow) * base.inv_freq() + slow * base.inv_freq() / factor
-    return inv_freq, _yarn_attention_factor(factor, scaling)
 
-
-def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
-    def sharpness(weight: float) -> float:
+    def sharpness(weight: float = 1) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
     if scaling.get("attention_factor") is not None:
-        return _number(scaling, "attention_factor")
+        return inv_freq, _number(scaling, "attention_factor")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return sharpness(_number(scaling, "mscale")) / sharpness(_number(scaling, "mscale_all_dim"))
-    return sharpness(1)
+        return inv_freq, sharpness(_number(scaling, "mscale")) / sharpness(_number(scaling, "mscale_all_dim"))
+    return inv_freq, sharpness()
 
 
 @register(

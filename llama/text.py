@@ -133,22 +133,20 @@ class Llama:
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         if alone := [name for name in ALONE if options.pop(name, None) is not None]:
             raise UsageError(f"{alone[0]} can't be combined with a list of prompts: call generate once for each prompt")
-        numbers: dict[Prompt, int] = {}
-        for number, text in enumerate(prompt):
-            with _named(number, len(prompt)):
-                numbers |= dict.fromkeys(
-                    self.prepare(self.tokenizer.encode_prompt(text, parse_special), options), number
-                )
-        done: dict[int, Completion] = {}
-        for one, piece in self.answers([*numbers], batch_size=batch_size):
-            with _named(numbers[one], len(prompt)):
-                if isinstance(piece, LlamaError):
+        prompts: list[Prompt] = []
+        for text in prompt:
+            with _named(len(prompts), len(prompt)):
+                prompts += self.prepare(self.tokenizer.encode_prompt(text, parse_special), options)
+        done: dict[Prompt, Completion] = {}
+        for one, piece in self.answers(prompts, batch_size=batch_size):
+            if isinstance(piece, LlamaError):
+                with _named(prompts.index(one), len(prompt)):
                     raise piece
             if piece.completion is not None:
-                done[numbers[one]] = piece.completion
+                done[one] = piece.completion
                 if progress is not None:
                     progress(len(done), len(prompt))
-        return [done[number] for number in range(len(prompt))]
+        return [done[one] for one in prompts]
 
     def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text.
@@ -263,22 +261,19 @@ class Llama:
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
-        if not prepared.prompt_logprobs:
-            return self._stream(prepared, session, guesses, progress)
-        if session is not None or guesses is not None or progress is not None:
+        if prepared.prompt_logprobs and (session, guesses, progress) != (None, None, None):
             raise UsageError("prompt_logprobs can't be combined with a session, a draft or progress: leave these out")
-        return self._alone(prepared)
-
-    def _alone(self, prompt: Prompt) -> Generator[Piece]:
-        """The pieces of one answer that runs as a batch."""
-        for _, piece in self.answers([prompt], batch_size=1):
-            if isinstance(piece, LlamaError):
-                raise piece
-            yield piece
+        return self._stream(prepared, session, guesses, progress)
 
     def _stream(
         self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
+        if prompt.prompt_logprobs:  # only a batch computes them
+            for _, piece in self.answers([prompt], batch_size=1):
+                if isinstance(piece, LlamaError):
+                    raise piece
+                yield piece
+            return
         ids = prompt.prompt
         cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
         answer = Answer(self.tokenizer, prompt, 0 if cache is None else cache.length)
@@ -334,14 +329,16 @@ class Llama:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *stop_ids) if id < self.tokenizer.n_vocab]
             sampling["processors"] = [*sampling.get("processors", ()), exclude_until(known + shortest, ends)]
-        params = self._params(sampling)
+        if unknown := sorted(sampling.keys() - {field.name for field in dataclasses.fields(SamplingParams)}, key=str):
+            raise UsageError(f"unknown option {unknown[0]!r:.80}; `help(llama.Llama)` lists the options")
+        params = SamplingParams(**{**self.sampling, **sampling})
+        seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed
         prompts = []
         for i in range(n):
-            seeded = dataclasses.replace(params, seed=((params.seed or 0) + i) % (LARGEST_SEED + 1))
+            seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
             constraint = None if grammar is None else grammar.constraint(ids if continues else ())
-            one = Prompt(ids, seeded, logprobs, top, constraint, scored)
-            one.stops, one.stop_ids, one.continues = stops, stop_ids, continues
-            prompts.append(one)
+            common = ids, seeded, logprobs, top, constraint, scored
+            prompts.append(Prompt(*common, stops=stops, stop_ids=stop_ids, continues=continues))
         return prompts
 
     def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:
@@ -391,15 +388,6 @@ class Llama:
                 case Ended():
                     del running[event.number]
                     yield answer.prompt, answer.end() if event.error is None else event.error
-
-    def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The sampling options, with a seed. Raises UsageError for an option that this call does not have."""
-        if unknown := sorted(sampling.keys() - {field.name for field in dataclasses.fields(SamplingParams)}, key=str):
-            raise UsageError(f"unknown option {unknown[0]!r:.80}; `help(llama.Llama)` lists the options")
-        params = SamplingParams(**{**self.sampling, **sampling})
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
-        return params
 
 
 def _messages(messages: str | Dicts) -> list[Message]:

@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .checkpoint.base import FLOATS, use_large_pages
 from .checkpoint.write import ROTATED, to_layout
 from .config import ModelConfig
+from .engine import kernels
 from .engine.linears import kept_format
 from .engine.quantized_weight import QuantizedWeight
 from .errors import CheckpointError, DamagedError
@@ -73,26 +74,30 @@ def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dt
 
 def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
     """Warnings about quantized weights of the file that the model stores in another format."""
-    requantized, dequantized, size = set(), set(), 0
+    requantized, dequantized, size, could_stay = set(), set(), 0, False
     for name, weight in weights.items():
         kind = checkpoint.stored(weight.source)
         if kind in FLOATS.values() or len(checkpoint.shapes[weight.source]) != 2:
             continue
+        if weight.device.type == "cpu" and not kernels.ready():
+            continue  # nothing can be kept
         if weight.format is not None:
             if not is_stored_as(checkpoint, weight.source, weight.format):
                 requantized.add(kind)
-        elif weight.device.type != "cpu" and name != "tok_embeddings.weight":
+        elif name != "tok_embeddings.weight" and not checkpoint.changed(weight.source):
             dequantized.add(kind)
             size += memory_footprint(checkpoint, weight, dtype)
+            row = checkpoint.blocks(weight.source, slice(0, 1))
+            could_stay |= row is not None and kept_format(row, weight.device) is not None
     warnings = []
     if requantized:
         kinds = ", ".join(sorted(requantized))
         warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
     if dequantized:
+        remedy = "leave --dtype out to keep them" if could_stay else "--quantize int8 or int4 quantizes them again"
         warnings.append(
-            f"on the GPU, weights stored as {', '.join(sorted(dequantized))} are dequantized to"
-            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB;"
-            " --quantize int8 or int4 quantizes them again"
+            f"weights stored as {', '.join(sorted(dequantized))} are dequantized to"
+            f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB; {remedy}"
         )
     return warnings
 

@@ -9,7 +9,7 @@ import torch
 
 import llama
 from llama.errors import UsageError
-from llama.text import Llama, Piece, Session
+from llama.text import Llama, Session
 from llama.tokenizer import Decoder
 
 from . import tiny
@@ -39,13 +39,6 @@ def test_the_repr_of_an_answer_does_not_grow_with_it(tiny_llm: Llama) -> None:
     assert len(repr(long)) < 400  # each of 57 characters may be written as \U0001f468
     assert repr(session) == f"Session({len(session.tokens)} tokens, 0 messages)"
     assert len(session.tokens) > 1
-
-
-def test_pieces_and_answers_print_as_their_text(tiny_llm: Llama) -> None:
-    pieces = list(tiny_llm.stream("hello", max_new_tokens=20, temperature=2.0, seed=1))
-    (completion,) = (piece.completion for piece in pieces if piece.completion)
-    assert "".join(map(str, pieces)) == str(completion) == completion.text
-    assert f"{Piece('a')}" == "a"
 
 
 # ---------------------------------------------------------------------------------------------------------------- ids

@@ -27,7 +27,6 @@ from llama.generation.speculative import (
     ModelDraft,
     NGramDraft,
     acceptance,
-    make_draft,
     residual,
     speculate,
 )
@@ -71,8 +70,7 @@ def assert_cache_holds(cache: KVCache, model: Transformer, tokens: list[int], at
     assert at_least <= length <= len(tokens)
     fresh = model.new_cache()
     model(torch.tensor([tokens[:length]]), cache=fresh)
-    torch.testing.assert_close(cache.k[..., :length, :], fresh.k[..., :length, :], rtol=0, atol=1e-4)
-    torch.testing.assert_close(cache.v[..., :length, :], fresh.v[..., :length, :], rtol=0, atol=1e-4)
+    torch.testing.assert_close(tiny.contents(cache, length), tiny.contents(fresh, length), rtol=0, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------- the rule
@@ -285,16 +283,6 @@ def test_answers_follow_the_models_distribution(
     assert p > 1e-4
 
 
-def test_the_same_seed_returns_the_same_tokens() -> None:
-    model, prompt = tiny.model(CONFIG), [1, 2, 3] * 4
-    for draft in drafts(0, model, 5):
-        answers = [
-            ids(speculate(model, prompt, SamplingParams(max_new_tokens=20, temperature=1.5, seed=seed), draft))
-            for seed in (1, 1, 2)
-        ]
-        assert answers[0] == answers[1] != answers[2]
-
-
 # ----------------------------------------------------------------------------------------------------------- drafts
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 5), max_size=20))
 def test_ngrams_propose_what_followed_the_last_occurrence_of_the_longest_suffix(
@@ -343,19 +331,9 @@ def test_a_draft_model_proposes_its_own_continuation_after_any_number_of_accepte
         draft.busy = False
 
 
-def test_a_draft_that_is_always_rejected_costs_almost_nothing() -> None:
-    model, prompt = tiny.model(CONFIG, 5), [1, 2, 3]
-    plain = prompt + ids(generate(model, prompt, SamplingParams(max_new_tokens=240)))
-    draft = Scripted(lambda tokens, limit: [(id + 1) % 12 for id in plain[len(tokens) : len(tokens) + limit]])
-    got = ids(speculate(model, prompt, SamplingParams(max_new_tokens=240), draft))
-    assert prompt + got == plain
-    assert 0 < draft.drafted * speculative.ROW_COST < 0.05 * len(got)
-    assert draft.accepted == 0
-
-
-def test_a_draft_that_improves_drafts_more_tokens() -> None:
-    model, prompt = tiny.model(CONFIG, 5), [1, 2, 3]
-    plain = prompt + ids(generate(model, prompt, SamplingParams(max_new_tokens=240)))
+def test_a_rejected_draft_costs_almost_nothing_and_one_that_improves_drafts_more_tokens() -> None:
+    model, prompt, params = tiny.model(CONFIG, 5), [1, 2, 3], SamplingParams(max_new_tokens=240)
+    plain = prompt + ids(generate(model, prompt, params))
     calls: list[tuple[int, int]] = []  # length of the text, limit
 
     def wrong_up_to_100(tokens: list[int], limit: int) -> list[int]:
@@ -363,30 +341,15 @@ def test_a_draft_that_improves_drafts_more_tokens() -> None:
         return [(id + (len(tokens) < 100)) % 12 for id in plain[len(tokens) : len(tokens) + limit]]
 
     draft = Scripted(wrong_up_to_100)
-    list(speculate(model, prompt, SamplingParams(max_new_tokens=240), draft))
-    assert max(limit for at, limit in calls if 20 <= at < 100) == 1
+    assert prompt + ids(speculate(model, prompt, params, draft)) == plain
+    rejected = [(at, limit) for at, limit in calls if at < 100]
+    assert 0 < sum(limit for _, limit in rejected) * speculative.ROW_COST < 0.05 * 97
+    assert max(limit for at, limit in rejected if at >= 20) == 1
     assert max(limit for at, limit in calls if at >= 100) == 10 == speculative.DRAFT_TOKENS
     assert draft.accepted > 100
 
 
 # ------------------------------------------------------------------------------------------------ invalid arguments
-@pytest.mark.parametrize("most", [0, -1, True, 2.5, "3"])
-def test_draft_tokens_must_be_an_integer_of_at_least_1(most: Any) -> None:
-    for make in (
-        lambda: NGramDraft(most),
-        lambda: ModelDraft(tiny.model(SMALL), most),
-        lambda: make_draft("ngram", most),
-    ):
-        with pytest.raises(UsageError, match="draft_tokens must be an integer of at least 1, got"):
-            make()
-
-
-def test_a_draft_with_another_vocabulary_is_rejected_with_both_sizes() -> None:
-    stream = speculate(tiny.model(CONFIG), [1], SamplingParams(), ModelDraft(tiny.model(SMALL)))
-    with pytest.raises(UsageError, match=r"5 token ids on cpu, the model 12 on cpu"):
-        next(stream)
-
-
 def test_a_draft_may_have_other_rows_of_padding() -> None:
     """Rows of the embedding that no token has: Qwen2.5 has 151,936 in its small models and 152,064 in its large ones."""
     model, prompt = tiny.model(CONFIG), [1, 2, 3, 1, 2]
@@ -398,17 +361,6 @@ def test_a_draft_may_have_other_rows_of_padding() -> None:
         assert draft.drafted > 0
     with pytest.raises(UsageError, match="5 token ids on cpu, the model 12"):
         next(speculate(model, [1, 7], params, ModelDraft(tiny.model(SMALL)), n_vocab=5))
-
-
-def test_a_second_stream_with_the_same_draft_is_rejected() -> None:
-    model, draft = tiny.model(CONFIG), NGramDraft()
-    one = speculate(model, [1, 2, 1, 2], SamplingParams(), draft)
-    next(one)
-    with pytest.raises(UsageError, match="in use"):
-        next(speculate(model, [1, 2], SamplingParams(), draft))
-    one.close()  # type: ignore[attr-defined]
-    assert list(speculate(model, [1, 2], SamplingParams(max_new_tokens=0), draft)) == []
-    assert next(speculate(model, [1, 2], SamplingParams(), draft))
 
 
 def test_ids_without_a_token_are_not_drafted() -> None:
@@ -434,9 +386,8 @@ def test_nonfinite_logits_are_reported_with_their_model() -> None:
 
 def test_prompts_that_plain_decoding_rejects_are_rejected() -> None:
     model = tiny.model(CONFIG)
-    for prompt in ([], [12], [-1]):
-        with pytest.raises(UsageError):
-            list(speculate(model, prompt, SamplingParams(), NGramDraft()))
+    with pytest.raises(UsageError, match="token id 12 is not in the vocabulary"):
+        list(speculate(model, [12], SamplingParams(), NGramDraft()))
     cache = model.new_cache()
     model(torch.tensor([[1, 2]]), cache=cache)
     with pytest.raises(UsageError, match="2 cached"):

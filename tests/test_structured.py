@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 import regex
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llama.errors import UsageError
@@ -121,38 +121,22 @@ LARK = json.dumps  # a string literal of Lark is one of JSON
 
 
 # ------------------------------------------------------------------------------------------------ exact masks
-LANGUAGES = [
-    ["ab"], ["aab", "ab", "b"], ["", "a"], ["é", "aéb", "漢"], [" a", "a", "  b"], ['a"b', "\\"], ["a" * 9, "ab" * 4], [" ", "  "],
-    ["\n", "a\nb"], [""], [" "], ["", " "], ["[1, 2]", "{}"], ["/", "a/b"], ["<tag>", "<think>"[:1]],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("tokenizer", [PLAIN, STRIPPING], ids=["plain", "strips the first space"])
-@pytest.mark.parametrize("members", LANGUAGES, ids=repr)
-def test_masks_of_finite_languages(tokenizer: Tokenizer, members: list[str]) -> None:
-    members = [member for member in members if set(member.encode()) <= set(b"".join(PIECES))]
-    if not members:
-        return
-    decisions = language(*members)
-    lark = compile_grammar(tokenizer, "grammar", "start: " + " | ".join(map(LARK, members)))
-    pattern = compile_grammar(tokenizer, "regex", "|".join(map(re.escape, members)))
-    for grammar in (lark, pattern):
-        assert same_masks(tokenizer, grammar, *decisions) >= 1
-    assert ids_of(lark.constraint().allowed()) >= (
-        {4 + PIECES.index(b" a")} if "a" in members and tokenizer is STRIPPING else set()
-    )
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
+@example(["", " ", " a", "a"], PIECES, True)  # " a" may begin the answer, which the decoder shows as "a"
+@example(["<tag>", "<think>", "[1, 2]", "a/b", "\\"], PIECES, False)
 @given(
     st.lists(st.text('ab é"漢\n', max_size=6), min_size=1, max_size=5, unique=True),
     st.lists(st.text('ab é"漢\n', min_size=1, max_size=3).map(str.encode), max_size=8),
     st.booleans(),
 )
 def test_masks_of_any_finite_language(members: list[str], pieces: list[bytes], strips: bool) -> None:
-    tokenizer = Listed([*pieces, *(bytes([byte]) for byte in set('ab é"漢\n'.encode()))], strips)
-    grammar = compile_grammar(tokenizer, "grammar", "start: " + " | ".join(map(LARK, members)))
-    same_masks(tokenizer, grammar, *language(*members), most=30)
+    tokenizer = Listed(
+        [*pieces, *(bytes([byte]) for byte in {*'ab é"漢\n'.encode(), *"".join(members).encode()})], strips
+    )
+    lark = compile_grammar(tokenizer, "grammar", "start: " + " | ".join(map(LARK, members)))
+    pattern = compile_grammar(tokenizer, "regex", "|".join(map(re.escape, members)))
+    for grammar in (lark, pattern):
+        same_masks(tokenizer, grammar, *language(*members), most=30)
 
 
 PATTERNS = [
@@ -267,19 +251,6 @@ def test_an_id_that_is_not_allowed_changes_nothing() -> None:
     assert ids_of(constraint.allowed()) == PLAIN.stop_ids
 
 
-def test_copies_and_answers_are_independent() -> None:
-    grammar = compile_grammar(PLAIN, "regex", "[ab]{4}")
-    first, other = grammar.constraint(), grammar.constraint()
-    ab = 4 + PIECES.index(b"ab")
-    first.advance(ab)
-    other_way = copy_of(first)
-    other_way.advance(ab)
-    assert ids_of(other_way.allowed()) == PLAIN.stop_ids
-    assert ids_of(first.allowed()) == ids_of(copy_of(first).allowed()) != ids_of(other.allowed())
-    first.advance(ab)
-    assert ids_of(first.allowed()) == PLAIN.stop_ids
-
-
 # ------------------------------------------------------------------------------------------------- vocabulary kinds
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Tokenizer]:
@@ -348,16 +319,6 @@ def test_the_first_masks_of_every_kind(kinds: dict[str, Tokenizer], kind: str) -
     assert same_masks(tokenizer, grammar, *language(*members), most=40) == 40
 
 
-@pytest.mark.parametrize("kind", KIND)
-def test_answers_drawn_from_the_masks_are_valid(kinds: dict[str, Tokenizer], kind: str) -> None:
-    tokenizer = kinds[kind]
-    grammar = compile_grammar(tokenizer, "json_schema", SCHEMA)
-    texts = [text for seed in range(4) if (text := walk(tokenizer, grammar, seed)) is not None]
-    for text in texts:
-        jsonschema.validate(json.loads(text), SCHEMA)
-    assert texts
-
-
 @functools.cache
 def preferences(tokenizer: Tokenizer) -> torch.Tensor:
     """More weight for short tokens, and for those that close a string, list or object; little for white space."""
@@ -391,16 +352,9 @@ class Schemas:
     def whole(self) -> dict[str, Any]:
         schema = self.one(3)
         if self.dice.random() < 0.3:
-            schema["$defs"] = {
-                "node": {"type": "object", "properties": {"v": self.one(1), "next": {"$ref": "#/$defs/node"}}}
-            }
-            schema = {
-                **schema,
-                "properties": {"list": {"$ref": "#/$defs/node"}},
-                "required": ["list"],
-                "type": "object",
-            }
-            schema = {key: value for key, value in schema.items() if key in ("$defs", "properties", "required", "type")}
+            node = {"type": "object", "properties": {"v": self.one(1), "next": {"$ref": "#/$defs/node"}}}
+            one = {"list": {"$ref": "#/$defs/node"}}
+            schema = {"type": "object", "$defs": {"node": node}, "properties": one, "required": ["list"]}
         return schema
 
     def one(self, depth: int) -> dict[str, Any]:
@@ -624,13 +578,6 @@ def refs(length: int) -> dict[str, Any]:
         "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(length)} | {str(length): {}},
         "$ref": "#/$defs/0",
     }
-
-
-def test_the_child_process_gives_the_same_answers() -> None:
-    constraint = compile_grammar(PLAIN, "grammar", 'start: "b" "a" | %json {"enum": ["é"]}').constraint()
-    assert ids_of(constraint.allowed()) >= {4 + PIECES.index(b"b"), 4 + PIECES.index(b'"')}
-    with pytest.raises(UsageError, match="unclosed group"):
-        compile_grammar(PLAIN, "regex", "[a](b")
 
 
 HOSTILE = [

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from llama import cli
-from llama.errors import UsageError
 from llama.text import Llama, Piece
 
 SCHEMA: dict[str, Any] = {
@@ -99,24 +98,6 @@ def test_draws_follow_the_masked_distribution(tiny_llm: Llama) -> None:
     statistic = sum((drawn.count(ids) - runs * p) ** 2 / (runs * p) for ids, p in chances.items())
     freedom = (len(chances) - 1) / 2
     assert float(torch.special.gammaincc(torch.tensor(freedom), torch.tensor(statistic / 2))) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "can't be used: Unsatisfiable"),
-        ({"schema": {"type": "nonsense"}}, "schema"),
-        ({"schema": 3}, "schema"),
-        ({"regex": "("}, "regular expression"),
-        ({"grammar": "start: nothing"}, "grammar"),
-        ({"regex": "a", "schema": {}}, "can't be combined"),
-    ],
-)
-def test_what_can_not_be_met_is_an_error_before_generation(
-    tiny_llm: Llama, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        tiny_llm.stream("abc", **options)
 
 
 # ------------------------------------------------------------------------------------------------------ command line

@@ -17,15 +17,14 @@ from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 from llama.tokenizer.tiktoken import TiktokenTokenizer
-from llama.tokenizer.write import check_equal, gguf_metadata, tokenizer_config, tokenizer_json
+from llama.tokenizer.write import check_equal, gguf_metadata, huggingface_files
 
 from .scripts import make_tiny
-from .test_tokenizer import TEXTS, train
+from .test_tokenizer import INFILL, TEXTS, train
 from .wheels import wheel_member
 
 LLAMA3_FILE = ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model")
 MISTRAL_FILE = ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1")
-INFILL = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
 SNIPPETS = [
     " ", "   ", "\t", "\r\n\r\n", "\u3000", "2345678", " word", "bites", " the man", "WE'LL", "e\u0301", "漢字と", "👨‍👩‍👧‍👦",
     "½", "▁", "\u0000", "\ufffd", "<|eot_id|>", "<|", "</s>", "<unk>", "<0x0A>", "[REF]", "the cat", "▁<PRE>", " <PRE>",
@@ -48,8 +47,8 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 def as_json(tokenizer: Tokenizer) -> Any:
-    config = json.loads(json.dumps(tokenizer_config(tokenizer)))
-    return HuggingFaceTokenizer(tokenizer_json(tokenizer).encode(), "tokenizer.json", config)
+    text, config = huggingface_files(tokenizer)
+    return HuggingFaceTokenizer(text.encode(), "tokenizer.json", json.loads(json.dumps(config)))
 
 
 def as_gguf(tokenizer: Tokenizer) -> Any:
@@ -82,10 +81,10 @@ def trained(folder: Path, **options: Any) -> SentencePieceModelTokenizer:
 
 def changed(tokenizer: Tokenizer, change: Callable[[dict[str, Any]], object], **config: Any) -> HuggingFaceTokenizer:
     """The tokenizer as a tokenizer.json that `change` has edited."""
-    document = json.loads(tokenizer_json(tokenizer))
+    text, settings = huggingface_files(tokenizer)
+    document = json.loads(text)
     change(document)
-    settings = {**tokenizer_config(tokenizer), **config}
-    return HuggingFaceTokenizer(json.dumps(document).encode(), "tokenizer.json", settings)
+    return HuggingFaceTokenizer(json.dumps(document).encode(), "tokenizer.json", {**settings, **config})
 
 
 def added(*tokens: str, **flags: bool) -> Callable[[dict[str, Any]], None]:
@@ -133,8 +132,9 @@ def auto(tokenizer: Tokenizer, folder: Path) -> Any:
     """The tokenizer that transformers loads from a folder with the two files and a config.json."""
     from transformers import AutoTokenizer
 
-    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(tokenizer)))
+    text, config = huggingface_files(tokenizer)
+    (folder / "tokenizer.json").write_text(text)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return AutoTokenizer.from_pretrained(folder)
 
@@ -171,11 +171,10 @@ def test_real_vocabularies_survive_all_formats(default_gguf: Path, tmp_path: Pat
 
 
 def test_the_format_that_was_read_is_copied() -> None:
-    text = "\ufeff" + json.dumps(json.loads(tokenizer_json(TIKTOKEN)), indent=3)
+    text = "\ufeff" + json.dumps(json.loads(huggingface_files(TIKTOKEN)[0]), indent=3)
     settings = {"pad_token": "<pad>", "padding_side": "left", "legacy": True}
     ours = HuggingFaceTokenizer(text.encode(), "x", {**settings, "chat_template": "x"})
-    assert tokenizer_json(ours) == text[1:]
-    assert tokenizer_config(ours) == settings
+    assert huggingface_files(ours) == (text[1:], settings)
     metadata = {**gguf_metadata(TIKTOKEN, 768), "tokenizer.ggml.padding_token_id": 3, "llama.x": 1}
     expected = {key: value for key, value in metadata.items() if key != "llama.x"}
     assert gguf_metadata(from_metadata(metadata, "x"), 768) == expected

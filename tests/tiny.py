@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.attention import ATTENTION, Attend
+from llama.checkpoint.write import to_layout
 from llama.config import ModelConfig
 from llama.engine.compiled import CompiledRunner
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
@@ -64,6 +66,37 @@ def model(config: ModelConfig = CONFIG, seed: int = 0, attention: str = "cpu", *
     for layer in range(config.n_layers):
         net.set_submodule(f"layers.{layer}.attention.attend", Attend(FUNCTIONS[attention]))
     return net
+
+
+# The names of transformers' layers -> ours
+NAMES = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w_gate", "mlp.up_proj": "feed_forward.w_up",
+    "mlp.down_proj": "feed_forward.w_down", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings", "lm_head": "output", "model.": "",
+}  # fmt: skip
+
+
+def transformers_model(config: ModelConfig = CONFIG) -> Any:
+    """Return the model of `weights(config)` in transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=config.dim, num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate_size=config.hidden_dim,
+            vocab_size=config.vocab_size, rms_norm_eps=config.norm_eps, max_position_embeddings=config.max_seq_len,
+            rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})},
+            tie_word_embeddings=config.tie_embeddings,
+        )
+    ).eval()  # fmt: skip
+    state, given = weights(config), {}
+    for name in theirs.state_dict():
+        ours = functools.reduce(lambda name, pair: name.replace(*pair), NAMES.items(), name)
+        if ours in state:
+            given[name] = to_layout(ours, state[ours], config.head_dim, "interleaved", "half")
+    theirs.load_state_dict(given, strict=not config.tie_embeddings)
+    return theirs
 
 
 def compiled(net: Transformer) -> Transformer:
@@ -191,3 +224,8 @@ def random_tokens(length: int, config: ModelConfig = CONFIG, seed: int = 0, batc
 
 def as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().double().numpy()
+
+
+def contents(cache: Any, length: int | None = None) -> list[Tensor]:
+    """Keys and values of the first `length` slots of every layer, dequantized."""
+    return [floats[:, :, :length] for layer in cache.layers for floats in layer.floats()]

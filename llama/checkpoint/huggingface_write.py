@@ -141,14 +141,15 @@ def write_tokenizer(folder: Path, model: Model) -> None:
     tokenizer = model.tokenizer
     if tokenizer is None:
         return
-    from ..tokenizer.write import tokenizer_config, tokenizer_json
+    from ..tokenizer.write import huggingface_files
 
     generation: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.stop_ids)}
     if "temperature" in model.sampling:
         generation["do_sample"] = True
     write_json(folder / "generation_config.json", {**generation, **model.sampling})
-    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
-    settings = {"model_max_length": model.config.max_seq_len, **tokenizer_config(tokenizer)}
+    text, config = huggingface_files(tokenizer)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    settings = {"model_max_length": model.config.max_seq_len, **config}
     template = model.chat_template
     if isinstance(template, Mapping):
         settings["chat_template"] = [{"name": name, "template": source} for name, source in template.items()]

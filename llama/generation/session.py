@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..chat import check_messages
+from ..checkpoint.base import FLOATS
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
@@ -35,7 +36,7 @@ from .prefix import shared_prefix
 
 MARK, FORMAT = "clearllama_session", "2"  # the metadata entry with the version of the file format
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
+DTYPES = {**FLOATS, torch.int8: "I8", torch.int64: "I64"}
 LARGEST_HEADER = 2**24  # bytes; the text of 128,000 tokens has about 2**19
 ENDS = 1024  # bytes at the beginning and at the end of a weight that its hash covers
 
@@ -123,7 +124,7 @@ class Session:
             settings["tokenizer"] = _digest(self._tokenizer)
         about = json.dumps({"settings": settings, "messages": self.messages})
         metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
-        entries = {name: _entry(tensor) for name, tensor in tensors.items()}
+        entries = {name: Entry(DTYPES[x.dtype], tuple(x.shape), x.nbytes, x.cpu) for name, x in tensors.items()}
         resolved = target.resolve()  # so that a symbolic link stays one
         try:
             with own_temporary(resolved.parent, ".session") as work:
@@ -162,9 +163,8 @@ class Session:
         cache = model.new_cache()
         cache.place(len(ids))
         buffers = _used(cache, len(ids))  # views of the cache
-        if {name: (x.shape, x.dtype) for name, x in tensors.items()} != {
-            name: (x.shape, x.dtype) for name, x in buffers.items()
-        }:
+        kinds = [{name: (x.shape, x.dtype) for name, x in parts.items()} for parts in (tensors, buffers)]
+        if kinds[0] != kinds[1]:
             raise _damaged(path, "its tensors are not those of a session of this model")
         for name, buffer in buffers.items():
             buffer.copy_(tensors[name])
@@ -293,10 +293,6 @@ def _used(cache: KVCache, count: int) -> dict[str, Tensor]:
         for number, layer in enumerate(cache.layers)
         for name, buffer in zip(BUFFERS, layer.buffers, strict=False)
     }
-
-
-def _entry(tensor: Tensor) -> Entry:
-    return Entry(DTYPES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, lambda: tensor.cpu())
 
 
 def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:

@@ -306,12 +306,9 @@ class Constraint:
         if llguidance reaches a limit.
         """
         if self._allowed is None:
-            self._allowed = self._vocabulary.stops if self._finished else self._masked()
+            finished = self._ended or (self._matcher.is_stopped() and self._matcher.is_accepting())
+            self._allowed = self._vocabulary.stops if finished else self._masked()
         return self._allowed
-
-    @property
-    def _finished(self) -> bool:
-        return self._ended or (self._matcher.is_stopped() and self._matcher.is_accepting())
 
     def _masked(self) -> Tensor:
         mask, spaced = self._vocabulary.mask(self._matcher), self._vocabulary.spaced

@@ -200,11 +200,18 @@ def _scores_of_merges(tokens: Sequence[str], types: Sequence[int], merges: Seque
 
 
 # ------------------------------------------------------------------------------------------------------ Hugging Face
-def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json. Raises TokenizerError if the format can't express the vocabulary."""
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not isinstance(tokenizer, GGUFTokenizer):
-        return tokenizer.data.decode(json.detect_encoding(tokenizer.data))
-    found = _as_gguf(tokenizer)
+def huggingface_files(tokenizer: Tokenizer) -> tuple[str, dict[str, Any]]:
+    """The text of a tokenizer.json, and the content of a tokenizer_config.json without the chat template.
+
+    PreTrainedTokenizerFast uses tokenizer.json unchanged; LlamaTokenizer would replace its normalizer and decoder.
+    Raises TokenizerError if the format can't express the vocabulary.
+    """
+    found: Any = tokenizer
+    if not isinstance(found, GGUFTokenizer):
+        if isinstance(found, HuggingFaceTokenizer):
+            settings = {key: value for key, value in found.settings.items() if key != "chat_template"}
+            return found.data.decode(json.detect_encoding(found.data)), settings
+        found = from_metadata(gguf_metadata(found, found.n_vocab), "the vocabulary")
     if isinstance(found, HuggingFaceTokenizer):
         backend = build(found.data, "the vocabulary")
         backend.decoder = decoders.ByteLevel()
@@ -215,13 +222,15 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, found.bos_id)]
         )
-    return str(backend.to_str())
-
-
-def _as_gguf(tokenizer: Tokenizer) -> Any:
-    if isinstance(tokenizer, GGUFTokenizer):
-        return tokenizer
-    return from_metadata(gguf_metadata(tokenizer, tokenizer.n_vocab), "the vocabulary")
+    ids = {"bos_token": found.bos_id, "eos_token": found.eos_id}
+    ids |= {"unk_token": found.types.index(UNKNOWN)} if UNKNOWN in found.types else {}
+    return str(backend.to_str()), {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": found.add_bos,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        **{name: None if id is None else found.tokens[id] for name, id in ids.items()},
+    }
 
 
 def _from_pieces(tokenizer: GGUFTokenizer) -> Backend:
@@ -255,25 +264,6 @@ def _normalizer(prefix: bool, user_defined: Sequence[str]) -> normalizers.Normal
 
 def _user_defined(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
     return [token for token, type in zip(tokens, types, strict=True) if type == USER_DEFINED]
-
-
-def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of a tokenizer_config.json, without the chat template.
-
-    PreTrainedTokenizerFast uses tokenizer.json unchanged; LlamaTokenizer would replace its normalizer and decoder.
-    """
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not isinstance(tokenizer, GGUFTokenizer):
-        return {key: value for key, value in tokenizer.settings.items() if key != "chat_template"}
-    found = _as_gguf(tokenizer)
-    ids = {"bos_token": found.bos_id, "eos_token": found.eos_id}
-    ids |= {"unk_token": found.types.index(UNKNOWN)} if UNKNOWN in found.types else {}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": found.add_bos,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-        **{name: None if id is None else found.tokens[id] for name, id in ids.items()},
-    }
 
 
 # --------------------------------------------------------------------------------------------------------- the proof

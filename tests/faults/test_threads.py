@@ -18,9 +18,9 @@ from llama import rope
 from llama.cache import KVCache
 from llama.engine.nonfinite import locate
 from llama.errors import NumericalError, UsageError
-from llama.generate import generate, prefill
+from llama.generate import generate
 from llama.generation.session import Session
-from llama.generation.speculative import ModelDraft, NGramDraft, speculate
+from llama.generation.speculative import ModelDraft, NGramDraft
 from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -245,13 +245,3 @@ def test_a_call_after_an_error_inside_a_pass_equals_that_of_a_fresh_model(
         expected = fresh.generate(prompt, max_new_tokens=20)
         assert llm.generate(prompt, session=session, draft=draft, max_new_tokens=20).tokens == expected.tokens
         assert llm.generate([prompt, "a"], max_new_tokens=20)[0].tokens == expected.tokens
-
-
-def test_a_closed_speculative_stream_frees_its_draft() -> None:
-    net, draft = tiny.model(), NGramDraft()
-    stream = speculate(net, [1, 2, 1, 2], SamplingParams(max_new_tokens=9), draft)
-    next(stream)
-    assert draft.busy
-    stream.close()  # type: ignore[attr-defined]
-    assert not draft.busy
-    assert prefill(net, [1], net.new_cache()).isfinite().all()

@@ -11,7 +11,6 @@ from llama.engine import kernels
 from llama.model import Transformer
 
 from .. import tiny
-from ..faults.test_sampling import transformers_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +25,6 @@ def _kernels() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def both() -> tuple[Transformer, Any]:
     """The tiny model, and transformers' with the same weights and eager attention, which returns its weights."""
-    theirs = transformers_model(tiny.CONFIG, tiny.weights())
+    theirs = tiny.transformers_model()
     theirs.set_attn_implementation("eager")
     return tiny.model(), theirs
