@@ -6,6 +6,7 @@ Importing this module does not import torch, since the command line reads the op
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,11 +43,11 @@ def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: 
     return logits - count * frequency - (count > 0) * presence
 
 
-def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Add the values of `bias` to the logits (.., V) of its ids. Ids without a logit are never chosen anyway."""
-    known = {id: value for id, value in bias.items() if id < logits.shape[-1]}
-    added = logits.new_tensor([*known.values()]).expand(*logits.shape[:-1], -1)  # (.., N)
-    return logits.index_add(-1, logits.new_tensor([*known]).long(), added)  # (.., V)
+def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Add `values` (N,) to the logits (.., V) of `ids` (N,). Ids without a logit are never chosen anyway."""
+    known = ids < logits.shape[-1]
+    added = values[known].to(logits).expand(*logits.shape[:-1], -1)  # (.., N)
+    return logits.index_add(-1, ids[known].to(logits.device), added)  # (.., V)
 
 
 def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
@@ -148,6 +149,13 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
+    @functools.cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """The ids (N,) of logit_bias and what is added to their logits (N,), once for all tokens: N may be V."""
+        import torch
+
+        return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()])
+
 
 # The numeric options by name, filters in the order in which they are applied
 OPTIONS = {field.name: field for field in dataclasses.fields(SamplingParams) if field.metadata}
@@ -201,7 +209,7 @@ def stages(
             logits = count_penalties(logits, *counted)
         yield "penalties", logits
         if params.logit_bias:
-            yield "logit_bias", (logits := add_bias(logits, params.logit_bias))
+            yield "logit_bias", (logits := add_bias(logits, *params.bias))
         yield "processors", (logits := process(logits, text.ids, params.processors))
     if allowed is not None:
         logits = logits.masked_fill(~allowed[: logits.shape[-1]].to(logits.device), -math.inf)

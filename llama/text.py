@@ -223,6 +223,10 @@ class Llama:
         if os.path.lexists(target) or self.model.runner.world is not None:
             raise UsageError(f"{target}: expected a path that does not exist yet, and one process")
         stored = dict(self.model.named_parameters())
+        if more := stored.keys() - shapes.keys():  # a new bias, or an output that is no longer tied
+            raise UsageError(
+                f"{target}: config.json can't express the model's parameters {', '.join(sorted(more))[:200]}"
+            )
         dtypes = {name: stored.get(name, self.model.norm.weight).dtype for name in shapes}
 
         def read(name: str) -> Tensor:
