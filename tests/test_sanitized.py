@@ -50,7 +50,7 @@ with ThreadPoolExecutor(2) as pool:
 DEFECTS = {
     "a key beyond the last": ("attention.h", "(s + std::min(part * LANES + j, count - 1)) * p.k_stride", "(s + part * LANES + j) * p.k_stride"),
     "x beyond its end": ("blocks.h", "n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x", "x"),
-    "weights beyond the end": ("widened.h", "k + 4 * LANES <= K", "k < K"),
+    "weights beyond the end": ("widened.h", "k + STEP <= K", "k < K"),
     "a group beyond the last column": ("rounding.h", "if (rows >= LANES && n == width) return", "return"),
     "a tile beyond its end": ("rounding.h", "(N + ROWS - 1) / ROWS, tile_bytes}", "(N + ROWS - 1) / ROWS, tile_bytes - 1}"),
     "a sum that overflows": ("blocks.h", "start[g] = -zero * total;", "start[g] = (1 << 28) * -zero * total;"),
