@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint
-from .checkpoint.base import FLOATS, use_large_pages
+from .checkpoint.base import FLOATS
 from .checkpoint.write import ROTATED, to_layout
 from .config import ModelConfig
 from .engine import kernels
@@ -22,6 +22,7 @@ from .quant.blocks import BlockFormat
 from .quant.schemes import Scheme, scheme_for
 from .quant.tiles import TILE, tile_bytes
 from .rope import Layout
+from .system.pages import use_large_pages
 
 
 # --------------------------------------------------------------------------------------------------------- the plan

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +23,6 @@ from ..tokenizer import Tokenizer
 
 # Floating-point dtypes in which weights may be stored -> their name in the formats
 FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_DONTNEED") else None
 PIECE = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
 
 # The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's and GGUF's
@@ -181,25 +178,3 @@ def dequantized_floats(rows: int, columns: int, floats: Callable[[slice], Tensor
     for first in range(0, rows, step):
         weight[first : first + step] = floats(slice(first, min(first + step, rows)))
     return weight
-
-
-def drop_pages(tensor: Tensor) -> None:
-    """Remove the pages of a tensor in a privately mapped file from this process's memory.
-
-    A later access reads them again from the page cache. Only for tensors that were never written to: changes would be
-    lost. Does nothing if the system has no madvise.
-    """
-    _advise(tensor, "MADV_DONTNEED")
-
-
-def use_large_pages(tensor: Tensor) -> None:
-    """Ask the system to read a tensor in a mapped file in pages of 2 MB, which shortens the first access."""
-    _advise(tensor, "MADV_HUGEPAGE")
-
-
-def _advise(tensor: Tensor, advice: str) -> None:
-    page = mmap.PAGESIZE
-    first = -(-tensor.data_ptr() // page) * page
-    length = (tensor.data_ptr() + tensor.nbytes) // page * page - first
-    if _madvise is not None and hasattr(mmap, advice) and length > 0 and tensor.is_contiguous():
-        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(getattr(mmap, advice)))

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError
 from ..quant.blocks import READERS, Blocks, dequantize
 from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
+from ..system.pages import drop_pages
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
@@ -171,7 +172,7 @@ class GGUFCheckpoint(Checkpoint):
         return 8 * info.size / info.block
 
     def release(self, name: str) -> None:
-        base.drop_pages(self.raw(name))
+        drop_pages(self.raw(name))
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata

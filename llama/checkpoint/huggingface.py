@@ -27,6 +27,7 @@ from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import OPTIONS, SamplingParams
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
+from ..system.pages import drop_pages
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
@@ -256,7 +257,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def release(self, name: str) -> None:
         for tensor in self._tensors[name].values():
-            base.drop_pages(tensor.read())
+            drop_pages(tensor.read())
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import Named, open_tokenizer

@@ -18,6 +18,7 @@ from ..checks import integer
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..system.documents import Fields, read_json, start_of
+from ..system.pages import drop_pages
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import SCALED_ROPE
@@ -99,7 +100,7 @@ class MetaCheckpoint(Checkpoint):
         for shard in self.shards:
             for suffix in SUFFIXES:
                 if source + suffix in shard:
-                    base.drop_pages(shard[source + suffix])
+                    drop_pages(shard[source + suffix])
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer

@@ -21,6 +21,7 @@ from ..cache import KVCache, LayerCache, MemoryCheck, QuantizedKV
 from ..errors import UsageError
 from ..model import Pick, Runner, Transformer
 from ..quant.tiles import TILE
+from ..system.pages import empty_in_large_pages
 from . import kernels
 from .cpu_attention import FEW_QUERIES, kernel_attention
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
@@ -220,8 +221,10 @@ def join_layers(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
     kinds = {layer.format for layer in layers}
     if len(layers) < len(names) or len(kinds) > 1 or any(layer.out_features % TILE for layer in layers):
         return None
-    tiles = torch.cat([layer.tiles for layer in layers])
-    for layer, part in zip(layers, tiles.split([len(layer.tiles) for layer in layers]), strict=True):
+    parts = [layer.tiles for layer in layers]
+    tiles = empty_in_large_pages(sum(map(len, parts)), parts[0].shape[1])
+    torch.cat(parts, out=tiles)
+    for layer, part in zip(layers, tiles.split([len(part) for part in parts]), strict=True):
         layer.tiles = part
     sizes, bias = [layer.out_features for layer in layers], None
     biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..quant.blocks import BlockFormat, Blocks, joined
 from ..quant.schemes import CLIPS, check_scales, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
+from ..system.pages import empty_in_large_pages
 from . import kernels
 
 PIECE = 2**18  # entries that are quantized at a time on a CPU
@@ -88,7 +89,7 @@ def in_pieces(
     shape: tuple[int, int], format: BlockFormat, entries: int, pack: Callable[[slice, Tensor], object]
 ) -> Tensor:
     """Pack a weight piece by piece, so that only one piece is in memory unpacked: `pack(rows, out)` writes to `out`."""
-    out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], format), dtype=torch.uint8)
+    out = empty_in_large_pages(-(-shape[0] // TILE), tile_bytes(shape[1], format))
     for part in _pieces(shape, entries):
         pack(part, out[part.start // TILE : -(-part.stop // TILE)])
     return out

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <sys/mman.h>
+
 #include "blocks.h"
 #include "border.h"
 
@@ -181,6 +183,7 @@ Tensor quantize_to_tiles(const Tensor& weight, const Tensor& clips, int64_t bits
     Tensor y = torch::stable::new_empty(weight, {(N + ROWS - 1) / ROWS, tile_bytes}, torch::headeronly::ScalarType::Byte);
     const Settings s{bits, group, offset, (const float*)clips.const_data_ptr(), clips.size(0)};
     auto* tiles = (uint8_t*)y.mutable_data_ptr();
+    madvise((void*)(uintptr_t(tiles) & -4096), y.size(0) * tile_bytes, MADV_HUGEPAGE);  // system/pages.py says why
     with_type(weight, [&](auto* type) { quantize_rows((decltype(type))weight.const_data_ptr(), N, K, s, tiles, tile_bytes); });
     return y;
 }

@@ -1,0 +1,48 @@
+"""Pages of memory: what the system is advised to do with those of a tensor. Without madvise, nothing happens."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+LARGE = 2**21  # bytes of a large page
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_DONTNEED") else None
+
+
+def empty_in_large_pages(rows: int, columns: int) -> Tensor:
+    """An uninitialized tensor (rows, columns) of bytes, in pages of 2 MB if the system has them.
+
+    The processor finds the addresses of small pages in a table that does not fit into its cache, so it reads large
+    pages faster.
+    """
+    size = rows * columns
+    memory = torch.empty(size + LARGE, dtype=torch.uint8)
+    first = -memory.data_ptr() % LARGE
+    out = memory[first : first + size].view(rows, columns)
+    use_large_pages(out)
+    return out
+
+
+def use_large_pages(tensor: Tensor) -> None:
+    """Ask for pages of 2 MB, before a tensor is written or read in a mapped file: the first access takes less time."""
+    _advise(tensor, "MADV_HUGEPAGE")
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Remove the pages of a tensor in a privately mapped file from this process's memory.
+
+    A later access reads them again from the page cache. Only for tensors that were never written to: changes would be
+    lost.
+    """
+    _advise(tensor, "MADV_DONTNEED")
+
+
+def _advise(tensor: Tensor, advice: str) -> None:
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    length = (tensor.data_ptr() + tensor.nbytes) // page * page - first
+    if _madvise is not None and hasattr(mmap, advice) and length > 0 and tensor.is_contiguous():
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(getattr(mmap, advice)))
