@@ -25,6 +25,7 @@ LARGEST_LOGIT = 1e30
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+Filter: TypeAlias = "Callable[[Tensor, Any], Tensor]"
 
 
 # ------------------------------------------------------------------------------------------------------ filters
@@ -91,12 +92,16 @@ def min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 
 
+KEEP_BEST = top_k, top_p, min_p  # filters that never exclude the most probable token
+
+
 # ------------------------------------------------------------------------------------------------------ options
-def option(default: float, low: float, high: float, about: str, filter: object = None) -> Any:
+def option(default: float, low: float, high: float, about: str, filter: Filter | None = None) -> Any:
     """A numeric field of SamplingParams, which is also an option of the commands and of the server.
 
     about   the help, where X is the value, or N if it is an integer
-    filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default
+    filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default;
+            to a greedy choice, too, unless it is in KEEP_BEST
     """
     return dataclasses.field(default=default, metadata={"range": (low, high), "about": about, "filter": filter})
 
@@ -149,6 +154,12 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
+    @property
+    def filters(self) -> dict[str, Filter]:
+        """The filters in use by name. A greedy choice does not depend on those that keep the most probable token."""
+        used = {name: f.metadata["filter"] for name, f in OPTIONS.items() if getattr(self, name) != f.default}
+        return {name: mask for name, mask in used.items() if mask and not (self.greedy and mask in KEEP_BEST)}
+
     @functools.cached_property
     def bias(self) -> tuple[Tensor, Tensor]:
         """The ids (N,) of logit_bias and what is added to their logits (N,), once for all tokens: N may be V."""
@@ -196,7 +207,8 @@ def stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors and `allowed` leave no token.
+    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors, `allowed` and filters leave no
+    token.
     """
     yield "model", (logits := logits.float())
     if not params.plain:
@@ -216,12 +228,13 @@ def stages(
         if params.processors and bool(logits.amax() == -math.inf):
             raise UsageError("the processors exclude every token that the grammar allows")
         yield "grammar", logits
-    if params.greedy:
-        return
-    yield "temperature", (logits := logits / params.temperature)
-    for name, field in OPTIONS.items():
-        if (mask := field.metadata["filter"]) is not None and (value := getattr(params, name)) != field.default:
-            yield name, (logits := mask(logits, value))
+    if not params.greedy:
+        yield "temperature", (logits := logits / params.temperature)
+    for name, mask in params.filters.items():
+        logits = mask(logits, getattr(params, name))
+        if mask not in KEEP_BEST and bool((logits.amax(-1) == -math.inf).any()):
+            raise UsageError(f"{name} ({getattr(params, name)}) excludes every token that the filters before it keep")
+        yield name, logits
 
 
 def probs(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:

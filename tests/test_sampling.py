@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,8 +23,9 @@ from transformers import (
 from llama import sampling
 from llama.errors import LlamaError, UsageError
 from llama.generate import generate
+from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
-from llama.sampling import History, SamplingParams, probs
+from llama.sampling import History, SamplingParams, option, probs
 
 from . import tiny
 
@@ -69,6 +72,30 @@ def test_the_filters_in_order_equal_those_of_transformers(
 @pytest.mark.parametrize("options", [{}, {"temperature": 1e-30}, {"temperature": 1.0, "top_k": 1}])
 def test_greedy_is_one_hot_at_the_first_maximum(options: dict[str, Any]) -> None:
     assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams(**options)).tolist() == [0, 1, 0]
+
+
+@dataclass(frozen=True)
+class WithoutEven(SamplingParams):
+    no_even: int = option(0, 0, 1, "exclude even ids", lambda logits, _: logits.index_fill(-1, EVEN, -math.inf))
+
+
+EVEN = torch.arange(0, 320, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"temperature": 2.0, "top_k": 1}])
+def test_a_new_filter_holds_for_every_choice(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    field = next(field for field in dataclasses.fields(WithoutEven) if field.name == "no_even")
+    monkeypatch.setattr(sampling, "OPTIONS", {**sampling.OPTIONS, "no_even": field})
+    params = WithoutEven(**options, seed=1, max_new_tokens=40, no_even=1)
+    alone = [token.id for token in generate(tiny.model(), [5], params)]
+    events = Batch(tiny.model(), [Request([5], params), Request([7], params)], slots=2)
+    batch = [event.token.id for event in events if isinstance(event, TokenEvent)]
+    assert len(alone) == 40
+    assert len(batch) == 80
+    assert all(id % 2 for id in alone + batch)
+    first_two_even = torch.zeros(320).index_fill(0, torch.tensor([0, 2]), 9.0)
+    with pytest.raises(UsageError, match=r"no_even \(1\) excludes every token"):
+        probs(first_two_even, WithoutEven(temperature=1.0, top_k=2, no_even=1))
 
 
 @pytest.mark.parametrize(

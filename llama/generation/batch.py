@@ -411,8 +411,8 @@ class Batch:
         self, sequence: ActiveSequence, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]
     ) -> Token:
         request, params, constraint = sequence.request, sequence.request.params, sequence.request.constraint
-        logprob = None
-        if best is not None and params.greedy and sequence.history is None and constraint is None:
+        logprob, is_best = None, params.greedy and not params.filters
+        if best is not None and is_best and sequence.history is None and constraint is None:
             id, top = best
             logprob = float(logits.log_softmax(-1)[id]) if request.logprobs else None
         else:
