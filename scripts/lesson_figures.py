@@ -185,8 +185,8 @@ FIGURES = {
         ),
         Figure(
             "arrows",
-            "Each arrow turns by 0.35 radians per position. First: no rotation. Second and third: q is four positions"
-            " after k, and q · k is the same. Fourth: q is four positions before k.",
+            "Each arrow turns by 0.35 radians per position. First: no rotation. In the second and third picture, q is"
+            " four positions after k, and q · k is the same. In the fourth, q is four positions before k.",
             arrows_data,
             arrows_draw,
             size=(6.4, 2.35),

@@ -164,7 +164,7 @@ def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     chat.child.send("go" + ENTER)
     chat.child.expect_exact("aaaa")
     hidden = [*chat.before]
-    hidden[3] &= ~termios.ECHO
+    hidden[3] = hidden[3] & ~termios.ECHO | termios.NOFLSH
     assert termios.tcgetattr(chat.side) == hidden  # the shell's own settings during an answer, without an echo
     os.kill(chat.pid, signal.SIGINT)
     chat.child.expect_exact("clearllama: stopped")
@@ -190,6 +190,15 @@ def test_lines_typed_during_an_answer_are_turns_of_their_own(start: Start, lette
     chat.child.send(f"/load {tmp_path / 'tal'}\t")
     chat.child.expect_exact("k")  # completed
     assert questions(tmp_path / "talk") == ["one", "three"]
+
+
+def test_ctrl_c_keeps_the_lines_typed_during_an_answer(start: Start, letters: Path, tmp_path: Path) -> None:
+    chat = start("-m", letters, *GREEDY, "-n", "7000")
+    chat.child.send("one" + ENTER)
+    chat.child.expect_exact("aaaa")
+    chat.child.send(f"/save {tmp_path / 'talk'}{ENTER}")
+    chat.child.send("\x03")  # from the keyboard, so that the terminal may discard its input
+    chat.child.expect_exact("saved")
 
 
 @settings(max_examples=50)

@@ -105,13 +105,17 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
 
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
-    """Hide what is typed while an answer is written, as it would stand in the answer. It is read as the next turns."""
+    """Hide what is typed while an answer is written, as it would stand in the answer. It is read as the next turns.
+
+    Ctrl-C, which stops the answer, would also discard these lines (NOFLSH).
+    """
     shown: Any = None
     with contextlib.suppress(Exception):  # Windows, or standard input is not a terminal
         import termios
 
         shown = termios.tcgetattr(sys.stdin)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]])
+        hidden = shown[3] & ~termios.ECHO | termios.NOFLSH
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*shown[:3], hidden, *shown[4:]])
     try:
         yield
     finally:

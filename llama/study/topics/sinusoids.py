@@ -127,8 +127,8 @@ def digits_draw(data: Data, canvas: Canvas) -> None:
 
 
 HANDS = (
-    "The code of width 6 is three hands. Dots are their tips at positions 0 to 12; all start at twelve o'clock and move"
-    " clockwise."
+    "The code of a position, here six numbers, is three hands of a clock. Dots are their tips at positions 0 to 12; all"
+    " start at twelve o'clock and move clockwise."
 )
 DIGITS = (
     "Left: the bits of 0 to 15, the lowest bit first. Right: the sines of a table with base θ = 16 and C = 8. In both,"
