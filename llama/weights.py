@@ -22,7 +22,6 @@ from .quant.blocks import BlockFormat
 from .quant.schemes import Scheme, scheme_for
 from .quant.tiles import TILE, tile_bytes
 from .rope import Layout
-from .system.pages import use_large_pages
 
 
 # --------------------------------------------------------------------------------------------------------- the plan
@@ -132,7 +131,6 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
 def read_float(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A tensor with the rows of wq and wk in the order `layout`, on a device and in a dtype."""
     stored = checkpoint.tensor(name)
-    use_large_pages(stored)
     ordered = to_layout(name, stored, checkpoint.config.head_dim, checkpoint.layout, layout)
     value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, dtype)
     if value.data_ptr() != stored.data_ptr():

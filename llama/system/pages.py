@@ -22,13 +22,8 @@ def empty_in_large_pages(rows: int, columns: int) -> Tensor:
     memory = torch.empty(size + LARGE, dtype=torch.uint8)
     first = -memory.data_ptr() % LARGE
     out = memory[first : first + size].view(rows, columns)
-    use_large_pages(out)
+    _advise(out, "MADV_HUGEPAGE")
     return out
-
-
-def use_large_pages(tensor: Tensor) -> None:
-    """Ask for pages of 2 MB, before a tensor is written or read in a mapped file: the first access takes less time."""
-    _advise(tensor, "MADV_HUGEPAGE")
 
 
 def drop_pages(tensor: Tensor) -> None:
