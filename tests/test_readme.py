@@ -70,4 +70,4 @@ def test_its_speeds_are_rows_of_the_page_on_performance() -> None:
     rows = {row[0]: [cell for cell in row[1:] if cell] for row in table(README, "| model, weights | Intel")}
     assert rows == found
     assert "the ratio of 1B in bfloat16 is 0.97" in README
-    assert "clearllama, defaults | 8.5 | 75 | 0.78 |" in PERFORMANCE
+    assert "clearllama, defaults | 10.1 | 78 | 0.97 |" in PERFORMANCE
