@@ -66,16 +66,19 @@ class Llama:
     max_new_tokens=256, temperature=0.0 (greedy), top_k, top_p, min_p, penalties, logit_bias, processors (functions that
     edit the logits), seed. Further options:
 
-    stop            a string, or a list of strings, that end the text; stop_token_ids: ids that end it
-    min_tokens      the answer does not end before it has so many tokens; ignore_eos=True: it never does
-    logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
-    prompt_logprobs True: log-probabilities of the prompt's tokens; not with a session, a draft or progress
-    schema          a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
-                    (generation/structured.py)
-    draft           "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
-                    the text well; draft_tokens: the maximum number of drafted tokens per pass
-                    (generation/speculative.py)
-    session         a `Session`, which keeps the KV cache for the next call
+    stop             a string, or a list of strings, that end the text
+    stop_token_ids   ids that end it
+    min_tokens       the answer does not end before it has so many tokens
+    ignore_eos       True: the answer ends only at max_new_tokens or at the end of the context
+    logprobs         True: log-probabilities of the tokens
+    top_logprobs     N: those of the N most probable tokens as well
+    prompt_logprobs  True: those of the prompt's tokens; not with a session, a draft or progress
+    schema           a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
+                     (generation/structured.py)
+    draft            "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
+                     the text well; generation/speculative.py explains it
+    draft_tokens     the maximum number of drafted tokens per pass
+    session          a `Session`, which keeps the KV cache for the next call
 
     Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
     a time; a second stream raises UsageError.
