@@ -30,13 +30,15 @@ HELP = '''/help         show this list
 /retry        answer the last question again, with another random seed
 /undo         remove the last question and its answer
 /clear        start a new conversation with the same system message
-/system TEXT  set the system message and start a new conversation; without TEXT, remove it
-/save FILE    save the conversation in a new file; --load-session FILE also continues it
-/load FILE    continue a saved conversation
+/system TEXT  start a new conversation with this system message, or with none
+/save FILE    save the conversation in a new file
+/load FILE    continue a saved conversation, as --load-session FILE does
 /exit         leave (also Ctrl-D)
-Put a message of several lines between """ and """; with the extra chat, you can paste it. Type // to begin
-a message with a slash.
-Ctrl-C stops an answer; the part shown so far stays in the conversation. Tab completes commands and files.'''
+Put a message of several lines between """ and """; with the extra chat, you can
+paste it. Type // to begin a message with a slash. Lines typed during an answer
+are the next messages. Ctrl-C stops an answer; the part shown so far stays in
+the conversation. Tab completes commands and files. -n 2000, when the chat is
+started, allows longer answers.'''
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
