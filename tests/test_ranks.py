@@ -72,10 +72,10 @@ def test_a_batch_resumes_and_has_the_answers_of_one_process(tiny_gguf: Path, tmp
 
 
 @SLOW
-def test_a_chat_is_that_of_one_process(tiny_gguf: Path, clearllama: Any) -> None:
+def test_a_chat_is_that_of_one_process(tiny_gguf: Path, clearllama: Any, tmp_path: Path) -> None:
     turns = 'hello\n"""\ntwo\nlines\n"""\n/nothing\n/retry\n/save x\nbye\n'
     command = f"chat -m {tiny_gguf} --dtype float32 --device cpu -n 9 --temp 0 --no-history"
-    alone = clearllama(*command.split(), stdin=turns.encode()).stdout.decode()
+    alone = clearllama(*command.split(), stdin=turns.encode(), cwd=tmp_path).stdout.decode()
     out, _, errors = end(launch(2, command), turns)
     assert out == alone
     assert len(errors) == 2  # /nothing, and /save, which several processes do not support
