@@ -97,8 +97,10 @@ def widened_products() -> None:
         return
     halves, rows = (torch.bfloat16, torch.float16), (1, 2, 3, 6, 7, 16, 17, 40, 530)
     sizes = itertools.cycle(((17, 31), (49, 300), (1, 1), (48, 256), (33, 64), (100, 17)))
-    for m, x_dtype, dtype in itertools.product(rows, (torch.float32, *halves), halves):
-        n, k = next(sizes)
+    dtypes = [*itertools.product((torch.float32, *halves), halves)]
+    cases = [(m, *types, *next(sizes)) for m, types in itertools.product(rows, dtypes)]
+    cases += [(m, *types, 7, 4103) for m, types in itertools.product((1, 2, 3, 4), dtypes)]  # rows above LONG inputs
+    for m, x_dtype, dtype, n, k in cases:
         x, store, bias = normal(m, k).to(x_dtype), normal(n * k + 1, seed=1).to(dtype), normal(n, seed=2).to(x_dtype)
         weight = store[1:].view(n, k)
         exact = x.double() @ weight.double().T + bias.double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from llama.engine import kernels
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
 from llama.model import Transformer
-from llama.system import memory
+from llama.system import memory, pages
 
 from . import tiny
 
@@ -196,3 +197,18 @@ def test_the_command_refuses_unless_the_check_is_off(
     assert (out, len(err.splitlines())) == ("", 1)
     assert "1 MiB are free on this machine" in err
     assert cli.main([*command, "--no-memory-check"]) == 0
+
+
+SMAPS, LARGE_PAGES = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage")
+
+
+@pytest.mark.skipif(not (SMAPS.exists() and LARGE_PAGES.exists()), reason="this system has no large pages")
+def test_a_large_tensor_begins_at_a_large_page_and_asks_for_such_pages() -> None:
+    tensor = pages.empty_in_large_pages(5, 2**20)
+    assert (tensor.shape, tensor.is_contiguous()) == ((5, 2**20), True)
+    assert tensor.data_ptr() % pages.LARGE == 0
+    found = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S
+    )
+    (flags,) = (flags for start, end, flags in found if int(start, 16) <= tensor.data_ptr() < int(end, 16))
+    assert "hg" in flags.split()

@@ -16,9 +16,11 @@ def empty_in_large_pages(rows: int, columns: int) -> Tensor:
     """An uninitialized tensor (rows, columns) of bytes, in pages of 2 MB if the system has them.
 
     The processor finds the addresses of small pages in a table that does not fit into its cache, so it reads large
-    pages faster.
+    pages faster. A tensor smaller than a large page gets small ones.
     """
     size = rows * columns
+    if size < LARGE:
+        return torch.empty(rows, columns, dtype=torch.uint8)
     memory = torch.empty(size + LARGE, dtype=torch.uint8)
     first = -memory.data_ptr() % LARGE
     out = memory[first : first + size].view(rows, columns)
