@@ -107,7 +107,7 @@ class Lens:
     """The logit lens: the next token predicted from the residual stream after each layer. M = L + 1 rows.
 
     Row 0 is the embedding before any block, row M - 1 the prediction of the model. N is T; in a `Trace`, the last
-    LENS_TOKENS at most.
+    LENS_TOKENS at most. The tensors are on the CPU.
 
     top_ids, top_p  (M, N, K) the most probable tokens and their probabilities
     rank            (M, N) rank of the final answer, the model's most probable token
@@ -126,13 +126,14 @@ def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top
     hidden are (T, C) each, logits (T, V).
     """
     found = []
-    for h, last in zip(torch.stack([*hidden]).split(LENS_CHUNK, dim=1), logits.split(LENS_CHUNK), strict=True):
-        seen = model.output(model.norm(h)).float()  # (M, t, V)
-        log_p, answer = seen.log_softmax(-1), last.argmax(-1)  # (M, t, V), (t,)
-        best = log_p.topk(min(top, seen.shape[-1]))
-        rank = rank_of(seen, answer.expand(seen.shape[:-1]))
-        found.append((best.indices, best.values.exp(), rank, divergence(last.log_softmax(-1), log_p)))
-    return Lens(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
+    for h, finals in zip(torch.stack([*hidden], dim=1).split(LENS_CHUNK), logits.split(LENS_CHUNK), strict=True):
+        rows = model.output(model.norm(h)).float()  # (t, M, V)
+        for seen, final in zip(rows, finals, strict=True):  # (M, V), (V,); one at a time, which fits into the cache
+            log_p = seen.log_softmax(-1)
+            best, rank = log_p.topk(min(top, seen.shape[-1])), rank_of(seen, final.argmax().expand(len(seen)))
+            row = best.indices, best.values.exp(), rank, divergence(final.log_softmax(-1), log_p)
+            found.append([x.tolist() for x in row])  # small tensors would fragment the memory that `seen` reuses
+    return Lens(*(torch.tensor(parts).transpose(0, 1) for parts in zip(*found, strict=True)))
 
 
 def readout(model: Transformer, seen: Recording, answer: int, against: int | None = None) -> Tensor:
@@ -156,10 +157,10 @@ def direct_effects(model: Transformer, seen: Recording, direction: Tensor) -> Te
     blocks: list[Any] = list(model.layers)
     effects = []
     for block, z in zip(blocks, seen.rows("z"), strict=True):
-        alone = torch.eye(z.shape[1], device=z.device, dtype=z.dtype)[..., None] * z[-1]  # (H, H, D)
-        wo, alone = block.attention.wo, alone.flatten(-2)[None]  # (1, H, H * D), as in a forward pass
-        added = (wo(alone) - wo(torch.zeros_like(alone)))[0]  # (H, C), without the bias
-        effects.append(added.float() @ direction)
+        H = z.shape[1]
+        alone = torch.eye(H + 1, H, device=z.device, dtype=z.dtype)[..., None] * z[-1]  # (H + 1, H, D), the last is 0
+        added = block.attention.wo(alone.flatten(-2)[None])[0]  # (H + 1, C), as in a forward pass
+        effects.append((added[:-1] - added[-1]).float() @ direction)  # without the bias
     return torch.stack(effects)
 
 
@@ -182,7 +183,7 @@ def sink(weights: Tensor) -> Tensor:
 
 def spread(weights: Tensor) -> Tensor:
     """Effective number of attended tokens: e^entropy of a query's weights, mean over queries: (.., T, T) -> (..)."""
-    return torch.special.entr(weights.double()).sum(-1).exp().mean(-1)
+    return torch.special.entr(weights).sum(-1).exp().mean(-1)
 
 
 # ------------------------------------------------------------------------------------------------- the complete trace
@@ -232,7 +233,7 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
             found = evaluate(model, ids, seen, logits, change)
     if not bool((change.logits if change else logits).isfinite().all()):
         raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
-    if not bool(logits.isfinite().all()):
+    if change and not bool(logits.isfinite().all()):
         raise NumericalError(
             "the logits are not finite under this intervention, but they are finite without it; choose another one"
         )
