@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageError
 from ..hub.models import DEFAULT, suggestion
 from ..system.memory import free_memory
 from . import streams
@@ -62,7 +63,10 @@ def _statistics(args: argparse.Namespace, completion: Completion) -> str:
     new = f"{stats.new_tokens} new{speed}"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
-    return f"{prompt}, {new}, finish: {completion.finish_reason}, seed {stats.seed}"
+    finish: str = completion.finish_reason
+    if args.command == "chat" and finish == "length" and stats.new_tokens >= args.max_new_tokens:
+        finish += f" (a larger -n than {args.max_new_tokens} allows longer answers)"
+    return f"{prompt}, {new}, finish: {finish}, seed {stats.seed}"
 
 
 def as_dict(completion: Completion) -> dict[str, Any]:
@@ -92,7 +96,9 @@ def check_session(args: argparse.Namespace) -> None:
         streams.info(args, f"{loaded} does not exist: starting a new session")
         args.load_session = None
     elif loaded is not None:
-        open_session(Path(loaded))
+        _, about = open_session(Path(loaded))
+        if args.command == "chat" and args.system is not None and about["messages"]:
+            raise UsageError(f"--system can't change the conversation in {loaded}; leave --system out")
     if saved is not None:
         check_target(Path(saved))
 
@@ -107,8 +113,15 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     if args.load_session is None:
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
-    streams.info(args, f"{args.load_session}: loaded {contents(session)}")
+    streams.info(args, describe_loaded(args.load_session, session))
     return session
+
+
+def describe_loaded(file: str, session: Session) -> str:
+    """The size of a session that was loaded, and its last question."""
+    questions = [message["content"] for message in session.messages if message["role"] == "user"]
+    last = f"; its last question is {questions[-1]!r:.80}" if questions else ""
+    return f"{file}: loaded {contents(session)}{last}"
 
 
 def contents(session: Session) -> str:

@@ -65,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
     session = answers.load_session(args, llm)
     if session is not None and session.messages:
-        if args.system is not None:
-            raise UsageError(f"--system can't change the conversation in {args.load_session}; leave --system out")
         streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
     if not chat.piped:
@@ -216,7 +214,7 @@ class Chat:
             case "/load", file if file:
                 loaded = Session.load(os.path.expanduser(file), self.llm.model)
                 loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
-                self.session, reply = loaded, f"{file}: loaded {answers.contents(loaded)}"
+                self.session, reply = loaded, answers.describe_loaded(file, loaded)
             case "/save" | "/load" as command, "":
                 raise UsageError(f"{command} needs a file: {command} FILE")
             case "/exit" | "/quit" | "/bye", "":

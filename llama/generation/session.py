@@ -314,7 +314,7 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         with open(path, "rb") as raw:
             header = int.from_bytes(raw.read(8), "little")  # bytes of JSON, which take 30 times the memory when parsed
         if header > LARGEST_HEADER:
-            raise CheckpointError(f"{path} is not a session file: its header has {header:,} bytes")
+            raise CheckpointError(f"{path} is not a session file; pass a file that Session.save wrote")
         file = safe_open(str(path), framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
