@@ -227,7 +227,7 @@ def test_the_command_prints_lines_and_a_summary_or_json(copy: Copy, capsys: pyte
     assert main(["verify", str(path)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL  md5       params.json: ") for line in lines)
-    assert " FAILED: " in last
+    assert " FAILED, " in last
     assert main(["verify", str(path), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert list(report) == ["path", "ok", "findings"]

@@ -105,4 +105,4 @@ def _open_file(path: Path) -> Checkpoint:
     start_of(path)  # raises CheckpointError if it is not a regular file
     if gguf.recognizes(path):
         return gguf.GGUFCheckpoint(path)
-    raise CheckpointError(f"{path} is not a checkpoint: expected a GGUF file or a folder, such as {path.parent}")
+    raise CheckpointError(f"{path} is not a checkpoint: expected a GGUF file or the folder of a checkpoint")

@@ -130,7 +130,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
 def add_model(parser: argparse.ArgumentParser, about: str) -> None:
     """Add the model of a command that does not run it, as an argument or as --model."""
     add(
-        parser,
+        parser.add_mutually_exclusive_group(),
         ("model", "PATH_OR_NAME", about, {"nargs": "?", "default": argparse.SUPPRESS}),
         ("--model -m", "PATH_OR_NAME", "the same (default: %(default)s)", {"default": default_model()}),
     )

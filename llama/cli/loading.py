@@ -32,6 +32,8 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     from .. import loader
 
     vector = read_vector(args) if hasattr(args, "steer") else None
+    if hasattr(args, "draft") and args.draft is None and args.draft_tokens is not None:
+        raise UsageError("--draft-tokens needs a draft: add --draft ngram or --draft MODEL")
     started = time.perf_counter()
     llm = loader.load(
         args.model,

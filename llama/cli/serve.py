@@ -91,7 +91,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
         return listener
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"can't listen on --host {host} --port {port}: {error}; --port 0 finds a free port") from None
+        remedy = "choose others; --port 0 finds a free port"
+        raise UsageError(f"can't listen on --host {host} --port {port}: {error}; {remedy}") from None
 
 
 def api_key(path: str | None) -> str | None:

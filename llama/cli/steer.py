@@ -31,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if len(args.positive) != len(args.negative):
         raise UsageError(f"got {len(args.positive)} --positive, but {len(args.negative)} --negative")
+    if sorted(args.positive) == sorted(args.negative):
+        raise UsageError("--positive and --negative are the same, so every direction would be 0; change one of them")
     if args.compile:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     streams.check_file("--output", args.output)

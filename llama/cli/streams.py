@@ -166,7 +166,7 @@ def write_file(path: Path, text: str) -> None:
 
 def check_file(option: str, path: Path) -> None:
     """Raise UsageError if write_file would fail, before anything is computed for the file."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if str(path) == "-" or path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"{option} {path}: expected a file in an existing folder")
     try:
         if path.is_file() or not path.exists():  # not a pipe

@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         listed = ", ".join(options.values()) or "none"
         raise UsageError(f"study {args.topic} does not accept {refused[0]}; it accepts: {listed}")
     if args.bug is not None:
-        if args.topic != "bugs":
-            raise UsageError("BUG belongs to the topic bugs: clearllama study bugs BUG")
+        if args.topic != "bugs" or args.figure is not None:
+            raise UsageError("BUG belongs to the topic bugs, which has no figure: clearllama study bugs BUG")
         from ..study import bugs
 
         streams.show(args, *bugs.show(bugs.find(args.bug)))

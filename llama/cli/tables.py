@@ -37,6 +37,8 @@ def report(findings: Iterable[Finding], as_json: bool, facts: dict[str, Any]) ->
     if as_json:
         streams.write_json({**facts, "ok": not counts["fail"], "findings": [finding._asdict() for finding in found]})
     else:
-        others = ", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "note") if counts[status])
-        streams.write(f"{counts['fail']} FAILED: {others}\n" if counts["fail"] else f"nothing failed: {others}\n")
+        shown = ", ".join(
+            f"{counts[x]} {x.replace('fail', 'FAILED')}" for x in ("fail", "ok", "warn", "note") if counts[x]
+        )
+        streams.write(f"{shown}\n" if counts["fail"] else f"nothing failed: {shown}\n")
     return 1 if counts["fail"] else 0
