@@ -100,6 +100,13 @@ def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path:
         (("generate", "--dtype", "int3", "x"), "int3"),
         (("generate", "--threads", "0", "x"), "threads"),
         (("pull", "gpt-5"), "or smollm2-135m-instruct"),
+        (("generate", "--raw", "--system", "x", "x"), "--system needs a chat"),
+        (("quantize", ".", "x.gguf"), "would be a folder"),
+        (("inspect", "x", "-m", "y"), "not allowed with"),
+        (("trace", "--html", "-", "x"), "--html -: expected a file"),
+        (("trace", "--compile", "x"), "--compile"),
+        (("study", "bugs", "step", "--figure", "x.png"), "no figure"),
+        (("steer", "--positive", "x", "--negative", "x", "-o", "x"), "are the same"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(

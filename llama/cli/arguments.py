@@ -292,7 +292,9 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     return scaling if factor is None else {**scaling, "factor": factor}
 
 
-def check_one_device(args: argparse.Namespace, command: str) -> None:
-    """Raise UsageError if the layers would be spread over several devices."""
+def check_plain(args: argparse.Namespace, command: str) -> None:
+    """Raise UsageError if the layers would be compiled, or spread over several devices."""
+    if args.compile:
+        raise UsageError(f"{command} can't read the outputs of compiled layers: leave --compile out")
     if args.gpu_layers is not None or "," in args.device:
         raise UsageError(f"{command} needs the model on one device: leave out --gpu-layers and name one --device")

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from ..loader import with_rope
     from ..study import explain
 
-    arguments.check_one_device(args, "explain")
+    arguments.check_plain(args, "explain")
     if args.model is None:
         plain = args.device in ("auto", "cpu") and args.dtype in ("auto", "float32")
         if not plain or args.adapter or args.tokenizer or args.quantize:

@@ -34,6 +34,8 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     vector = read_vector(args) if hasattr(args, "steer") else None
     if hasattr(args, "draft") and args.draft is None and args.draft_tokens is not None:
         raise UsageError("--draft-tokens needs a draft: add --draft ngram or --draft MODEL")
+    if getattr(args, "raw", False):
+        refuse_chat_options(args, "--raw")
     started = time.perf_counter()
     llm = loader.load(
         args.model,
@@ -138,11 +140,16 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     raw: bool = args.raw
     if args.chat_format == "auto" and llm.chat_template is None:
         raw = raw or llm.chat_format is None or not says_chat(args.model)
-    for name in ("system", "template_option"):
-        if raw and vars(args).get(name):
-            option = arguments.option(name)
-            raise UsageError(f"{option} needs a chat, but the prompt is plain text ({why_raw(args, llm)})")
+    if raw:
+        refuse_chat_options(args, why_raw(args, llm))
     return raw
+
+
+def refuse_chat_options(args: argparse.Namespace, why: str) -> None:
+    """Raise UsageError if an option needs a chat; `why`: the reason why the prompt is plain text."""
+    for name in ("system", "template_option"):
+        if vars(args).get(name):
+            raise UsageError(f"{arguments.option(name)} needs a chat, but the prompt is plain text ({why})")
 
 
 def why_raw(args: argparse.Namespace, llm: Llama) -> str:

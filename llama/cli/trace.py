@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         streams.check_file("--html", args.html)
-    arguments.check_one_device(args, "trace")
+    arguments.check_plain(args, "trace")
     from ..loader import with_rope
     from ..rope_scaling import reach
     from ..study import intervene, trace, trace_page

@@ -97,6 +97,8 @@ def convert(  # many parameters, since each is a choice of the user
         raise UsageError(f"{target} exists already; name another target, or remove it first")
     if not target.parent.is_dir():
         raise UsageError(f"{target} is not in an existing folder")
+    if is_folder and target.suffix == ".gguf":
+        raise UsageError(f"{target} would be a folder: give it another name, or use convert --to gguf for a GGUF file")
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     stored = {name: DTYPES.get(checkpoint.stored(name)) for name in checkpoint.shapes}
