@@ -65,7 +65,7 @@ def _statistics(args: argparse.Namespace, completion: Completion) -> str:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
     finish: str = completion.finish_reason
     if args.command == "chat" and finish == "length" and stats.new_tokens >= args.max_new_tokens:
-        finish += f" (a larger -n than {args.max_new_tokens} allows longer answers)"
+        finish += " (-n allows longer answers)"
     return f"{prompt}, {new}, finish: {finish}, seed {stats.seed}"
 
 
