@@ -108,17 +108,22 @@ struct Format {
 // Sums of products of unsigned bytes of w and signed bytes of x: add(sums, w, x) adds, in each lane, the products of 4 inputs. After at most
 // MOST calls, total(sums) are the sums in 32 bits; MOST 0 is no limit. With PAIRS, w and x are 2 inputs in 16 bits. With SIGNED8, weights of
 // 8 bits (Format::bytes) are used as signed (w - 128): ARM's first instruction for this multiplies signed bytes only.
-#if defined(__AVX512VNNI__)
-constexpr bool SIGNED8 = false;
-template <Format F>
-struct Sums {
+struct Sums32 {
     static constexpr bool PAIRS = false;
     static constexpr int64_t MOST = 0;
-    static ints add(ints sums, words w, int32_t x) { return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x)); }
     static ints total(ints sums) { return sums; }
 };
-#elif defined(__AVX2__)
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool SIGNED8 = true;
+#else
 constexpr bool SIGNED8 = false;
+#endif
+#if defined(__AVX512VNNI__)
+template <Format F>
+struct Sums : Sums32 {
+    static ints add(ints sums, words w, int32_t x) { return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x)); }
+};
+#elif defined(__AVX2__)
 template <Format F>
 struct Sums {  // AVX2 adds two products in 16 bits. Bytes would overflow, so they are pairs; of fewer bits, MOST sums fit in 16 bits
     static constexpr bool PAIRS = F.bytes();
@@ -131,65 +136,34 @@ struct Sums {  // AVX2 adds two products in 16 bits. Bytes would overflow, so th
     }
     static ints total(ints sums) { return PAIRS ? sums : (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
 };
-#elif defined(__ARM_FEATURE_DOTPROD)
+#else
+template <Format F>
+struct Sums : Sums32 {
+    static ints add(ints sums, words w, int32_t x) {
+        const auto bytes = vreinterpretq_s8_s32(vdupq_n_s32(x));
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr bool SIGNED8 = false;
-inline int32x4_t dot16(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vusdotq_s32(sums, w, x); }
+        return (ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)w, bytes);
 #else
-constexpr bool SIGNED8 = true;
-inline int32x4_t dot16(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vdotq_s32(sums, vreinterpretq_s8_u8(w), x); }
+        return (ints)vdotq_s32((int32x4_t)sums, (int8x16_t)(F.bytes() ? w ^ 0x80808080u : w), bytes);
 #endif
-template <Format F>
-struct Sums {
-    static constexpr bool PAIRS = false;
-    static constexpr int64_t MOST = 0;
-    static ints add(ints sums, words w, int32_t x) {
-        if (F.bytes() && SIGNED8) w ^= 0x80808080u;
-        return (ints)dot16((int32x4_t)sums, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
     }
-    static ints total(ints sums) { return sums; }
-};
-#else
-constexpr bool SIGNED8 = false;
-template <Format F>
-struct Sums {
-    static constexpr bool PAIRS = false;
-    static constexpr int64_t MOST = 0;
-    static ints add(ints sums, words w, int32_t x) {
-        for (int i = 0; i < 4; i++) sums += (ints)((w >> (8 * i)) & 255) * int32_t(int8_t(x >> (8 * i)));
-        return sums;
-    }
-    static ints total(ints sums) { return sums; }
 };
 #endif
 
 // 16 values, and their bytes for the indices in w.
-#if defined(__AVX2__)
 struct Codebook {
     words values;
     explicit Codebook(const uint8_t* p) : values(load<words>(p)) {}
-#if defined(__AVX512BW__)
-    words operator()(words w) const { return (words)_mm512_shuffle_epi8((__m512i)values, (__m512i)w); }
-#else
-    words operator()(words w) const { return (words)_mm256_shuffle_epi8((__m256i)values, (__m256i)w); }
-#endif
-};
-#else
-struct Codebook {
-    uint8_t values[16];
-    explicit Codebook(const uint8_t* p) { std::memcpy(values, p, 16); }
     words operator()(words w) const {
-#if defined(__ARM_NEON)
-        return (words)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)w);
+#if defined(__AVX512BW__)
+        return (words)_mm512_shuffle_epi8((__m512i)values, (__m512i)w);
+#elif defined(__AVX2__)
+        return (words)_mm256_shuffle_epi8((__m256i)values, (__m256i)w);
 #else
-        uint8_t bytes[4 * LANES];
-        std::memcpy(bytes, &w, sizeof bytes);
-        for (uint8_t& byte : bytes) byte = values[byte];
-        return load<words>(bytes);
+        return (words)vqtbl1q_u8((uint8x16_t)values, (uint8x16_t)w);
 #endif
     }
 };
-#endif
 
 template <Format F>
 inline int64_t group_of(const Shape& s) {

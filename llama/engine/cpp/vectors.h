@@ -8,7 +8,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#else
 #include <arm_neon.h>
 #endif
 
@@ -32,7 +32,6 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int8_t chars __attribute__((vector_size(LANES)));
-typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
 
 struct bf16 {
     uint16_t bits;
@@ -72,10 +71,8 @@ inline floats load_half(const void* p) {
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__ARM_NEON)
-    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #else
-    return __builtin_convertvector(load<halves>(p), floats);
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #endif
 }
 
