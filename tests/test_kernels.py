@@ -439,11 +439,10 @@ Python = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 @needs_kernels
-@pytest.mark.parametrize("form", ["avx2", "plain"])
-def test_every_form_computes_the_same(run: Python, tmp_path: Path, form: str) -> None:
-    if form == "avx2" and not torch.cpu._is_avx2_supported():
+def test_every_form_computes_the_same(run: Python, tmp_path: Path) -> None:
+    if not torch.cpu._is_avx2_supported():
         pytest.skip("this processor has no AVX2")
-    done = run(SAMPLE, str(tmp_path / "samples"), CLEARLLAMA_KERNELS=form)
+    done = run(SAMPLE, str(tmp_path / "samples"), CLEARLLAMA_KERNELS="avx2")
     assert (done.returncode, done.stderr) == (0, b"")
     for found, expected in zip(torch.load(tmp_path / "samples"), samples(), strict=True):
         if found.dtype == torch.uint8:
@@ -549,7 +548,7 @@ def test_without_kernels_the_results_are_right_and_one_line_is_logged(
 
 def test_an_unknown_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_KERNELS", "sse9")
-    forms = "amx, avx512, avx2, neon_bf16, neon, plain"
+    forms = "amx, avx512, avx2, neon_bf16, neon"
     with pytest.raises(UsageError, match=f"CLEARLLAMA_KERNELS is 'sse9'; expected auto, off, {forms}$"):
         kernels.pick_form()
 
@@ -655,7 +654,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(RuntimeError, match="No space left on device"):
-        kernels._build("plain", tmp_path / "x.so")
+        kernels._build("avx2", tmp_path / "x.so")
 
 
 def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
@@ -666,7 +665,7 @@ def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever the tests' process ignores
         "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\n"
-        "from llama.engine import kernels; kernels._build('plain', kernels.Path('unused.so'))"
+        "from llama.engine import kernels; kernels._build('avx2', kernels.Path('unused.so'))"
     )
     build = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "CXX": str(script)}, stderr=-3)
     while not started.exists():

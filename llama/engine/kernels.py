@@ -42,7 +42,7 @@ from .runtime import end_openmp_threads
 LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # compiled with the other .cpp files in its folder
 
-# Form of the kernels -> compiler flags. "plain" runs on every processor; only tests use it, so -O1 saves build time.
+# Form of the kernels -> compiler flags.
 AVX512 = (
     "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 )
@@ -52,9 +52,8 @@ FORMS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "neon_bf16": "-march=armv8.2-a+dotprod+i8mm+bf16",
     "neon": "-march=armv8.2-a+dotprod",
-    "plain": "-O1",
 }
-WIDENING = ("avx2", "neon", "plain")  # forms without instructions for bfloat16
+WIDENING = ("avx2", "neon")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -fvisibility=hidden -pthread -w"

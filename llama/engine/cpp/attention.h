@@ -248,9 +248,9 @@ template <typename C, int VECTORS, int QUERIES>
 void attend_queries(const Piece<C>& p, int64_t first) {
     const Queries<C, VECTORS, QUERIES> queries(p, first);
     float weights[QUERIES][CHUNK];
-    f32x16 top[QUERIES];
-    for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    i32x16 odd[QUERIES] = {};  // lanes with a NaN, or with -inf, which finite numbers can't produce
+    floats top[QUERIES];
+    for (int r = 0; r < QUERIES; r++) top[r] = floats{} - INFINITY;
+    ints odd[QUERIES] = {};  // lanes with a NaN, or with -inf, which finite numbers can't produce
     for (int64_t s = 0; s < p.n; s += 16) {
         const int64_t count = std::min<int64_t>(16, p.n - s);
         bool any = false;
@@ -259,32 +259,35 @@ void attend_queries(const Piece<C>& p, int64_t first) {
             for (int r = 0; r < QUERIES; r++) std::fill_n(weights[r] + s, 16, -INFINITY);
             continue;
         }
-        f32x16 scores[QUERIES], scale = f32x16{} + 1.0f;
+        f32x16 scores[QUERIES];
         queries.products(s, count, scores);
-        if (p.k_scale) std::memcpy(&scale, p.k_scale + s, count * 4);
-        for (int r = 0; r < QUERIES; r++) {
-            i32x16 visible = LANE_NUMBERS < int32_t(count);
-            if (p.seen[first + r]) visible &= widen_some((const int8_t*)p.seen[first + r] + s, count) != 0.0f;
-            const f32x16 w = visible ? scores[r] * scale : f32x16{} - INFINITY;
-            odd[r] |= visible & ~(w > -INFINITY);
-            top[r] = w > top[r] ? w : top[r];
-            std::memcpy(weights[r] + s, &w, 64);
+        for (int64_t i = 0; i < 16; i += LANES) {
+            const int64_t some = std::clamp<int64_t>(count - i, 0, LANES);
+            const floats scale = p.k_scale ? widen_some<floats>(p.k_scale + s + i, some) : floats{} + 1.0f;
+            for (int r = 0; r < QUERIES; r++) {
+                ints visible = load<ints>(&LANE_NUMBERS) < int32_t(some);
+                if (p.seen[first + r]) visible &= widen_some<floats>((const int8_t*)p.seen[first + r] + s + i, some) != 0.0f;
+                const floats w = visible ? load<floats>((const float*)&scores[r] + i) * scale : floats{} - INFINITY;
+                odd[r] |= visible & ~(w > -INFINITY);
+                top[r] = w > top[r] ? w : top[r];
+                std::memcpy(weights[r] + s + i, &w, sizeof w);
+            }
         }
     }
     for (int r = 0; r < QUERIES; r++) {
         float most = -INFINITY;
         bool nan = false;
-        for (int i = 0; i < 16; i++) most = std::max(most, top[r][i]), nan |= odd[r][i] != 0;
-        f32x16 total{};
-        for (int64_t s = 0; s < p.n; s += 16) {
-            f32x16 e = most == -INFINITY ? f32x16{} : exp_of(load<f32x16>(weights[r] + s) - most), scale = f32x16{} + 1.0f;
-            total += e;
-            if (p.v_scale) std::memcpy(&scale, p.v_scale + s, std::min<int64_t>(16, p.n - s) * 4);
+        for (int i = 0; i < LANES; i++) most = std::max(most, top[r][i]), nan |= odd[r][i] != 0;
+        floats total[PARTS] = {};
+        for (int64_t s = 0; s < p.n; s += LANES) {
+            floats e = most == -INFINITY ? floats{} : exp_of(load<floats>(weights[r] + s) - most), scale = floats{} + 1.0f;
+            total[s / LANES % PARTS] += e;
+            if (p.v_scale) scale = widen_some<floats>(p.v_scale + s, std::min(LANES, p.n - s));
             e = e == 0.0f ? e : e * scale;
-            std::memcpy(weights[r] + s, &e, 64);
+            std::memcpy(weights[r] + s, &e, sizeof e);
         }
         p.largest[first + r] = nan && most == -INFINITY ? 0 : most;  // -inf would mean that every key is masked
-        p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(total);
+        p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(load<f32x16>(total));
     }
     float out[QUERIES][WIDEST];
     queries.values(weights, out);

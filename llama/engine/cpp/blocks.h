@@ -40,7 +40,7 @@
 
 // A row of x in 8 bits. `start` subtracts the zero point of unsigned weights: sum((w - zero) x) = sum(w x) - zero sum(x).
 struct Row {
-    const int8_t* x;       // (groups * group)
+    const int8_t* x;       // (groups * group), or pairs of 16-bit numbers (Functions::pairs)
     const float* scale;    // (groups)
     const int32_t* start;  // (groups)
     const float* sum;      // (groups), sum of x times scale
@@ -54,6 +54,7 @@ struct Shape {
 // The functions for a format: they belong to no dtype of x, so each of them is compiled once.
 struct Functions {
     int32_t zero;  // what the integer dot products count as 0
+    bool pairs;    // x is used in 16 bits (Sums::PAIRS)
     void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
     struct {
         int64_t count;
@@ -73,7 +74,7 @@ constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
 constexpr int64_t WIDEN_FROM = 8;
-constexpr int MANY = PARTS == 2 ? 6 : 12;  // rows of x whose sums fit in the registers
+constexpr int MANY = PARTS == 2 ? 4 : 12;  // rows of x whose sums fit in the registers
 // Tiles that are read at once for one row of x, and bytes that few rows prefetch ahead of the processor's own prefetcher. Only one kind of
 // processor needs two streams, and prefetching of blocks with two levels of scales, which are long.
 #if defined(__AMX_BF16__)
@@ -92,6 +93,7 @@ struct Format {
     bool codebook = false;  // whether the integers are indices into 16 values
     bool levels = false;    // whether there are two levels of scales
     bool wide = false;      // widened from another form: scales and offsets are float32
+    int inputs = 0;         // of a group, if the compiler is to know their number and the bits do not determine it
     bool operator==(const Format&) const = default;
 
     constexpr int low() const { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
@@ -99,92 +101,69 @@ struct Format {
     constexpr bool bytes() const { return bits == 8 || codebook; }
     constexpr bool narrow() const { return codebook || levels || (bits != 4 && bits != 8); }  // to be widened for several rows
     constexpr int together() const { return bits == 3 ? 2 : 1; }  // groups that share a vector of high bits
-    constexpr int64_t group() const { return bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : 0; }  // 0: any
+    constexpr int64_t group() const { return bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : inputs; }  // 0: any
     constexpr int32_t middle() const { return offset ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
 };
 
 // Sums of products of unsigned bytes of w and signed bytes of x: add(sums, w, x) adds, in each lane, the products of 4 inputs. After at most
-// MOST calls, total(sums) are the sums in 32 bits; MOST 0 is no limit. With SIGNED8, weights of 8 bits (Format::bytes) are used as signed
-// (w - 128): AVX2 adds two products in 16 bits, which unsigned ones can overflow, and ARM's first instruction for this multiplies signed bytes
-// only.
-#if defined(__AVX512VNNI__)
-constexpr bool SIGNED8 = false;
-template <Format F>
-struct Sums {
+// MOST calls, total(sums) are the sums in 32 bits; MOST 0 is no limit. With PAIRS, w and x are 2 inputs in 16 bits. With SIGNED8, weights of
+// 8 bits (Format::bytes) are used as signed (w - 128): ARM's first instruction for this multiplies signed bytes only.
+struct Sums32 {
+    static constexpr bool PAIRS = false;
     static constexpr int64_t MOST = 0;
-    static ints add(ints sums, words w, int32_t x) { return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x)); }
     static ints total(ints sums) { return sums; }
+};
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool SIGNED8 = true;
+#else
+constexpr bool SIGNED8 = false;
+#endif
+#if defined(__AVX512VNNI__)
+template <Format F>
+struct Sums : Sums32 {
+    static ints add(ints sums, words w, int32_t x) { return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x)); }
 };
 #elif defined(__AVX2__)
-constexpr bool SIGNED8 = true;
 template <Format F>
-struct Sums {  // of signed bytes in 32 bits; otherwise in 16 bits, for as many products of fewer bits as fit
-    static constexpr int64_t MOST = F.bytes() ? 0 : 32767 / (2 * 127 * ((1 << F.bits) - 1));
-    static ints add(ints sums, words w, int32_t x) {
-        const __m256i s = _mm256_set1_epi32(x);
-        if (!F.bytes()) return (ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, s));
-        const __m256i q = _mm256_xor_si256((__m256i)w, _mm256_set1_epi8(-128));
-        return sums + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(s, q)), _mm256_set1_epi16(1));
-    }
-    static ints total(ints sums) { return F.bytes() ? sums : (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
-};
-#elif defined(__ARM_FEATURE_DOTPROD)
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr bool SIGNED8 = false;
-inline int32x4_t dot16(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vusdotq_s32(sums, w, x); }
-#else
-constexpr bool SIGNED8 = true;
-inline int32x4_t dot16(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vdotq_s32(sums, vreinterpretq_s8_u8(w), x); }
-#endif
-template <Format F>
-struct Sums {
-    static constexpr int64_t MOST = 0;
-    static ints add(ints sums, words w, int32_t x) {
-        if (F.bytes() && SIGNED8) w ^= 0x80808080u;
-        return (ints)dot16((int32x4_t)sums, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
-    }
-    static ints total(ints sums) { return sums; }
-};
-#else
-constexpr bool SIGNED8 = false;
-template <Format F>
-struct Sums {
-    static constexpr int64_t MOST = 0;
-    static ints add(ints sums, words w, int32_t x) {
-        for (int i = 0; i < 4; i++) sums += (ints)((w >> (8 * i)) & 255) * int32_t(int8_t(x >> (8 * i)));
+struct Sums {  // AVX2 adds two products in 16 bits. Bytes would overflow, so they are pairs; of fewer bits, MOST sums fit in 16 bits
+    static constexpr bool PAIRS = F.bytes();
+    static constexpr int64_t MOST = PAIRS ? 0 : 32767 / (2 * 127 * ((1 << F.bits) - 1));
+    static ints add(ints sums, words w, int32_t x) {  // in assembly, since GCC would move sums from register to register, and to memory
+        const __m256i s = _mm256_set1_epi32(x), products = PAIRS ? _mm256_madd_epi16((__m256i)w, s) : _mm256_maddubs_epi16((__m256i)w, s);
+        if (PAIRS) asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));
+        else asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(products));
         return sums;
     }
-    static ints total(ints sums) { return sums; }
+    static ints total(ints sums) { return PAIRS ? sums : (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+};
+#else
+template <Format F>
+struct Sums : Sums32 {
+    static ints add(ints sums, words w, int32_t x) {
+        const auto bytes = vreinterpretq_s8_s32(vdupq_n_s32(x));
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        return (ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)w, bytes);
+#else
+        return (ints)vdotq_s32((int32x4_t)sums, (int8x16_t)(F.bytes() ? w ^ 0x80808080u : w), bytes);
+#endif
+    }
 };
 #endif
 
 // 16 values, and their bytes for the indices in w.
-#if defined(__AVX2__)
 struct Codebook {
     words values;
     explicit Codebook(const uint8_t* p) : values(load<words>(p)) {}
-#if defined(__AVX512BW__)
-    words operator()(words w) const { return (words)_mm512_shuffle_epi8((__m512i)values, (__m512i)w); }
-#else
-    words operator()(words w) const { return (words)_mm256_shuffle_epi8((__m256i)values, (__m256i)w); }
-#endif
-};
-#else
-struct Codebook {
-    uint8_t values[16];
-    explicit Codebook(const uint8_t* p) { std::memcpy(values, p, 16); }
     words operator()(words w) const {
-#if defined(__ARM_NEON)
-        return (words)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)w);
+#if defined(__AVX512BW__)
+        return (words)_mm512_shuffle_epi8((__m512i)values, (__m512i)w);
+#elif defined(__AVX2__)
+        return (words)_mm256_shuffle_epi8((__m256i)values, (__m256i)w);
 #else
-        uint8_t bytes[4 * LANES];
-        std::memcpy(bytes, &w, sizeof bytes);
-        for (uint8_t& byte : bytes) byte = values[byte];
-        return load<words>(bytes);
+        return (words)vqtbl1q_u8((uint8x16_t)values, (uint8x16_t)w);
 #endif
     }
 };
-#endif
 
 template <Format F>
 inline int64_t group_of(const Shape& s) {
@@ -263,7 +242,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
                            const Row* rows, int64_t g, floats (*total)[M][PARTS]) {
     typedef Sums<F> Sum;
     constexpr int CHAINS = M == 1 && F.group() != 16 && PARTS == 1 ? 2 : 1;  // independent sums hide the latency of Sum::add
-    constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP;
+    constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP, HALVES = 1 + Sum::PAIRS;
     const int64_t group = group_of<F>(s);
     ints sums[TILES * GROUPS][M][PARTS]{};
     Group<F> groups[TILES * GROUPS];
@@ -273,19 +252,24 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     }
     const auto add = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
         ints acc[TILES * GROUPS][CHAINS][M][PARTS]{};
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int64_t k = first; k < end; k += STEP)
             for (int p = 0; p < TILES * GROUPS; p++) {
                 if (M <= 4 && !F.wide && (STREAMS == 2 || !F.levels)) groups[p].prefetch(k);
                 words fours[STEP / 4][PARTS];
                 groups[p].weights(k, fours);
                 const int64_t at = (g + p % GROUPS) * group + k;
-                for (int n = 0; n < STEP / 4; n++)
+                for (int n = 0; n < STEP / 4 * HALVES; n++) {
+                    words w[PARTS];
                     for (int part = 0; part < PARTS; part++) {
-                        const words w = F.codebook ? values(fours[n][part]) : fours[n][part];
-                        for (int m = 0; m < M; m++)
-                            acc[p][n % CHAINS][m][part] = Sum::add(acc[p][n % CHAINS][m][part], w, load<int32_t>(rows[m].x + at + 4 * n));
+                        w[part] = F.codebook ? values(fours[n / HALVES][part]) : fours[n / HALVES][part];
+                        if (Sum::PAIRS) w[part] = (n % 2 ? w[part] >> 8 : w[part]) & 0x00ff00ffu;
                     }
+                    for (int m = 0; m < M; m++) {
+                        const auto x = load<int32_t>(rows[m].x + at * HALVES + 4 * n);
+                        for (int part = 0; part < PARTS; part++) acc[p][n % CHAINS][m][part] = Sum::add(acc[p][n % CHAINS][m][part], w[part], x);
+                    }
+                }
             }
         for (int p = 0; p < TILES * GROUPS; p++)
             for (int m = 0; m < M; m++)
@@ -293,9 +277,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
                     for (int n = 0; n < CHAINS; n++) sums[p][m][part] += Sum::total(acc[p][n][m][part]);
     };
     if constexpr (CHUNK) {
-        int64_t k = 0;
-        for (; k + CHUNK <= group; k += CHUNK) add(k, k + CHUNK);
-        if (k < group) add(k, group);
+        for (int64_t k = 0; k < group; k += CHUNK) add(k, std::min(k + CHUNK, group));
     } else {
         add(0, group);
     }
@@ -345,7 +327,7 @@ void one_row_product(const uint8_t* tile, int64_t apart, const Shape& s, const R
 // Widens groups `first` to first + count of a tile to 8 bits, with float32 scales and offsets: the format wide_form<F>().
 template <Format F>
 constexpr Format wide_form() {
-    return {.bits = 8, .offset = F.offset, .wide = true};
+    return {.bits = 8, .offset = F.offset, .wide = true, .inputs = int(F.group())};
 }
 inline Shape wide_shape(int64_t groups, int64_t group, bool offset) {
     const int64_t stride = group * ROWS + 64 * (1 + offset);
@@ -379,9 +361,10 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
 }
 
 // Quantizes one row of x (K) to 8 bits, group by group. A nonfinite number makes its group's scale NaN, and so the result.
+// In pairs of 16 bits, inputs 0 and 2 stand before inputs 1 and 3, as the bytes of a word of the weight are separated.
 template <typename T>
-void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, float* scale, int32_t* start, float* sum) {
-    for (int64_t g = 0; g < s.groups; g++, x += s.group, q += s.group) {
+void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, int8_t* q, float* scale, int32_t* start, float* sum) {
+    for (int64_t g = 0; g < s.groups; g++, x += s.group) {
         const int64_t n = std::clamp<int64_t>(K - g * s.group, 0, s.group);
         T rest[128] = {};  // the last group, padded
         const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
@@ -392,13 +375,19 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
         ints totals{};
         for (int64_t i = 0; i < s.group; i += LANES) {
             const ints v = to_integers(to_floats(from + i) * inverse);
-            const chars bytes = to_chars(v);
-            std::memcpy(q + i, &bytes, LANES);
             totals += v;
+            if (f.pairs) {
+                int16_t* to = (int16_t*)q;
+                for (int64_t j = 0; j < LANES; j++) to[j / 4 * 4 + j % 2 * 2 + j / 2 % 2] = int16_t(v[j]);
+            } else {
+                const chars bytes = to_chars(v);
+                std::memcpy(q, &bytes, LANES);
+            }
+            q += LANES * (1 + f.pairs);
         }
         int32_t total = 0;
         for (int64_t i = 0; i < LANES; i++) total += totals[i];
-        start[g] = -zero * total;
+        start[g] = -f.zero * total;
         sum[g] = scale[g] * total;
     }
 }
@@ -407,14 +396,14 @@ template <typename T>
 void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, const Functions& stored, T* y, int64_t N) {
     const bool widened = M > WIDEN_FROM && stored.widen;
     const Functions& f = widened ? *stored.wide : stored;
-    const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
+    const int64_t padded = s.groups * s.group * (1 + f.pairs) + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
     std::vector<int8_t> q(M * padded);
     std::vector<float> scale(count), sum(count);
     std::vector<int32_t> start(count);
     std::vector<Row> rows(M);
     for_each_unit(M, [&](int64_t m) {
         const int64_t at = m * s.groups;
-        to_8_bits(x + m * K, K, s, f.zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
+        to_8_bits(x + m * K, K, s, f, &q[m * padded], &scale[at], &start[at], &sum[at]);
         rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
     });
     const int64_t count_of_tiles = (N + ROWS - 1) / ROWS;
@@ -453,6 +442,7 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
 }
 
 constexpr Format FORMATS[] = {
+    {.bits = 8, .offset = true, .inputs = 32}, {.bits = 8, .inputs = 32}, {.bits = 4, .offset = true, .inputs = 32}, {.bits = 4, .inputs = 32},
     {.bits = 8, .per_row = true}, {.bits = 8, .offset = true}, {.bits = 8}, {.bits = 4, .offset = true}, {.bits = 4}, {.bits = 5, .offset = true}, {.bits = 5},
     {.bits = 4, .codebook = true}, {.bits = 4, .codebook = true, .levels = true}, {.bits = 4, .offset = true, .levels = true}, {.bits = 6, .levels = true},
     {.bits = 2, .offset = true, .levels = true}, {.bits = 3, .levels = true}, {.bits = 5, .offset = true, .levels = true},
@@ -461,8 +451,10 @@ constexpr Format FORMATS[] = {
 // Calls f with one of FORMATS as a template argument.
 template <size_t I = 0, typename F>
 auto with_format(int64_t bits, int64_t group, bool offset, bool codebook, bool levels, F f) {
+    constexpr int inputs = FORMATS[I].inputs;
     if constexpr (I + 1 < std::size(FORMATS))
-        if (FORMATS[I] != Format{int(bits), offset, group == 0, codebook, levels}) return with_format<I + 1>(bits, group, offset, codebook, levels, f);
+        if (FORMATS[I] != Format{int(bits), offset, group == 0, codebook, levels, false, inputs} || (inputs && inputs != group))
+            return with_format<I + 1>(bits, group, offset, codebook, levels, f);
     return f.template operator()<FORMATS[I]>();
 }
 

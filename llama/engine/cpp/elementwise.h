@@ -12,11 +12,11 @@
 
 namespace {
 
-template <typename T>
-inline f32x16 as_stored(f32x16 x) {  // rounded to T
-    T numbers[16];
+template <typename T, typename V>
+inline V as_stored(V x) {  // rounded to T
+    T numbers[sizeof(V) / 4];
     store(x, numbers);
-    return widen(numbers);
+    return widen<V>(numbers);
 }
 
 // h += delta, then h / rms(h) * weight: h (M, C), changed in place; delta (M, C) or nothing; weight (C) -> (M, C).
@@ -34,17 +34,17 @@ Tensor add_norm(Tensor h, std::optional<Tensor> delta, const Tensor& weight, dou
         for_each_part(M, C * sizeof(T), [&](int64_t m) {
             T *row = (T*)h.mutable_data_ptr() + m * C, *out = (T*)y.mutable_data_ptr() + m * C;
             const T *added = delta ? (const T*)delta->const_data_ptr() + m * C : nullptr, *w = (const T*)weight.const_data_ptr();
-            f32x16 squares{};
-            for (int64_t i = 0; i < C; i += 16) {
-                const int64_t count = std::min<int64_t>(16, C - i);
-                if (added) store(widen_some(row + i, count) + widen_some(added + i, count), row + i, count);
-                const f32x16 x = widen_some(row + i, count);
-                squares += x * x;
+            floats squares[PARTS] = {};
+            for (int64_t i = 0; i < C; i += LANES) {
+                const int64_t count = std::min(LANES, C - i);
+                if (added) store(widen_some<floats>(row + i, count) + widen_some<floats>(added + i, count), row + i, count);
+                const floats x = widen_some<floats>(row + i, count);
+                squares[i / LANES % PARTS] += x * x;
             }
-            const float scale = 1 / std::sqrt(sum_of(squares) / float(C) + float(eps));
-            for (int64_t i = 0; i < C; i += 16) {
-                const int64_t count = std::min<int64_t>(16, C - i);
-                store(as_stored<T>(widen_some(row + i, count) * scale) * widen_some(w + i, count), out + i, count);
+            const float scale = 1 / std::sqrt(sum_of(load<f32x16>(squares)) / float(C) + float(eps));
+            for (int64_t i = 0; i < C; i += LANES) {
+                const int64_t count = std::min(LANES, C - i);
+                store(as_stored<T>(widen_some<floats>(row + i, count) * scale) * widen_some<floats>(w + i, count), out + i, count);
             }
         });
     });
@@ -63,11 +63,11 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
         typedef std::remove_pointer_t<decltype(type)> T;
         for_each_part(M, F * sizeof(T), [&](int64_t m) {
             const T *g = (const T*)gate.const_data_ptr() + m * gate.stride(0), *u = (const T*)up.const_data_ptr() + m * up.stride(0);
-            for (int64_t i = 0; i < F; i += 16) {
-                const int64_t count = std::min<int64_t>(16, F - i);
-                const f32x16 x = widen_some(g + i, count), e = exp_of(x > f32x16{} ? -x : x);
-                const f32x16 silu = x * ((x > f32x16{} ? f32x16{} + 1.0f : e) / (e + 1.0f));
-                store(as_stored<T>(silu) * widen_some(u + i, count), (T*)y.mutable_data_ptr() + m * F + i, count);
+            for (int64_t i = 0; i < F; i += LANES) {
+                const int64_t count = std::min(LANES, F - i);
+                const floats x = widen_some<floats>(g + i, count), e = exp_of(x > floats{} ? -x : x);
+                const floats silu = x * ((x > floats{} ? floats{} + 1.0f : e) / (e + 1.0f));
+                store(as_stored<T>(silu) * widen_some<floats>(u + i, count), (T*)y.mutable_data_ptr() + m * F + i, count);
             }
         });
     });

@@ -15,8 +15,8 @@
 //     border.h       what the operators require of their arguments
 //     vectors.h      vectors of 16 floats, which all of them use
 //
-// The same sources serve every processor. They use the compiler's vector types; the few instructions that a compiler does not choose on
-// its own have an alternative for processors without them. llama/engine/kernels.py compiles the sources and calls the operators.
+// The same sources serve every form of llama/engine/kernels.py, which compiles them and calls the operators. They use the compiler's vector
+// types, and the few instructions that a compiler does not choose on its own.
 
 #include <torch/csrc/stable/library.h>
 

@@ -28,7 +28,7 @@ void few_rows(const T* x, const W* w, const T* bias, T* y, int64_t N, int64_t K,
 #define HAS_BF16
 #endif
 
-// A pair of bfloat16 numbers is in 32 bits, the first one in the low half.
+// A pair of bfloat16 numbers is in 32 bits, the first one in the low half. V, U: vectors of any width, of 64 bytes with AVX-512.
 #if defined(__AVX512BF16__)
 inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) { return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 inline u32x16 pair_of(f32x16 first, f32x16 second) {
@@ -40,17 +40,20 @@ inline u32x16 pair_of(f32x16 first, f32x16 second) {
     return (u32x16)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
-    float32x4_t sum[4];
-    bfloat16x8_t x[4], y[4];
-    std::memcpy(sum, &acc, 64), std::memcpy(x, &a, 64), std::memcpy(y, &b, 64);
-    for (int i = 0; i < 4; i++) sum[i] = vbfdotq_f32(sum[i], x[i], y[i]);
-    return load<f32x16>(sum);
+template <typename V, typename U>
+inline V dot2(V acc, U a, U b) {
+    constexpr int COUNT = sizeof(V) / 16;
+    float32x4_t sum[COUNT];
+    bfloat16x8_t x[COUNT], y[COUNT];
+    std::memcpy(sum, &acc, sizeof(V)), std::memcpy(x, &a, sizeof(V)), std::memcpy(y, &b, sizeof(V));
+    for (int i = 0; i < COUNT; i++) sum[i] = vbfdotq_f32(sum[i], x[i], y[i]);
+    return load<V>(sum);
 }
 #else
-inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
-    acc += (f32x16)(a << 16) * (f32x16)(b << 16);
-    return acc + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
+template <typename V, typename U>
+inline V dot2(V acc, U a, U b) {
+    acc += (V)(a << 16) * (V)(b << 16);
+    return acc + (V)(a & 0xffff0000u) * (V)(b & 0xffff0000u);
 }
 #endif
 
@@ -121,32 +124,34 @@ inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint3
     for (int64_t m = 0; m < M; m += 32) slice_product({x + m * stride, stride, 16 * stride, 32}, M - m, panels, K, count, false, y + m * 16 * count);
 }
 #else
-constexpr int64_t DEPTH = 256;  // inputs of two panels that are multiplied together; they must fit into the first cache
+// Panels and rows of x that are multiplied together: their sums fit in the registers, and DEPTH inputs of the panels in the first cache.
+constexpr int64_t PANELS = PARTS == 1 ? 2 : 1, TALL = PARTS == 1 ? 12 : 6, DEPTH = 256;
 
-// Adds the products of inputs `from` to `to` of 12 or fewer rows and two panels to y.
+// Adds the products of inputs `from` to `to` of COUNT rows and PANELS panels to y.
 template <int COUNT>
 inline void vector_rows(const bf16* x, int64_t stride, const uint32_t* panels, int64_t K, int64_t from, int64_t to, float* y, int64_t width) {
-    f32x16 acc[COUNT][2] = {};
-    for (int m = 0; m < COUNT && from; m++) std::memcpy(acc[m], y + m * width, 128);
+    constexpr int VECTORS = PANELS * PARTS;
+    floats acc[COUNT][VECTORS] = {};
+    for (int m = 0; m < COUNT && from; m++) std::memcpy(acc[m], y + m * width, sizeof acc[m]);
     for (int64_t k = from; k < to; k += 2) {
-        const u32x16 first = load<u32x16>(panels + k * 8), second = load<u32x16>(panels + (K + k) * 8);
+        words columns[VECTORS];
+        for (int i = 0; i < VECTORS; i++) columns[i] = load<words>(panels + (i / PARTS * K + k) * 8 + i % PARTS * LANES);
         for (int m = 0; m < COUNT; m++) {
-            const u32x16 pair = u32x16{} + load<uint32_t>(x + m * stride + k);
-            acc[m][0] = dot2(acc[m][0], first, pair);
-            acc[m][1] = dot2(acc[m][1], second, pair);
+            const words pair = words{} + load<uint32_t>(x + m * stride + k);
+            for (int i = 0; i < VECTORS; i++) acc[m][i] = dot2(acc[m][i], columns[i], pair);
         }
     }
-    for (int m = 0; m < COUNT; m++) std::memcpy(y + m * width, acc[m], 128);
+    for (int m = 0; m < COUNT; m++) std::memcpy(y + m * width, acc[m], sizeof acc[m]);
 }
 
 // x (M, K), rows `stride` apart, times an even number of panels -> y (M, 16 count). K is a multiple of 2.
 inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint32_t* panels, int64_t K, int64_t count, float* y) {
     const int64_t width = 16 * count;
-    for (int64_t p = 0; p < count; p += 2)
+    for (int64_t p = 0; p < count; p += PANELS)
         for (int64_t k = 0; k < K; k += DEPTH)
             for (int64_t m = 0; m < M;) {
-                const int64_t left = M - m, now = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : 1;
-                auto run = now == 12 ? vector_rows<12> : now == 8 ? vector_rows<8> : now == 4 ? vector_rows<4> : vector_rows<1>;
+                const int64_t left = M - m, now = left >= TALL ? TALL : left >= 4 ? 4 : 1;
+                auto run = now == TALL ? vector_rows<TALL> : now == 4 ? vector_rows<4> : vector_rows<1>;
                 run(x + m * stride, stride, panels + p * K * 8, K, k, std::min(K, k + DEPTH), y + m * width + 16 * p, width);
                 m += now;
             }

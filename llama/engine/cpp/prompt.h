@@ -39,30 +39,30 @@ struct Softmax {
 
     // Adds n keys to row r: replaces their scores by weights, which are rounded to bfloat16, and scales what was summed before.
     void add(int64_t r, int64_t n, int64_t D, const float* scores, float scale, const bool* seen, const float* k_scale, const float* v_scale, bf16* weights) {
-        f32x16 w[CHUNK / 16], top = f32x16{} + largest[r];
-        for (int64_t s = 0; s < n; s += 16) {
-            i32x16 visible = LANE_NUMBERS < int32_t(n - s);
-            const int64_t count = std::min<int64_t>(16, n - s);
-            f32x16 x = load<f32x16>(scores + s) * scale, scale_of_key = f32x16{} + 1.0f;
-            if (k_scale) scale_of_key = widen_some(k_scale + s, count);
-            if (seen) visible &= widen_some((const int8_t*)seen + s, count) != 0.0f;
+        floats w[CHUNK / LANES], top = floats{} + largest[r];
+        for (int64_t s = 0; s < n; s += LANES) {
+            ints visible = load<ints>(&LANE_NUMBERS) < int32_t(n - s);
+            const int64_t count = std::min(LANES, n - s);
+            floats x = load<floats>(scores + s) * scale, scale_of_key = floats{} + 1.0f;
+            if (k_scale) scale_of_key = widen_some<floats>(k_scale + s, count);
+            if (seen) visible &= widen_some<floats>((const int8_t*)seen + s, count) != 0.0f;
             x *= scale_of_key;
-            x = x > -INFINITY ? x : f32x16{} + NAN;  // finite numbers can't produce -inf
-            x = visible ? x : f32x16{} - INFINITY;
+            x = x > -INFINITY ? x : floats{} + NAN;  // finite numbers can't produce -inf
+            x = visible ? x : floats{} - INFINITY;
             top = x > top ? x : top;
-            w[s / 16] = x;
+            w[s / LANES] = x;
         }
         float most = -INFINITY;
-        for (int i = 0; i < 16; i++) most = std::max(most, top[i]);
+        for (int i = 0; i < LANES; i++) most = std::max(most, top[i]);
         const float base = most == -INFINITY ? 0 : most, rest = std::exp(largest[r] - base);
-        f32x16 sum{};
-        for (int64_t s = 0; s < n; s += 16) {
-            f32x16 e = exp_of(w[s / 16] - base), scale_of_value = f32x16{} + 1.0f;
-            sum += e;
-            if (v_scale) scale_of_value = widen_some(v_scale + s, std::min<int64_t>(16, n - s));
+        floats sum[PARTS] = {};
+        for (int64_t s = 0; s < n; s += LANES) {
+            floats e = exp_of(w[s / LANES] - base), scale_of_value = floats{} + 1.0f;
+            sum[s / LANES % PARTS] += e;
+            if (v_scale) scale_of_value = widen_some<floats>(v_scale + s, std::min(LANES, n - s));
             store(e == 0.0f ? e : e * scale_of_value, weights + s);
         }
-        largest[r] = most, total[r] = total[r] * rest + sum_of(sum);
+        largest[r] = most, total[r] = total[r] * rest + sum_of(load<f32x16>(sum));
         for (int64_t i = 0; i < D && rest != 1; i++) out[r * D + i] *= rest;
     }
 };

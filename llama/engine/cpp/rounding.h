@@ -22,14 +22,10 @@ inline floats store_half(floats x, uint8_t* p) {
     const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128((__m128i*)p, half);
     return (floats)_mm256_cvtph_ps(half);
-#elif defined(__ARM_NEON)
+#else
     const float16x4_t half = vcvt_f16_f32((float32x4_t)x);
     vst1_u8(p, vreinterpret_u8_f16(half));
     return (floats)vcvt_f32_f16(half);
-#else
-    const halves half = __builtin_convertvector(x, halves);
-    std::memcpy(p, &half, sizeof half);
-    return __builtin_convertvector(half, floats);
 #endif
 }
 

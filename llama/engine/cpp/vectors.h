@@ -8,7 +8,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#else
 #include <arm_neon.h>
 #endif
 
@@ -32,7 +32,6 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int8_t chars __attribute__((vector_size(LANES)));
-typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
 
 struct bf16 {
     uint16_t bits;
@@ -72,28 +71,30 @@ inline floats load_half(const void* p) {
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__ARM_NEON)
-    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #else
-    return __builtin_convertvector(load<halves>(p), floats);
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #endif
 }
 
 // To bfloat16 in the high half of each lane, to nearest even; NaN stays NaN.
-inline u32x16 rounded(f32x16 x) {
-    const u32x16 bits = (u32x16)x, up = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    return x == x ? up : u32x16{} + 0x7fc00000u;
+template <typename V>
+inline auto rounded(V x) {
+    typedef uint32_t Bits __attribute__((vector_size(sizeof(V))));
+    const Bits bits = (Bits)x, up = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return x == x ? up : Bits{} + 0x7fc00000u;
 }
 
 // Stores the first `count` numbers of x, rounded to T.
-inline void store(f32x16 x, float* p, int64_t count = 16) {
-    if (count == 16) std::memcpy(p, &x, 64);
+template <typename V>
+inline void store(V x, float* p, size_t count = sizeof(V) / 4) {
+    if (count == sizeof(V) / 4) std::memcpy(p, &x, sizeof(V));
     else std::memcpy(p, &x, count * 4);
 }
-inline void store(f32x16 x, bf16* p, int64_t count = 16) {
-    typedef uint16_t u16x16 __attribute__((vector_size(32)));
-    const u16x16 halves = __builtin_convertvector(rounded(x) >> 16, u16x16);
-    if (count == 16) std::memcpy(p, &halves, 32);
+template <typename V>
+inline void store(V x, bf16* p, size_t count = sizeof(V) / 4) {
+    typedef uint16_t Halves __attribute__((vector_size(sizeof(V) / 2)));
+    const Halves halves = __builtin_convertvector(rounded(x) >> 16, Halves);
+    if (count == sizeof(V) / 4) std::memcpy(p, &halves, sizeof(V) / 2);
     else std::memcpy(p, &halves, count * 2);
 }
 
@@ -129,20 +130,20 @@ inline chars to_chars(ints x) {
     return __builtin_convertvector(x, chars);
 #endif
 }
-template <typename T>
-inline f32x16 widen(const T* p) {
-    floats parts[PARTS];
-    for (int i = 0; i < PARTS; i++) parts[i] = to_floats(p + LANES * i);
-    return load<f32x16>(parts);
+template <typename V = f32x16, typename T>
+inline V widen(const T* p) {
+    floats parts[sizeof(V) / sizeof(floats)];
+    for (floats& part : parts) part = to_floats(p), p += LANES;
+    return load<V>(parts);
 }
 
-// The first `count` of 16 numbers; the others are 0.
-template <typename T>
-inline f32x16 widen_some(const T* p, int64_t count) {
-    if (count == 16) return widen(p);
-    T numbers[16] = {};
+// The first `count` numbers of a vector; the others are 0.
+template <typename V = f32x16, typename T>
+inline V widen_some(const T* p, int64_t count) {
+    T numbers[sizeof(V) / 4] = {};
+    if (count == sizeof(V) / 4) return widen<V>(p);
     std::memcpy(numbers, p, count * sizeof(T));
-    return widen(numbers);
+    return widen<V>(numbers);
 }
 
 // The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
@@ -190,17 +191,18 @@ inline auto sum_of(V v) {
 }
 
 // exp(x) for x <= 0, relative error 2e-7: 2^n times a polynomial in the remainder; 0 below -87.
-inline f32x16 exp_of(f32x16 x) {
-    const f32x16 lowest = f32x16{} - 87.0f;
-    const i32x16 small = x < lowest;
+template <typename V>
+inline V exp_of(V x) {
+    const V lowest = V{} - 87.0f;
+    const auto small = x < lowest;
     x = small ? lowest : x;
-    const f32x16 magic = f32x16{} + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-    const f32x16 n = (x * 1.44269504f + magic) - magic;
-    const f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    f32x16 p = f32x16{} + 1.0f / 720;
+    const V magic = V{} + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+    const V n = (x * 1.44269504f + magic) - magic;
+    const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    V p = V{} + 1.0f / 720;
     for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
-    const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    return small ? f32x16{} : p * (f32x16)exponent;
+    const auto exponent = (__builtin_convertvector(n, decltype(x < x)) + 127) << 23;
+    return small ? V{} : p * (V)exponent;
 }
 
 // Transposes 16 x 16 numbers: pairs of numbers, then of 64 bits, then of 128 bits twice.
