@@ -209,23 +209,24 @@ class Looks:
         """A drawn token and its most probable alternatives.
 
         p is the model's probability, q that of the distribution which was drawn from; `cut` is the first stage that
-        excluded a token, and `left` counts the tokens after each stage.
+        excluded a token, `left` counts the tokens after each stage, and `warm` is the largest probability after the
+        temperature, from which the filters start.
         """
         if greedy:
             last = [*report.values()][-1]
             report["greedy"] = torch.full_like(last, -torch.inf).index_fill(-1, torch.tensor(id, device=last.device), 0)
-        p, q = report["model"].softmax(-1), [*report.values()][-1].softmax(-1)  # (V,) each
+        p, q = (report[stage].softmax(-1) for stage in ("model", [*report][-1]))  # (V,) each
+        warm = {} if greedy else {"warm": _short(float(report["temperature"].softmax(-1).max()))}
         ids = p.topk(min(top, len(p))).indices.tolist()
         ids += [id] * (id not in ids)
-        values = torch.stack((p, q))[:, ids].T.tolist()
-        excluded = {stage: logits.isneginf() for stage, logits in report.items()}  # (V,) each
-        left = {stage: len(p) - int(stage_excluded.sum()) for stage, stage_excluded in excluded.items()}
-        cuts = {stage: stage_excluded[ids].tolist() for stage, stage_excluded in excluded.items()}
-        rows = []
-        for i, (one, (before, after)) in enumerate(zip(ids, values, strict=True)):
-            cut = next((stage for stage, found in cuts.items() if found[i]), None)
-            rows.append({**self.token(one), "p": _short(before), **({"cut": cut} if cut else {"q": _short(after)})})
-        return {**rows[ids.index(id)], "top": rows, "left": left}
+        excluded = torch.stack([logits.isneginf() for logits in report.values()])  # (stages, V)
+        left = dict(zip(report, (len(p) - excluded.sum(-1)).tolist(), strict=True))
+        before, after = ([_short(x) for x in values] for values in torch.stack((p, q))[:, ids].tolist())
+        cuts, rows = excluded[:, ids].T.tolist(), []
+        for i, one in enumerate(ids):
+            cut = next((stage for stage, found in zip(report, cuts[i], strict=True) if found), None)
+            rows.append({**self.token(one), "p": before[i], **({"cut": cut} if cut else {"q": after[i]})})
+        return {**rows[ids.index(id)], "top": rows, "left": left, **warm}
 
     @torch.inference_mode()
     def inside(self, ids: list[int], off: Heads, chosen: Mapping[str, Any]) -> Steps:

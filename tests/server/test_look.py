@@ -124,6 +124,7 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
             q = left.astype(float)
         else:
             x = logits / options["temperature"]
+            assert one["warm"] == pytest.approx(softmax(np.where(left, x, -np.inf)).max(), abs=1e-5)
             if "top_k" in options:
                 order = np.argsort(-np.where(left, x, -np.inf), kind="stable")
                 keep("top_k", np.isin(np.arange(len(x)), order[: options["top_k"]]))

@@ -8,8 +8,15 @@
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
   seed: ["Seed", ""] };
-const STAGES = { processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
-  min_p: "min-p", greedy: "temperature 0" };
+// stage between the model's probabilities and the draw: [label, what it does]
+const STAGES = {
+  grammar: ["the JSON schema", "keeps the words that fit"],
+  temperature: ["temperature", "divides the logits by"],
+  top_k: ["top-k", "keeps the most probable words, at most"],
+  top_p: ["top-p", "keeps the most probable words until their sum reaches"],
+  min_p: ["min-p", "keeps words at least as probable as the first one times"],
+  greedy: ["temperature 0", "takes the most probable word"],
+};
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
 const WAITS = 150; // ms from the last step to the request for the inside of a token
@@ -356,35 +363,47 @@ function mark() {
   }
 }
 
-/** A token as it is named in sentences. */
-function named(one) {
+/** A token with all its spaces, as lists show it. */
+function spelled(one) {
   if (one.control) return make("span", { class: "token control" }, one.text);
   return one.bytes ? token(`<${hex(one)}>`) : token(one.text);
 }
+/** A token as sentences name it. */
+const named = (one) => spelled({ ...one, text: one.text?.replace(/^ (?=\S)/, "") });
+
+/** A line of the table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
+function wordRow(row, key, word, p, drawn) {
+  const bar = (value) => make("span", { class: "both" }, make("span", { class: "p" }, share(value)), value ? track(value) : "");
+  const after = typeof drawn === "number" ? bar(drawn) : make("span", { class: "cut" }, `cut by ${STAGES[drawn][0]}`);
+  row.append(make("kbd", {}, key), make("span", { class: "ellipsis" }, ...word), bar(p), after);
+  return row;
+}
 
 function drawWords() {
-  const turn = openTurn(), one = turn.tokens[chosen.i];
-  put("chosen", named(one), make("small", {}, ` token ${chosen.i + 1} of ${turn.tokens.length}`));
-  put("alternatives", ...one.top.map((other, k) => {
+  const turn = openTurn(), one = turn.tokens[chosen.i], { left = {}, top } = one;
+  const others = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
+  put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
+  put("alternatives", ...top.map((other, k) => {
     const taken = other.id === one.id, row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken });
-    const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), track(p));
-    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "ellipsis" }, named(other), taken ? make("b", {}, " ◀") : ""),
-      bar(other.p), other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut]}`) : bar(other.q));
-    return row;
+    return wordRow(row, k < 9 ? k + 1 : "", [spelled(other), taken ? " ◀" : ""], other.p, other.cut ?? other.q);
+  }));
+  put("rest");
+  wordRow(id("rest"), "", ["all others"], others("p"), others("q"));
+  const stages = Object.keys(left);
+  put("kept", ...stages.filter((stage) => STAGES[stage]).map((stage) => {
+    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]], words = `${thousands(left[stage])} of ${thousands(before)}`;
+    return make("li", {}, make("b", {}, label), ` ${[does, turn.sampling[stage]].join(" ").trim()}: `,
+      stage === "temperature" ? `the most probable word has ${share(one.warm ?? 0)}` : words);
   }));
   put("prompt-tokens", ...turn.prompt.map((other) =>
     make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
-  put("rest", share(Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0))));
-  const left = one.left ?? {}, filters = Object.keys(left).filter((stage) => STAGES[stage]);
-  const kept = filters.map((stage) => [STAGES[stage], turn.sampling[stage], "kept", thousands(left[stage])].filter(Boolean).join(" "));
-  put("kept", filters.length ? `Of ${thousands(left.model)} words, ${kept.join(", then ")}.` : "");
 }
 
 /** Go on with the k-th alternative of the open token. */
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left }], { first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm }], { first: chosen.i });
 }
 
 let waiting = 0, request = null; // the request for an inside that is not shown yet
@@ -453,14 +472,8 @@ function drawInside(found) {
   const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
   put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
     ...looked(best), ".");
-  const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
-  put("heads", ...found.heads.map((other) => {
-    const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
-    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)),
-      track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
-    const off = press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" });
-    return make("div", { class: "one" }, open, measurement(other.head), off);
-  }));
+  put("sink", named(at(0)), make("sub", {}, 0));
+  drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
   const count = thousands(card.meta.n_layers * card.meta.n_heads);
@@ -470,38 +483,46 @@ function drawInside(found) {
   drawLens();
 }
 
-/** What a head attends to most, as nodes. */
-function looked({ looks: [[position, weight]] }) {
-  return [position === 0 ? "first token" : named(at(position)), ` ${share(weight)}`];
-}
+/** The token at a position and the position, as nodes. */
+const placed = (position) => [position === 0 ? "first token" : named(at(position)), make("sub", {}, position)];
 
-/** A button that measures the probability of the open token with a head off, and then shows it. */
-function measurement(head) {
-  const body = inspection({ off: [...openTurn().off, head] }), found = seen.get(body), { p } = inside;
-  const show = (after) => {
-    button.textContent = share(after.p);
-    say(`Without head ${head.join(".")}, the probability is ${share(after.p)} instead of ${share(p)}.`);
-  };
-  const button = press(found ? share(found.p) : "measure", () => inspect(body, show, say), { class: "quiet", title: "its probability with the head off" });
-  return button;
+/** What a head attends to most, as nodes. */
+const looked = ({ looks: [[position, weight]] }) => [...placed(position), ` ${share(weight)}`];
+
+/** What the model computes with a further head off, if it was measured. */
+const without = (head) => inspection({ off: [...openTurn().off, head] });
+
+function drawHeads() {
+  const most = Math.max(...inside.heads.map((other) => Math.abs(other.effect))), shown = `${inside.head.head}`, off = seen.get(without(inside.head.head));
+  put("heads", ...inside.heads.map(({ head, effect, ...other }) => {
+    const open = press("", () => look({ head, key: null }, "head"), { class: "name", "aria-current": `${head}` === shown });
+    open.append(make("b", {}, head.join(".")), make("span", { class: "p" }, signed(effect)),
+      track(Math.abs(effect) / most, effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
+    const found = seen.get(without(head)), measure = () => inspect(without(head), () => inside && drawHeads(), say);
+    return make("div", { class: "one" }, open,
+      found ? make("b", { class: "p" }, share(found.p)) : press("measure", measure, { class: "small", title: "the word’s probability with the head off" }),
+      press("switch off", () => switchOff(head), { class: "small", title: "answer again with the head off" }));
+  }));
+  put("measured", off ? `Without head ${inside.head.head.join(".")}, the probability is ${share(off.p)} instead of ${share(inside.p)}.` : "");
 }
 
 function drawHead() {
-  const { head: at_, weights, scores, key: k } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
+  const { head: at_, weights, key: k, scores } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
   put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
-  put("head-reads", "Before ", named(at(S)), ", it stood at ", named(at(S - 1)), " and attended to these tokens. The first token has weight ",
-    `${share(weights[0])}${weights[0] > 0.5 ? ": a head that finds nothing rests there" : ""}.`);
+  put("head-reads", "From ", ...placed(S - 1), ", where the next word was ", named(at(S)), ", it looked at ", ...placed(k), " with weight ",
+    make("b", {}, share(weights[k])), ...(k ? [" and at the first token, ", named(at(0)), `, with ${share(weights[0])}`] : []), ".");
   const most = Math.max(...weights);
   put("row", ...weights.map((weight, position) => {
-    const node = shaded(named(at(position)), shade(Math.sqrt(weight / most)));
-    node.title = `${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
+    const node = shaded(spelled(at(position)), shade(Math.sqrt(weight / most)));
+    node.title = `position ${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
     node.dataset.key = position;
     if (position === k) node.classList.add("key");
+    if (position === k || weight > most / 4) node.append(make("sub", {}, position));
     return node;
   }));
-  put("key-title", named(at(k)));
+  put("ends", ...placed(k));
   id("off").textContent = `Switch head ${name} off and answer again`;
-  id("distance").max = Math.max(64, 2 * (S - 1 - k), S - 1);
+  id("distance").max = Math.max(256, 2 * (S - 1 - k));
   id("distance").value = S - 1 - k;
   drawPairs();
 }
@@ -516,24 +537,28 @@ function pairs({ q, k, frequencies, weights, key }, distance) {
 }
 
 function drawPairs() {
-  const found = inside.head, S = found.weights.length, real = S - 1 - found.key, distance = Number(id("distance").value);
-  const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
-  put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
-  put("at", `${distance} apart${distance === real ? ", as in the text" : ` instead of ${real}`}: score ${fixed(score)}`);
+  const found = inside.head, real = found.weights.length - 1 - found.key, distance = Number(id("distance").value), far = Number(id("distance").max);
+  const distances = [real, distance, ...Array.from({ length: 65 }, (_, i) => (i * far) / 64)], every = distances.map((one) => pairs(found, one));
+  const scores = every.map((values) => values.reduce((a, b) => a + b, 0)), range = Math.max(...scores) - Math.min(...scores);
+  put("apart", `${distance} apart: ${fixed(scores[1])}`);
+  put("farthest", `${far} apart`);
+  put("reach", `0 apart ${fixed(scores[2])}, here (${real}) ${fixed(scores[0])}, ${far} apart ${fixed(scores.at(-1))}. `,
+    range < 1 ? "This head hardly cares about the distance." : "A score that is lower by 1 makes a small weight 2.7 times smaller.");
   if (!id("pairs").clientWidth) return; // it is hidden
-  const all = [real, distance, ...Array.from({ length: 33 }, (_, i) => (i * id("distance").max) / 32)].flatMap((one) => pairs(found, one));
-  const plot = chart("pairs", { height: 130, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // the same scale at every distance
+  const all = every.flat(), plot = chart("pairs", { height: 170, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // one scale for all distances
     yTicks: [], yLabel: "part of the score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
-  bars(plot, values, { tooltip: (i) => `pair ${i}: ${fixed(values[i])}, ${degrees(found.frequencies[i])} a token` });
-  plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
+  const outlines = make("g", { class: "real" });
+  bars(plot, every[1], { tooltip: (i) => `pair ${i}: ${fixed(every[1][i])}, ${degrees(found.frequencies[i])} a token` });
+  bars({ ...plot, svg: outlines }, every[0]);
+  plot.svg.append(outlines, make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
   put("pairs", plot.svg);
 }
 
 function drawLens() {
   const one = openTurn().tokens[chosen.i];
-  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, named(other), ` ${share(other.p)}`));
-  put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
-    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
+  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p)}`));
+  put("layers", make("p", { class: "heading" }, make("b", {}, "layer"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
+    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "start"), make("span", {}, ...cells(row)),
       make("b", {}, thousands(row.rank)))));
 }
 
