@@ -20,6 +20,7 @@ const STAGES = {
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
 const WAITS = 150; // ms from the last step to the request for the inside of a token
+const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
 
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
@@ -37,7 +38,6 @@ const ids = (tokens) => tokens.map((one) => one.id);
 const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
-const label = (one) => one.bytes ? hex(one) : visible(one.text);
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
 const seed = () => Number(id("set-seed").value || crypto.getRandomValues(new Uint32Array(1))[0] % 10000);
 const thousands = (n) => n.toLocaleString("en");
@@ -213,15 +213,14 @@ async function stream(turn, signal) {
     const response = await call("look/answer", JSON.stringify(body), signal);
     for await (const event of events(response)) receive(turn, event);
     if (!turn.end) throw new TypeError("the connection ended");
-    const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
-    say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]
-      + (same ? " It is word for word that of the branch before." : "") + (turn.source === null ? "" : " ‹ above it shows the branch before."));
   } catch (error) {
     turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
-    turn.error = error.message;
-    say({ stopped: "Stopped.", error: error.message, gone: "" }[turn.end]);
+    turn.error = turn.end === "error" ? error.message : "";
     if (turn.end === "gone") gone(turn);
   }
+  const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
+  say(turn.error || (turn.end === "stop" ? "The answer is complete." : `The answer is incomplete: ${ENDS[turn.end]}.`)
+    + (same ? " It is word for word that of the branch before." : "") + (turn.source === null ? "" : " ‹ above it shows the branch before."));
 }
 
 function receive(turn, event) {
@@ -276,13 +275,12 @@ function effect(turn) {
   const i = Math.min(turn.watched, turn.first ?? Infinity), one = turns[turn.source]?.tokens[i];
   if (!one || !turn.tokens[i]) return "";
   const after = turn.tokens[i].top.find((other) => other.id === one.id);
-  return `: ${label(one)} ${share(one.p)} → ${after ? share(after.p) : "not among the ten"}`;
+  return `: ${named(one).textContent} ${share(one.p)} → ${after ? share(after.p) : "not among the ten"}`;
 }
 
 function describe(turn) {
   const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}${effect(turn)}`;
-  const end = { stopped: "stopped", length: "largest length", context: "context full", gone: "server gone", error: turn.error }[turn.end];
-  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, end].filter(Boolean).join(" · ");
+  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 
 function turnNode(turn) {
@@ -348,6 +346,7 @@ function select(n, i) {
 }
 
 function unselect() {
+  stopLooking();
   chosen = inside = null;
   document.body.classList.remove("open");
   mark();
@@ -406,24 +405,26 @@ function take(k) {
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm }], { first: chosen.i });
 }
 
-let waiting = 0, request = null; // the request for an inside that is not shown yet
+let request = null; // the request for an inside that is not shown yet
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
   asked = { ...asked, ...changes };
   if (view && innerWidth < 1000) tab(view);
-  clearTimeout(waiting);
-  request?.abort();
-  request = null;
-  if (!chosen) return;
+  stopLooking();
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
-  const body = inspection({ ...asked, against: asked.against ?? rival(one)?.id }); // null is as absent
+  asked.against ??= rival(one)?.id;
+  const body = inspection(asked); // null is as absent
   if (seen.has(body)) return drawInside(seen.get(body));
   if (inside === null) wait("…");
   request = new AbortController();
-  const { signal } = request;
-  waiting = setTimeout(() => inspect(body, drawInside, wait, signal), inside === null ? WAITS : 0);
+  inspect(body, drawInside, wait, request.signal, inside === null ? WAITS : 0);
+}
+
+function stopLooking() {
+  request?.abort();
+  request = null;
 }
 
 /** The body of a request for the inside of the open token. */
@@ -432,8 +433,10 @@ function inspection(fields) {
   return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
 }
 
-async function inspect(body, show, tell, signal) {
+async function inspect(body, show, tell, signal, delay = 0) {
   try {
+    await pause(delay);
+    signal?.throwIfAborted();
     if (!seen.has(body)) seen.set(body, await (await call("look/inside", body, signal)).json());
     show(seen.get(body));
   } catch (error) {
@@ -465,9 +468,9 @@ function drawInside(found) {
   wait("");
   [inside, request] = [found, null];
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
-  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against) ?? rival(one);
+  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against);
   put("this", named(one));
-  put("against", ...others.map((other) => make("option", { value: other.id }, label(other))));
+  put("against", ...others.map((other) => make("option", { value: other.id }, spelled(other).textContent)));
   id("against").value = against?.id;
   const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
   put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
@@ -648,13 +651,6 @@ async function replace(others) {
 }
 
 // ------------------------------------------------------------------------------------------------------------- the start
-const CLICKS = {
-  close: unselect,
-  off: () => switchOff(inside.head.head),
-  new: () => replace([{ n: 0, children: [], active: 0 }]),
-  "open-export": () => id("export").showModal(),
-  "open-settings": () => id("settings").showModal(),
-};
 // data-NAME="value" of an element: what a click on it does
 const ACTIONS = {
   token: (value) => select(...value.split("-").map(Number)),
@@ -662,29 +658,33 @@ const ACTIONS = {
   tab: (value) => tab(value),
   key: (value) => look({ head: inside.head.head, key: Number(value) }),
   export: exportAs,
+  open: (value) => id(value).showModal(),
+  new: () => replace([{ n: 0, children: [], active: 0 }]),
+  close: unselect,
+  off: () => inside && switchOff(inside.head.head),
 };
+// what a key does when a turn is shown
 const KEYS = {
   Escape: () => (running ? stop() : unselect()),
   ArrowLeft: () => moveBy(-1),
   ArrowRight: () => moveBy(1),
-  "[": () => current() && step(current(), -1),
-  "]": () => current() && step(current(), 1),
-  e: () => current() && edit(current()),
-  r: () => current() && again(current()),
-  o: () => inside && switchOff(inside.head.head),
+  "[": () => step(current(), -1),
+  "]": () => step(current(), 1),
+  e: () => edit(current()),
+  r: () => again(current()),
+  o: ACTIONS.off,
 };
 
 function moveBy(by) {
-  const focused = document.activeElement?.id?.match(/^answer-(\d+)$/)?.[1];
-  const turn = focused ? turns[focused] : current();
-  if (turn) select(turn.n, chosen?.turn === turn.n ? chosen.i + by : by > 0 ? 0 : turn.tokens.length - 1);
+  const turn = turns[document.activeElement?.id.split("answer-")[1]] ?? current();
+  select(turn.n, chosen?.turn === turn.n ? chosen.i + by : by > 0 ? 0 : turn.tokens.length - 1);
 }
 
 function keydown(event) {
   if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing) return;
   if (event.target.closest("input, textarea, select, dialog")) return;
   const action = /^[1-9]$/.test(event.key) ? () => chosen && take(Number(event.key) - 1) : KEYS[event.key];
-  if (!action) return;
+  if (!action || !current()) return;
   event.preventDefault();
   action();
 }
@@ -704,7 +704,7 @@ async function start() {
   });
   document.addEventListener("click", ({ target }) => {
     const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
-    (CLICKS[found?.id] ?? ACTIONS[name])?.(value);
+    ACTIONS[name]?.(value);
   });
   id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
   id("distance").addEventListener("input", drawPairs);
@@ -712,7 +712,6 @@ async function start() {
   id("import").addEventListener("change", () => load(id("import").files[0]));
   document.addEventListener("keydown", keydown);
   addEventListener("pagehide", save);
-  addEventListener("resize", () => inside && drawPairs());
   tab(innerWidth < 1000 ? "words" : "why");
   try {
     await connect();
