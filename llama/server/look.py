@@ -40,7 +40,7 @@ from .requests import LONGEST_LOOK, Heads
 log = logging.getLogger(__name__)
 
 Steps = Generator[Any, None, None]
-SHOWN_HEADS, SHOWN_KEYS, SHOWN_ROWS = 8, 3, 3  # best heads, keys of each, most probable tokens in a row of the lens
+SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
 
 
 class Look:
@@ -254,9 +254,9 @@ class Looks:
         strongest = []
         for at in heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
             layer, number = divmod(at, heads.shape[1])
-            best = weights[layer][number].topk(min(SHOWN_KEYS, len(ids)))
-            looks = [[i, _short(x)] for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-            strongest.append({"head": [layer, number], "effect": float(heads[layer, number]), "looks": looks})
+            weight, position = (float(x) for x in weights[layer][number].max(-1))
+            best = {"head": [layer, number], "effect": float(heads[layer, number])}
+            strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
         layer, number = head or divmod(int(heads.argmax()), heads.shape[1])
         p = _short(float(logits.softmax(-1)[token]))
         found = {"token": self.token(token), "p": p, "difference": float(difference)}

@@ -210,7 +210,8 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
     best = max(found["heads"], key=lambda one: one["effect"])
     assert found["head"]["head"] == best["head"]
-    assert [found["head"]["weights"][key] for key, _ in best["looks"]] == [weight for _, weight in best["looks"]]
+    weights = found["head"]["weights"]
+    assert weights[best["position"]] == best["weight"] == max(weights)
     off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
     with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)

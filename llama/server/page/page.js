@@ -370,29 +370,23 @@ function spelled(one) {
 /** A token as sentences name it. */
 const named = (one) => spelled({ ...one, text: one.text?.replace(/^ (?=\S)/, "") });
 
-/** A line of the table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
-function wordRow(row, key, word, p, drawn) {
-  const bar = (value) => make("span", { class: "both" }, make("span", { class: "p" }, share(value)), value ? track(value) : "");
-  const after = typeof drawn === "number" ? bar(drawn) : make("span", { class: "cut" }, `cut by ${STAGES[drawn][0]}`);
-  row.append(make("kbd", {}, key), make("span", { class: "ellipsis" }, ...word), bar(p), after);
-  return row;
-}
-
+/** The table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
 function drawWords() {
-  const turn = openTurn(), one = turn.tokens[chosen.i], { left = {}, top } = one;
-  const others = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
+  const turn = openTurn(), one = turn.tokens[chosen.i], { left = {}, top } = one, stages = Object.keys(left);
+  const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
+  const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
-  put("alternatives", ...top.map((other, k) => {
-    const taken = other.id === one.id, row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken });
-    return wordRow(row, k < 9 ? k + 1 : "", [spelled(other), taken ? " ◀" : ""], other.p, other.cut ?? other.q);
+  put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
+    const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
+    row.disabled = k === top.length;
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
+      other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
+    return row;
   }));
-  put("rest");
-  wordRow(id("rest"), "", ["all others"], others("p"), others("q"));
-  const stages = Object.keys(left);
   put("kept", ...stages.filter((stage) => STAGES[stage]).map((stage) => {
-    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]], words = `${thousands(left[stage])} of ${thousands(before)}`;
+    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]];
     return make("li", {}, make("b", {}, label), ` ${[does, turn.sampling[stage]].join(" ").trim()}: `,
-      stage === "temperature" ? `the most probable word has ${share(one.warm ?? 0)}` : words);
+      stage === "temperature" ? `the most probable word ${share(top[0].p)} → ${share(one.warm ?? 0)}` : `${thousands(left[stage])} of ${thousands(before)}`);
   }));
   put("prompt-tokens", ...turn.prompt.map((other) =>
     make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
@@ -490,7 +484,7 @@ function drawInside(found) {
 const placed = (position) => [position === 0 ? "first token" : named(at(position)), make("sub", {}, position)];
 
 /** What a head attends to most, as nodes. */
-const looked = ({ looks: [[position, weight]] }) => [...placed(position), ` ${share(weight)}`];
+const looked = ({ position, weight }) => [...placed(position), ` ${share(weight)}`];
 
 /** What the model computes with a further head off, if it was measured. */
 const without = (head) => inspection({ off: [...openTurn().off, head] });
@@ -545,7 +539,7 @@ function drawPairs() {
   const scores = every.map((values) => values.reduce((a, b) => a + b, 0)), range = Math.max(...scores) - Math.min(...scores);
   put("apart", `${distance} apart: ${fixed(scores[1])}`);
   put("farthest", `${far} apart`);
-  put("reach", `0 apart ${fixed(scores[2])}, here (${real}) ${fixed(scores[0])}, ${far} apart ${fixed(scores.at(-1))}. `,
+  put("reach", `Score: ${fixed(scores[2])} at 0 apart, ${fixed(scores[0])} here (${real}), ${fixed(scores.at(-1))} at ${far} apart. `,
     range < 1 ? "This head hardly cares about the distance." : "A score that is lower by 1 makes a small weight 2.7 times smaller.");
   if (!id("pairs").clientWidth) return; // it is hidden
   const all = every.flat(), plot = chart("pairs", { height: 170, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // one scale for all distances
@@ -579,10 +573,10 @@ function drawSettings() {
     const field = { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder: name === "seed" ? "random" : "" };
     return make("label", {}, label, make("input", { ...field, value: values[name] ?? value }));
   }));
-  const { marks = true, ...changed } = JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}");
-  for (const [name, value] of Object.entries(changed)) id(name).value = value;
-  id("marks").checked = marks;
+  const kept = JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}");
+  for (const field of fields()) if (kept[field.id]) [field.value, field.checked] = kept[field.id];
 }
+const fields = () => id("settings").querySelectorAll("input, textarea");
 
 function saveSettings() {
   try {
@@ -591,8 +585,8 @@ function saveSettings() {
     id("schema").value = "";
     say(`The schema is not JSON, so it is not used: ${error.message}`);
   }
-  const values = [...document.querySelectorAll("#fields input, #system, #schema")].map((field) => [field.id, field.value]);
-  sessionStorage.setItem("clearllama-settings", JSON.stringify({ ...Object.fromEntries(values), marks: id("marks").checked }));
+  const values = [...fields()].map((field) => [field.id, [field.value, field.checked]]);
+  sessionStorage.setItem("clearllama-settings", JSON.stringify(Object.fromEntries(values)));
   draw();
 }
 
@@ -693,8 +687,7 @@ async function start() {
   turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
   id("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) stop();
-    else ask(id("question").value);
+    running ? stop() : ask(id("question").value);
   });
   id("question").addEventListener("keydown", (event) => {
     if (event.key === "Escape") running ? stop() : editing && replace(turns);
@@ -713,11 +706,7 @@ async function start() {
   document.addEventListener("keydown", keydown);
   addEventListener("pagehide", save);
   tab(innerWidth < 1000 ? "words" : "why");
-  try {
-    await connect();
-  } catch (error) {
-    failed(error, banner);
-  }
+  await connect().catch((error) => failed(error, banner));
   document.documentElement.dataset.ready = "";
 }
 
