@@ -376,6 +376,8 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
         said = (tab.inner_text("#apart") + tab.inner_text("#reach")).replace("−", "-")
         shown = [float(x) for x in re.findall(r"(?<=apart: )-?\d+\.\d+|-?\d+\.\d+(?= here)", said)]
         assert shown == pytest.approx([score, score], abs=0.0051)
+        scores = tab.evaluate("Array.from({ length: 65 }, (_, i) => pairs(inside.head, 4 * i).reduce((a, b) => a + b))")
+        assert ("hardly cares" in said) == (max(scores) - min(scores) < 1)
         for distance in (200, real):  # bars are those of the slider's distance, outlines those of the text
             tab.fill("#distance", str(distance))
             heights = tab.eval_on_selector_all(

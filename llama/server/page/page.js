@@ -191,7 +191,6 @@ function run(turn) {
     running = null;
     save();
     draw();
-    grow(turn); // the hint below the answer
     if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
     else if (chosen) select(chosen.turn, chosen.i);
   });
@@ -301,10 +300,8 @@ function turnNode(turn) {
 }
 
 function draw() {
-  const shown = path();
-  id("empty").hidden = shown.length > 0;
   const focused = document.activeElement?.id;
-  put("chat", ...shown.map(turnNode));
+  put("chat", ...path().map(turnNode));
   document.body.classList.toggle("marks", id("marks").checked);
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
@@ -353,7 +350,6 @@ function unselect() {
 }
 
 function mark() {
-  id("hint").hidden = Boolean(chosen) || !path().at(-1)?.tokens.length;
   const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
   for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
     node.classList.toggle("chosen", node === open);
@@ -442,8 +438,6 @@ async function inspect(body, show, tell, signal, delay = 0) {
 function wait(text) {
   if (text) inside = null;
   put("waiting", text);
-  id("waiting").hidden = !text;
-  id("panel").classList.toggle("unknown", Boolean(text));
 }
 
 /** The word that the open one is compared with: one as probable as .1, or else the first whole word or number. */
@@ -453,10 +447,7 @@ function rival(one) {
 }
 
 /** The token at a position of the text: of the prompt or of the answer. */
-function at(position) {
-  const { prompt, tokens } = openTurn();
-  return position < prompt.length ? prompt[position] : tokens[position - prompt.length];
-}
+const at = (position) => openTurn().prompt[position] ?? openTurn().tokens[position - openTurn().prompt.length];
 
 function drawInside(found) {
   wait("");
@@ -468,7 +459,7 @@ function drawInside(found) {
   id("against").value = against?.id;
   const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
   put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
-    ...looked(best), ".");
+    ...placed(best.position), ` with weight ${share(best.weight)}.`);
   put("sink", named(at(0)), make("sub", {}, 0));
   drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
@@ -483,18 +474,15 @@ function drawInside(found) {
 /** The token at a position and the position, as nodes. */
 const placed = (position) => [position === 0 ? "first token" : named(at(position)), make("sub", {}, position)];
 
-/** What a head attends to most, as nodes. */
-const looked = ({ position, weight }) => [...placed(position), ` ${share(weight)}`];
-
 /** What the model computes with a further head off, if it was measured. */
 const without = (head) => inspection({ off: [...openTurn().off, head] });
 
 function drawHeads() {
   const most = Math.max(...inside.heads.map((other) => Math.abs(other.effect))), shown = `${inside.head.head}`, off = seen.get(without(inside.head.head));
-  put("heads", ...inside.heads.map(({ head, effect, ...other }) => {
+  put("heads", ...inside.heads.map(({ head, effect, position, weight }) => {
     const open = press("", () => look({ head, key: null }, "head"), { class: "name", "aria-current": `${head}` === shown });
     open.append(make("b", {}, head.join(".")), make("span", { class: "p" }, signed(effect)),
-      track(Math.abs(effect) / most, effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
+      track(Math.abs(effect) / most, effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...placed(position), ` ${share(weight)}`));
     const found = seen.get(without(head)), measure = () => inspect(without(head), () => inside && drawHeads(), say);
     return make("div", { class: "one" }, open,
       found ? make("b", { class: "p" }, share(found.p)) : press("measure", measure, { class: "small", title: "the word’s probability with the head off" }),
