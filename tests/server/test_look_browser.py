@@ -207,14 +207,30 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
     check_looks(tab, "the empty page")
     turn = ask(tab, "a " * 12 + "x" * 90)
     check_looks(tab, "the answer")
+    assert "tap" in tab.evaluate("getComputedStyle(document.querySelector('.click'), '::before').content")
+    check_marks(tab, turn, ["none", "none", "double", "wavy"])
     i = next(i for i, one in enumerate(turn["tokens"]) if re.fullmatch("[!-~]", one.get("text", "")))
     tab.tap(f"#t{turn['n']}-{i} .w")
     settle(tab)
     assert tab.evaluate("chosen.i") == i
+    check_marks(tab, turn, ["none", "dotted", "double", "wavy"])
     for name in ("words", "why", "head", "lens", "prompt"):
         tab.tap(f"#tabs [data-tab={name}]")
         check_looks(tab, name)
         assert tab.locator("#panel").bounding_box()["height"] <= 0.61 * PHONE["height"]  # type: ignore[index]
+
+
+def check_marks(tab: Page, turn: dict[str, Any], marks: list[str]) -> None:
+    """A word is marked by its probability: from .5 on, from .1, from .01, below."""
+    shown = tab.eval_on_selector_all(
+        ".t",
+        """(all) => all.map((e) => [e.classList.contains("chip"), getComputedStyle(e.firstElementChild)])
+            .map(([chip, { textDecorationLine, textDecorationStyle }]) => [chip, textDecorationLine, textDecorationStyle])
+        """,
+    )
+    for (chip, line, style), one in zip(shown, turn["tokens"], strict=True):
+        mark = style if line == "underline" else line
+        assert chip or mark == marks[sum(one["p"] < level for level in (0.5, 0.1, 0.01))]
 
 
 CONTRAST = """() => {

@@ -296,7 +296,7 @@ function turnNode(turn) {
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
-    make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answerNode(turn), foot);
+    make("div", { class: "who" }, "Llama", make("small", {}, "  ", ...branches)), answerNode(turn), foot);
 }
 
 function draw() {
@@ -343,7 +343,7 @@ function select(n, i) {
 }
 
 function unselect() {
-  stopLooking();
+  request?.abort();
   chosen = inside = null;
   document.body.classList.remove("open");
   mark();
@@ -400,7 +400,8 @@ let request = null; // the request for an inside that is not shown yet
 function look(changes = {}, view = "") {
   asked = { ...asked, ...changes };
   if (view && innerWidth < 1000) tab(view);
-  stopLooking();
+  request?.abort();
+  request = null;
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
@@ -410,11 +411,6 @@ function look(changes = {}, view = "") {
   if (inside === null) wait("…");
   request = new AbortController();
   inspect(body, drawInside, wait, request.signal, inside === null ? WAITS : 0);
-}
-
-function stopLooking() {
-  request?.abort();
-  request = null;
 }
 
 /** The body of a request for the inside of the open token. */
