@@ -225,7 +225,7 @@ def check_marks(tab: Page, turn: dict[str, Any], marks: list[str]) -> None:
     shown = tab.eval_on_selector_all(
         ".t",
         """(all) => all.map((e) => [e.classList.contains("chip"), getComputedStyle(e.firstElementChild)])
-            .map(([chip, { textDecorationLine, textDecorationStyle }]) => [chip, textDecorationLine, textDecorationStyle])
+            .map(([chip, { textDecorationLine: line, textDecorationStyle: style }]) => [chip, line, style])
         """,
     )
     for (chip, line, style), one in zip(shown, turn["tokens"], strict=True):
