@@ -455,7 +455,7 @@ function drawInside(found) {
   id("against").value = against?.id;
   const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
   put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
-    ...placed(best.position), `, weight ${share(best.weight)}.`);
+    ...placed(best.position), ` (${share(best.weight)}).`);
   put("sink", named(at(0)), make("sub", {}, 0));
   drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
