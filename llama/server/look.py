@@ -40,7 +40,7 @@ from .requests import LONGEST_LOOK, Heads
 log = logging.getLogger(__name__)
 
 Steps = Generator[Any, None, None]
-SHOWN_HEADS, SHOWN_KEYS, SHOWN_ROWS = 8, 3, 3  # best heads, keys of each, most probable tokens in a row of the lens
+SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
 
 
 class Look:
@@ -209,23 +209,24 @@ class Looks:
         """A drawn token and its most probable alternatives.
 
         p is the model's probability, q that of the distribution which was drawn from; `cut` is the first stage that
-        excluded a token, and `left` counts the tokens after each stage.
+        excluded a token, `left` counts the tokens after each stage, and `warm` is the largest probability after the
+        temperature, from which the filters start.
         """
         if greedy:
             last = [*report.values()][-1]
             report["greedy"] = torch.full_like(last, -torch.inf).index_fill(-1, torch.tensor(id, device=last.device), 0)
-        p, q = report["model"].softmax(-1), [*report.values()][-1].softmax(-1)  # (V,) each
+        p, q = (report[stage].softmax(-1) for stage in ("model", [*report][-1]))  # (V,) each
+        warm = {} if greedy else {"warm": _short(float(report["temperature"].softmax(-1).max()))}
         ids = p.topk(min(top, len(p))).indices.tolist()
         ids += [id] * (id not in ids)
-        values = torch.stack((p, q))[:, ids].T.tolist()
-        excluded = {stage: logits.isneginf() for stage, logits in report.items()}  # (V,) each
-        left = {stage: len(p) - int(stage_excluded.sum()) for stage, stage_excluded in excluded.items()}
-        cuts = {stage: stage_excluded[ids].tolist() for stage, stage_excluded in excluded.items()}
-        rows = []
-        for i, (one, (before, after)) in enumerate(zip(ids, values, strict=True)):
-            cut = next((stage for stage, found in cuts.items() if found[i]), None)
-            rows.append({**self.token(one), "p": _short(before), **({"cut": cut} if cut else {"q": _short(after)})})
-        return {**rows[ids.index(id)], "top": rows, "left": left}
+        excluded = torch.stack([logits.isneginf() for logits in report.values()])  # (stages, V)
+        left = dict(zip(report, (len(p) - excluded.sum(-1)).tolist(), strict=True))
+        before, after = ([_short(x) for x in values] for values in torch.stack((p, q))[:, ids].tolist())
+        cuts, rows = excluded[:, ids].T.tolist(), []
+        for i, one in enumerate(ids):
+            cut = next((stage for stage, found in zip(report, cuts[i], strict=True) if found), None)
+            rows.append({**self.token(one), "p": before[i], **({"cut": cut} if cut else {"q": after[i]})})
+        return {**rows[ids.index(id)], "top": rows, "left": left, **warm}
 
     @torch.inference_mode()
     def inside(self, ids: list[int], off: Heads, chosen: Mapping[str, Any]) -> Steps:
@@ -253,9 +254,9 @@ class Looks:
         strongest = []
         for at in heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
             layer, number = divmod(at, heads.shape[1])
-            best = weights[layer][number].topk(min(SHOWN_KEYS, len(ids)))
-            looks = [[i, _short(x)] for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-            strongest.append({"head": [layer, number], "effect": float(heads[layer, number]), "looks": looks})
+            weight, position = (float(x) for x in weights[layer][number].max(-1))
+            best = {"head": [layer, number], "effect": float(heads[layer, number])}
+            strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
         layer, number = head or divmod(int(heads.argmax()), heads.shape[1])
         p = _short(float(logits.softmax(-1)[token]))
         found = {"token": self.token(token), "p": p, "difference": float(difference)}

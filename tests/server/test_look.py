@@ -124,6 +124,7 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
             q = left.astype(float)
         else:
             x = logits / options["temperature"]
+            assert one["warm"] == pytest.approx(softmax(np.where(left, x, -np.inf)).max(), abs=1e-5)
             if "top_k" in options:
                 order = np.argsort(-np.where(left, x, -np.inf), kind="stable")
                 keep("top_k", np.isin(np.arange(len(x)), order[: options["top_k"]]))
@@ -209,7 +210,8 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
     best = max(found["heads"], key=lambda one: one["effect"])
     assert found["head"]["head"] == best["head"]
-    assert [found["head"]["weights"][key] for key, _ in best["looks"]] == [weight for _, weight in best["looks"]]
+    weights = found["head"]["weights"]
+    assert weights[best["position"]] == best["weight"] == max(weights)
     off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
     with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)

@@ -124,7 +124,7 @@ def test_the_title_shows_the_text_and_the_prediction(tab: Page, found: dict[str,
     answer = found["texts"][str(found["tokens"]["next_ids"][-1][0])]
     shown = tab.evaluate("document.getElementById('title').textContent")
     assert shown.startswith("the cat U+001B[1m U+202Esat → ")
-    assert tab.evaluate("visible(" + json.dumps(answer) + ")").strip("·") in shown
+    assert tab.evaluate("visible(" + json.dumps(answer) + ")").strip("␣") in shown
     assert tab.title() == f"{shown} · clearllama trace"
 
 

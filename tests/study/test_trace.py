@@ -363,7 +363,7 @@ def test_a_stored_weight_has_two_decimals_or_is_one_of_eight_steps(v8: MiniRacer
         ("[figures(12345.6), figures(0.1234), figures(0.00001)].join(' ')", "12,346 0.123 1.00e−5"),
         ("JSON.stringify(niceTicks(0, 0.83, 4, true))", "[0,0.5,1]"),
         ("JSON.stringify(niceTicks(0, 63, 8))", "[0,10,20,30,40,50,60]"),
-        ("[visible(' a\\n'), visible(''), visible('\\u202eab'), visible('猫')].join()", "·a⏎,∅,U+202Eab,猫"),
+        ("[visible(' a\\n'), visible(''), visible('\\u202eab'), visible('猫')].join()", "␣a⏎,∅,U+202Eab,猫"),
         ("headline('The capital of France is', ' Paris').join(' → ')", "The capital of France is → Paris"),
         ("headline('word '.repeat(99), ' x')[0]", "… " + "word " * 13 + "word"),
         ("JSON.stringify(largest([[-3, -1], [-2, -5]]))", "[0,1]"),

@@ -8,11 +8,19 @@
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
   seed: ["Seed", ""] };
-const STAGES = { processors: "a processor", grammar: "the JSON schema", top_k: "top-k", top_p: "top-p",
-  min_p: "min-p", greedy: "temperature 0" };
+// stage between the model's probabilities and the draw: [label, what it does]
+const STAGES = {
+  grammar: ["the JSON schema", "keeps the words that fit"],
+  temperature: ["temperature", "divides the logits by"],
+  top_k: ["top-k", "keeps the most probable words, at most"],
+  top_p: ["top-p", "keeps the most probable words until their sum reaches"],
+  min_p: ["min-p", "keeps words at least as probable as the first one times"],
+  greedy: ["temperature 0", "takes the most probable word"],
+};
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
 const WAITS = 150; // ms from the last step to the request for the inside of a token
+const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
 
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
@@ -30,7 +38,6 @@ const ids = (tokens) => tokens.map((one) => one.id);
 const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
-const label = (one) => one.bytes ? hex(one) : visible(one.text);
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
 const seed = () => Number(id("set-seed").value || crypto.getRandomValues(new Uint32Array(1))[0] % 10000);
 const thousands = (n) => n.toLocaleString("en");
@@ -184,7 +191,6 @@ function run(turn) {
     running = null;
     save();
     draw();
-    grow(turn); // the hint below the answer
     if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
     else if (chosen) select(chosen.turn, chosen.i);
   });
@@ -206,15 +212,14 @@ async function stream(turn, signal) {
     const response = await call("look/answer", JSON.stringify(body), signal);
     for await (const event of events(response)) receive(turn, event);
     if (!turn.end) throw new TypeError("the connection ended");
-    const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
-    say({ stop: "The answer is complete.", length: "The answer has its largest length.", context: "The context is full." }[turn.end]
-      + (same ? " It is word for word that of the branch before." : "") + (turn.source === null ? "" : " ‹ above it shows the branch before."));
   } catch (error) {
     turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
-    turn.error = error.message;
-    say({ stopped: "Stopped.", error: error.message, gone: "" }[turn.end]);
+    turn.error = turn.end === "error" ? error.message : "";
     if (turn.end === "gone") gone(turn);
   }
+  const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
+  say(turn.error || (turn.end === "stop" ? "The answer is complete." : `The answer is incomplete: ${ENDS[turn.end]}.`)
+    + (same ? " It is word for word that of the branch before." : "") + (turn.source === null ? "" : " ‹ above it shows the branch before."));
 }
 
 function receive(turn, event) {
@@ -269,13 +274,12 @@ function effect(turn) {
   const i = Math.min(turn.watched, turn.first ?? Infinity), one = turns[turn.source]?.tokens[i];
   if (!one || !turn.tokens[i]) return "";
   const after = turn.tokens[i].top.find((other) => other.id === one.id);
-  return `: ${label(one)} ${share(one.p)} → ${after ? share(after.p) : "not among the ten"}`;
+  return `: ${named(one).textContent} ${share(one.p)} → ${after ? share(after.p) : "not among the ten"}`;
 }
 
 function describe(turn) {
   const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}${effect(turn)}`;
-  const end = { stopped: "stopped", length: "largest length", context: "context full", gone: "server gone", error: turn.error }[turn.end];
-  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, end].filter(Boolean).join(" · ");
+  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 
 function turnNode(turn) {
@@ -292,14 +296,12 @@ function turnNode(turn) {
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
-    make("div", { class: "who" }, "Llama", make("span", { class: "branches" }, ...branches)), answerNode(turn), foot);
+    make("div", { class: "who" }, "Llama", make("small", {}, "  ", ...branches)), answerNode(turn), foot);
 }
 
 function draw() {
-  const shown = path();
-  id("empty").hidden = shown.length > 0;
   const focused = document.activeElement?.id;
-  put("chat", ...shown.map(turnNode));
+  put("chat", ...path().map(turnNode));
   document.body.classList.toggle("marks", id("marks").checked);
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
@@ -341,13 +343,13 @@ function select(n, i) {
 }
 
 function unselect() {
+  request?.abort();
   chosen = inside = null;
   document.body.classList.remove("open");
   mark();
 }
 
 function mark() {
-  id("hint").hidden = Boolean(chosen) || !path().at(-1)?.tokens.length;
   const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
   for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
     node.classList.toggle("chosen", node === open);
@@ -356,55 +358,59 @@ function mark() {
   }
 }
 
-/** A token as it is named in sentences. */
-function named(one) {
+/** A token with all its spaces, as lists show it. */
+function spelled(one) {
   if (one.control) return make("span", { class: "token control" }, one.text);
   return one.bytes ? token(`<${hex(one)}>`) : token(one.text);
 }
+/** A token as sentences name it. */
+const named = (one) => spelled({ ...one, text: one.text?.replace(/^ (?=\S)/, "") });
 
+/** The table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
 function drawWords() {
-  const turn = openTurn(), one = turn.tokens[chosen.i];
-  put("chosen", named(one), make("small", {}, ` token ${chosen.i + 1} of ${turn.tokens.length}`));
-  put("alternatives", ...one.top.map((other, k) => {
-    const taken = other.id === one.id, row = press("", () => take(k), { class: taken ? "row taken" : "row", "aria-current": taken });
-    const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), track(p));
-    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "ellipsis" }, named(other), taken ? make("b", {}, " ◀") : ""),
-      bar(other.p), other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut]}`) : bar(other.q));
+  const turn = openTurn(), one = turn.tokens[chosen.i], { left = {}, top } = one, stages = Object.keys(left);
+  const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
+  const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
+  put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
+  put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
+    const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
+    row.disabled = k === top.length;
+    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
+      other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
     return row;
+  }));
+  put("kept", ...stages.filter((stage) => STAGES[stage]).map((stage) => {
+    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]];
+    return make("li", {}, make("b", {}, label), ` ${[does, turn.sampling[stage]].join(" ").trim()}: `,
+      stage === "temperature" ? `the most probable word ${share(top[0].p)} → ${share(one.warm ?? 0)}` : `${thousands(left[stage])} of ${thousands(before)}`);
   }));
   put("prompt-tokens", ...turn.prompt.map((other) =>
     make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
-  put("rest", share(Math.max(0, 1 - one.top.reduce((sum, other) => sum + other.p, 0))));
-  const left = one.left ?? {}, filters = Object.keys(left).filter((stage) => STAGES[stage]);
-  const kept = filters.map((stage) => [STAGES[stage], turn.sampling[stage], "kept", thousands(left[stage])].filter(Boolean).join(" "));
-  put("kept", filters.length ? `Of ${thousands(left.model)} words, ${kept.join(", then ")}.` : "");
 }
 
 /** Go on with the k-th alternative of the open token. */
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left }], { first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm }], { first: chosen.i });
 }
 
-let waiting = 0, request = null; // the request for an inside that is not shown yet
+let request = null; // the request for an inside that is not shown yet
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
   asked = { ...asked, ...changes };
   if (view && innerWidth < 1000) tab(view);
-  clearTimeout(waiting);
   request?.abort();
   request = null;
-  if (!chosen) return;
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
-  const body = inspection({ ...asked, against: asked.against ?? rival(one)?.id }); // null is as absent
+  asked.against ??= rival(one)?.id;
+  const body = inspection(asked); // null is as absent
   if (seen.has(body)) return drawInside(seen.get(body));
   if (inside === null) wait("…");
   request = new AbortController();
-  const { signal } = request;
-  waiting = setTimeout(() => inspect(body, drawInside, wait, signal), inside === null ? WAITS : 0);
+  inspect(body, drawInside, wait, request.signal, inside === null ? WAITS : 0);
 }
 
 /** The body of a request for the inside of the open token. */
@@ -413,8 +419,10 @@ function inspection(fields) {
   return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
 }
 
-async function inspect(body, show, tell, signal) {
+async function inspect(body, show, tell, signal, delay = 0) {
   try {
+    await pause(delay);
+    signal?.throwIfAborted();
     if (!seen.has(body)) seen.set(body, await (await call("look/inside", body, signal)).json());
     show(seen.get(body));
   } catch (error) {
@@ -426,8 +434,6 @@ async function inspect(body, show, tell, signal) {
 function wait(text) {
   if (text) inside = null;
   put("waiting", text);
-  id("waiting").hidden = !text;
-  id("panel").classList.toggle("unknown", Boolean(text));
 }
 
 /** The word that the open one is compared with: one as probable as .1, or else the first whole word or number. */
@@ -437,30 +443,21 @@ function rival(one) {
 }
 
 /** The token at a position of the text: of the prompt or of the answer. */
-function at(position) {
-  const { prompt, tokens } = openTurn();
-  return position < prompt.length ? prompt[position] : tokens[position - prompt.length];
-}
+const at = (position) => openTurn().prompt[position] ?? openTurn().tokens[position - openTurn().prompt.length];
 
 function drawInside(found) {
   wait("");
   [inside, request] = [found, null];
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
-  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against) ?? rival(one);
+  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against);
   put("this", named(one));
-  put("against", ...others.map((other) => make("option", { value: other.id }, label(other))));
+  put("against", ...others.map((other) => make("option", { value: other.id }, spelled(other).textContent)));
   id("against").value = against?.id;
   const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
   put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
-    ...looked(best), ".");
-  const most = Math.max(...found.heads.map((other) => Math.abs(other.effect)));
-  put("heads", ...found.heads.map((other) => {
-    const open = press("", () => look({ head: other.head, key: null }, "head"), { class: "name", "aria-current": `${other.head}` === `${found.head.head}` });
-    open.append(make("b", {}, other.head.join(".")), make("span", { class: "p" }, signed(other.effect)),
-      track(Math.abs(other.effect) / most, other.effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...looked(other)));
-    const off = press("off", () => switchOff(other.head), { class: "quiet", title: "answer again with the head off" });
-    return make("div", { class: "one" }, open, measurement(other.head), off);
-  }));
+    ...placed(best.position), ` (${share(best.weight)}).`);
+  put("sink", named(at(0)), make("sub", {}, 0));
+  drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
   const count = thousands(card.meta.n_layers * card.meta.n_heads);
@@ -470,38 +467,43 @@ function drawInside(found) {
   drawLens();
 }
 
-/** What a head attends to most, as nodes. */
-function looked({ looks: [[position, weight]] }) {
-  return [position === 0 ? "first token" : named(at(position)), ` ${share(weight)}`];
-}
+/** The token at a position and the position, as nodes. */
+const placed = (position) => [position === 0 ? "first token" : named(at(position)), make("sub", {}, position)];
 
-/** A button that measures the probability of the open token with a head off, and then shows it. */
-function measurement(head) {
-  const body = inspection({ off: [...openTurn().off, head] }), found = seen.get(body), { p } = inside;
-  const show = (after) => {
-    button.textContent = share(after.p);
-    say(`Without head ${head.join(".")}, the probability is ${share(after.p)} instead of ${share(p)}.`);
-  };
-  const button = press(found ? share(found.p) : "measure", () => inspect(body, show, say), { class: "quiet", title: "its probability with the head off" });
-  return button;
+/** What the model computes with a further head off, if it was measured. */
+const without = (head) => inspection({ off: [...openTurn().off, head] });
+
+function drawHeads() {
+  const most = Math.max(...inside.heads.map((other) => Math.abs(other.effect))), shown = `${inside.head.head}`, off = seen.get(without(inside.head.head));
+  put("heads", ...inside.heads.map(({ head, effect, position, weight }) => {
+    const open = press("", () => look({ head, key: null }, "head"), { class: "name", "aria-current": `${head}` === shown });
+    open.append(make("b", {}, head.join(".")), make("span", { class: "p" }, signed(effect)),
+      track(Math.abs(effect) / most, effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...placed(position), ` ${share(weight)}`));
+    const found = seen.get(without(head)), measure = () => inspect(without(head), () => inside && drawHeads(), say);
+    return make("div", { class: "one" }, open,
+      found ? make("b", { class: "p" }, share(found.p)) : press("measure", measure, { class: "small", title: "the word’s probability with the head off" }),
+      press("switch off", () => switchOff(head), { class: "small", title: "answer again with the head off" }));
+  }));
+  put("measured", off ? `Without head ${inside.head.head.join(".")}, the probability is ${share(off.p)} instead of ${share(inside.p)}.` : "");
 }
 
 function drawHead() {
-  const { head: at_, weights, scores, key: k } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
+  const { head: at_, weights, key: k, scores } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
   put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
-  put("head-reads", "Before ", named(at(S)), ", it stood at ", named(at(S - 1)), " and attended to these tokens. The first token has weight ",
-    `${share(weights[0])}${weights[0] > 0.5 ? ": a head that finds nothing rests there" : ""}.`);
+  put("head-reads", "From ", ...placed(S - 1), ", where the next word was ", named(at(S)), ", it looked at ", ...placed(k), " with weight ",
+    make("b", {}, share(weights[k])), ...(k ? [" and at the first token, ", named(at(0)), `, with ${share(weights[0])}`] : []), ".");
   const most = Math.max(...weights);
   put("row", ...weights.map((weight, position) => {
-    const node = shaded(named(at(position)), shade(Math.sqrt(weight / most)));
-    node.title = `${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
+    const node = shaded(spelled(at(position)), shade(Math.sqrt(weight / most)));
+    node.title = `position ${position}: weight ${share(weight)}, score ${fixed(scores[position])}`;
     node.dataset.key = position;
     if (position === k) node.classList.add("key");
+    if (position === k || weight > most / 4) node.append(make("sub", {}, position));
     return node;
   }));
-  put("key-title", named(at(k)));
+  put("ends", ...placed(k));
   id("off").textContent = `Switch head ${name} off and answer again`;
-  id("distance").max = Math.max(64, 2 * (S - 1 - k), S - 1);
+  id("distance").max = Math.max(256, 2 * (S - 1 - k));
   id("distance").value = S - 1 - k;
   drawPairs();
 }
@@ -516,24 +518,28 @@ function pairs({ q, k, frequencies, weights, key }, distance) {
 }
 
 function drawPairs() {
-  const found = inside.head, S = found.weights.length, real = S - 1 - found.key, distance = Number(id("distance").value);
-  const values = pairs(found, distance), score = values.reduce((a, b) => a + b, 0);
-  put("rope-reads", named(at(S - 1)), " is ", `${real} ${real === 1 ? "token" : "tokens"} after `, named(at(found.key)), `: score ${fixed(found.scores[found.key])}, weight ${share(found.weights[found.key])}.`);
-  put("at", `${distance} apart${distance === real ? ", as in the text" : ` instead of ${real}`}: score ${fixed(score)}`);
+  const found = inside.head, real = found.weights.length - 1 - found.key, distance = Number(id("distance").value), far = Number(id("distance").max);
+  const distances = [real, distance, ...Array.from({ length: 65 }, (_, i) => (i * far) / 64)], every = distances.map((one) => pairs(found, one));
+  const scores = every.map((values) => values.reduce((a, b) => a + b, 0)), range = Math.max(...scores) - Math.min(...scores);
+  put("apart", `${distance} apart: ${fixed(scores[1])}`);
+  put("farthest", `${far} apart`);
+  put("reach", `Score: ${fixed(scores[2])} at 0 apart, ${fixed(scores[0])} here (${real}), ${fixed(scores.at(-1))} at ${far} apart. `,
+    range < 1 ? "This head hardly cares about the distance." : "A score that is lower by 1 makes a small weight 2.7 times smaller.");
   if (!id("pairs").clientWidth) return; // it is hidden
-  const all = [real, distance, ...Array.from({ length: 33 }, (_, i) => (i * id("distance").max) / 32)].flatMap((one) => pairs(found, one));
-  const plot = chart("pairs", { height: 130, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // the same scale at every distance
+  const all = every.flat(), plot = chart("pairs", { height: 170, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // one scale for all distances
     yTicks: [], yLabel: "part of the score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
-  bars(plot, values, { tooltip: (i) => `pair ${i}: ${fixed(values[i])}, ${degrees(found.frequencies[i])} a token` });
-  plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
+  const outlines = make("g", { class: "real" });
+  bars(plot, every[1], { tooltip: (i) => `pair ${i}: ${fixed(every[1][i])}, ${degrees(found.frequencies[i])} a token` });
+  bars({ ...plot, svg: outlines }, every[0]);
+  plot.svg.append(outlines, make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(0), y2: plot.y(0) }));
   put("pairs", plot.svg);
 }
 
 function drawLens() {
   const one = openTurn().tokens[chosen.i];
-  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, named(other), ` ${share(other.p)}`));
-  put("layers", make("p", { class: "heading" }, make("b", {}, "after"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
-    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "emb"), make("span", {}, ...cells(row)),
+  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p)}`));
+  put("layers", make("p", { class: "heading" }, make("b", {}, "layer"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
+    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "start"), make("span", {}, ...cells(row)),
       make("b", {}, thousands(row.rank)))));
 }
 
@@ -551,10 +557,10 @@ function drawSettings() {
     const field = { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder: name === "seed" ? "random" : "" };
     return make("label", {}, label, make("input", { ...field, value: values[name] ?? value }));
   }));
-  const { marks = true, ...changed } = JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}");
-  for (const [name, value] of Object.entries(changed)) id(name).value = value;
-  id("marks").checked = marks;
+  const kept = JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}");
+  for (const field of fields()) if (kept[field.id]) [field.value, field.checked] = kept[field.id];
 }
+const fields = () => id("settings").querySelectorAll("input, textarea");
 
 function saveSettings() {
   try {
@@ -563,8 +569,8 @@ function saveSettings() {
     id("schema").value = "";
     say(`The schema is not JSON, so it is not used: ${error.message}`);
   }
-  const values = [...document.querySelectorAll("#fields input, #system, #schema")].map((field) => [field.id, field.value]);
-  sessionStorage.setItem("clearllama-settings", JSON.stringify({ ...Object.fromEntries(values), marks: id("marks").checked }));
+  const values = [...fields()].map((field) => [field.id, [field.value, field.checked]]);
+  sessionStorage.setItem("clearllama-settings", JSON.stringify(Object.fromEntries(values)));
   draw();
 }
 
@@ -623,13 +629,6 @@ async function replace(others) {
 }
 
 // ------------------------------------------------------------------------------------------------------------- the start
-const CLICKS = {
-  close: unselect,
-  off: () => switchOff(inside.head.head),
-  new: () => replace([{ n: 0, children: [], active: 0 }]),
-  "open-export": () => id("export").showModal(),
-  "open-settings": () => id("settings").showModal(),
-};
 // data-NAME="value" of an element: what a click on it does
 const ACTIONS = {
   token: (value) => select(...value.split("-").map(Number)),
@@ -637,29 +636,33 @@ const ACTIONS = {
   tab: (value) => tab(value),
   key: (value) => look({ head: inside.head.head, key: Number(value) }),
   export: exportAs,
+  open: (value) => id(value).showModal(),
+  new: () => replace([{ n: 0, children: [], active: 0 }]),
+  close: unselect,
+  off: () => inside && switchOff(inside.head.head),
 };
+// what a key does when a turn is shown
 const KEYS = {
   Escape: () => (running ? stop() : unselect()),
   ArrowLeft: () => moveBy(-1),
   ArrowRight: () => moveBy(1),
-  "[": () => current() && step(current(), -1),
-  "]": () => current() && step(current(), 1),
-  e: () => current() && edit(current()),
-  r: () => current() && again(current()),
-  o: () => inside && switchOff(inside.head.head),
+  "[": () => step(current(), -1),
+  "]": () => step(current(), 1),
+  e: () => edit(current()),
+  r: () => again(current()),
+  o: ACTIONS.off,
 };
 
 function moveBy(by) {
-  const focused = document.activeElement?.id?.match(/^answer-(\d+)$/)?.[1];
-  const turn = focused ? turns[focused] : current();
-  if (turn) select(turn.n, chosen?.turn === turn.n ? chosen.i + by : by > 0 ? 0 : turn.tokens.length - 1);
+  const turn = turns[document.activeElement?.id.split("answer-")[1]] ?? current();
+  select(turn.n, chosen?.turn === turn.n ? chosen.i + by : by > 0 ? 0 : turn.tokens.length - 1);
 }
 
 function keydown(event) {
   if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing) return;
   if (event.target.closest("input, textarea, select, dialog")) return;
   const action = /^[1-9]$/.test(event.key) ? () => chosen && take(Number(event.key) - 1) : KEYS[event.key];
-  if (!action) return;
+  if (!action || !current()) return;
   event.preventDefault();
   action();
 }
@@ -668,8 +671,7 @@ async function start() {
   turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
   id("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) stop();
-    else ask(id("question").value);
+    running ? stop() : ask(id("question").value);
   });
   id("question").addEventListener("keydown", (event) => {
     if (event.key === "Escape") running ? stop() : editing && replace(turns);
@@ -679,7 +681,7 @@ async function start() {
   });
   document.addEventListener("click", ({ target }) => {
     const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
-    (CLICKS[found?.id] ?? ACTIONS[name])?.(value);
+    ACTIONS[name]?.(value);
   });
   id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
   id("distance").addEventListener("input", drawPairs);
@@ -687,13 +689,8 @@ async function start() {
   id("import").addEventListener("change", () => load(id("import").files[0]));
   document.addEventListener("keydown", keydown);
   addEventListener("pagehide", save);
-  addEventListener("resize", () => inside && drawPairs());
   tab(innerWidth < 1000 ? "words" : "why");
-  try {
-    await connect();
-  } catch (error) {
-    failed(error, banner);
-  }
+  await connect().catch((error) => failed(error, banner));
   document.documentElement.dataset.ready = "";
 }
 

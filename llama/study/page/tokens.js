@@ -10,7 +10,7 @@ function share(p) {
 
 /** The parts of a token's text, with invisible characters replaced by signs: [[text, is a sign], ...]. */
 function parts(text) {
-  const signs = new Map([[" ", "·"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"], ["\u00a0", "⍽"], ["", "∅"]]);
+  const signs = new Map([[" ", "␣"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"], ["\u00a0", "⍽"], ["", "∅"]]);
   const inner = text === "" ? [""] : text.match(/[ \n\t\r\u00a0]|[^ \n\t\r\u00a0]+/g);
   return inner.map((part) => {
     return signs.has(part) ? [signs.get(part), true] : [harmless(part), false];
