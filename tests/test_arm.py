@@ -125,7 +125,7 @@ def test_the_kernels_compute_the_same_on_arm(expected: dict[str, Tensor], tmp_pa
         if not tensor.is_floating_point():
             assert torch.equal(tensor, expected[name]), name
         else:
-            bound = 1e-6 if tensor.dtype == torch.float32 else 1e-3
+            bound = 1e-6 if tensor.dtype == torch.float32 else 4e-3  # ARM rounds the weights of attention to bfloat16
             assert distance(tensor, expected[name]) < bound, name
     for name in [name for name in found if name.startswith("integers y")]:
         kind = re.sub("integers y(?: of one row)?, ", "", name)

@@ -148,7 +148,7 @@ void rows_in_8_bits() {
     const Shape s = Kind{8, 32, false}.shape(200);
     Tensor q({s.groups * s.group}, Char), start({s.groups}, Long), scale({s.groups}, Float), sum({s.groups}, Float);
     std::vector<int32_t> starts(s.groups);
-    to_8_bits((const float*)x.const_data_ptr(), 200, s, 1, (int8_t*)q.mutable_data_ptr(), (float*)scale.mutable_data_ptr(), starts.data(),
+    to_8_bits((const float*)x.const_data_ptr(), 200, s, Functions{.zero = 1}, (int8_t*)q.mutable_data_ptr(), (float*)scale.mutable_data_ptr(), starts.data(),
               (float*)sum.mutable_data_ptr());
     std::copy(starts.begin(), starts.end(), (int64_t*)start.mutable_data_ptr());
     write("quantized x", q), write("sums of quantized x", start), write("scales of x", scale), write("sums of x", sum);

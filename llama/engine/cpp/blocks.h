@@ -243,6 +243,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     typedef Sums<F> Sum;
     constexpr int CHAINS = M == 1 && F.group() != 16 && PARTS == 1 ? 2 : 1;  // independent sums hide the latency of Sum::add
     constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP, HALVES = 1 + Sum::PAIRS;
+    constexpr int STEPS = M == 1 && STEP == 8 && CHUNK % 16 == 0 ? 2 : 1;  // one row has too few operations for a step of the loop
     const int64_t group = group_of<F>(s);
     ints sums[TILES * GROUPS][M][PARTS]{};
     Group<F> groups[TILES * GROUPS];
@@ -253,8 +254,9 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     const auto add = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
         ints acc[TILES * GROUPS][CHAINS][M][PARTS]{};
 #pragma GCC unroll 2
-        for (int64_t k = first; k < end; k += STEP)
-            for (int p = 0; p < TILES * GROUPS; p++) {
+        for (int64_t some = first; some < end; some += STEPS * STEP)
+            for (int64_t i = 0; i < STEPS * TILES * GROUPS; i++) {
+                const int64_t p = i % (TILES * GROUPS), k = some + i / (TILES * GROUPS) * STEP;
                 if (M <= 4 && !F.wide && (STREAMS == 2 || !F.levels)) groups[p].prefetch(k);
                 words fours[STEP / 4][PARTS];
                 groups[p].weights(k, fours);

@@ -47,11 +47,6 @@ inline float to_float(bf16 x) {
     std::memcpy(&y, &bits, 4);
     return y;
 }
-inline float to_float(f16 x) {
-    _Float16 y;
-    std::memcpy(&y, &x, 2);
-    return float(y);
-}
 inline void from_float(float x, float& y) { y = x; }
 inline void from_float(float x, bf16& y) {
     uint32_t bits;
@@ -74,6 +69,10 @@ inline floats load_half(const void* p) {
 #else
     return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p)));
 #endif
+}
+inline float to_float(f16 x) {  // GCC 12 has no type for it on ARM
+    const f16 numbers[LANES] = {x};
+    return load_half(numbers)[0];
 }
 
 // To bfloat16 in the high half of each lane, to nearest even; NaN stays NaN.
