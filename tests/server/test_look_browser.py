@@ -175,6 +175,11 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert f"without head {head[0]}.{head[1]}: " in foot
     assert f"{share(before['p'])} → {shown}" in foot
     assert tab.locator(".first").get_attribute("id") == f"t{off['n']}-{first}"
+    assert "2/3" in tab.inner_text("#status")  # the answer that it comes from, said until another one is shown
+    tab.keyboard.press("[")
+    settle(tab)
+    assert tab.inner_text("#status") == ""
+    tab.click("#close")
     assert not tab.locator("#hint").is_visible()
 
 
