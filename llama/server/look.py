@@ -257,12 +257,12 @@ class Looks:
         for at in size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
             layer, number = divmod(at, heads.shape[1])
             weight, position = (float(x) for x in weights[layer][number].max(-1))
-            best = {"head": [layer, number], "effect": float(heads[layer, number])}
+            best: dict[str, Any] = {"head": [layer, number], "effect": float(heads[layer, number])}
             strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
-        p, head = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
+        p, (layer, number) = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
-        found |= {"lens": self._lens(lens, token), "head": self._head(*head, key, seen, weights, kept)}
+        found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         yield found
 
