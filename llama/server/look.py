@@ -108,7 +108,7 @@ class Looks:
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
             "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}",
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
-            **{"version": __version__, "sampling": self.llm.sampling},
+            **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
 
     def token(self, id: int) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Looks:
         """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
 
         chosen  token: effects are on its logit, by default that of the most probable one; against: minus that of this
-                one; head: the one in detail, by default the one that adds most; key: one of its keys
+                one; head: the one in detail, by default the first of the best; key: one of its keys
         """
         token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
         model = self.model
@@ -251,14 +251,15 @@ class Looks:
         sums = {"embedding": rows[0].float() @ direction, "heads": heads.sum(), "mlps": mlps.sum()}
         difference = logits[token] - (0 if against is None else logits[against])
         weights = [pattern[:, -1] for pattern in seen.weights]  # (H, S) for each layer
-        strongest = []
-        for at in heads.flatten().abs().topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
+        strongest, size = [], heads.flatten().abs()
+        if heads.max() > 0:
+            size[heads.argmax()] = torch.inf  # the head that adds most is the first
+        for at in size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
             layer, number = divmod(at, heads.shape[1])
             weight, position = (float(x) for x in weights[layer][number].max(-1))
-            best = {"head": [layer, number], "effect": float(heads[layer, number])}
+            best: dict[str, Any] = {"head": [layer, number], "effect": float(heads[layer, number])}
             strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
-        layer, number = head or divmod(int(heads.argmax()), heads.shape[1])
-        p = _short(float(logits.softmax(-1)[token]))
+        p, (layer, number) = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}

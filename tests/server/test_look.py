@@ -209,12 +209,25 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
     assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
     best = max(found["heads"], key=lambda one: one["effect"])
-    assert found["head"]["head"] == best["head"]
+    assert found["head"]["head"] == best["head"] == found["heads"][0]["head"]
     weights = found["head"]["weights"]
     assert weights[best["position"]] == best["weight"] == max(weights)
     off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
     with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_head_in_detail_adds_most_or_has_the_largest_effect_and_is_listed(
+    tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch, sign: int
+) -> None:
+    effects = torch.tensor([[sign * 0.1, sign * 0.2, sign * 0.3, 0.0], [-0.9, -0.8, -0.7, -0.6]])
+    monkeypatch.setattr("llama.server.look.SHOWN_HEADS", 3)
+    monkeypatch.setattr("llama.study.trace.direct_effects", lambda *_: effects)
+    *_, found = Looks(tiny_llm, "tiny").inside(tiny_llm.encode_chat(MESSAGES), (), {})
+    listed = [one["head"] for one in found["heads"]]
+    assert listed == ([[0, 2], [1, 0], [1, 1]] if sign > 0 else [[1, 0], [1, 1], [1, 2]])
+    assert found["head"]["head"] == listed[0]
 
 
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:

@@ -135,12 +135,15 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
         assert rows.nth(k).locator(".cut").count() == ("cut" in other)
     check_bars(tab, one)
     left, warm = one["left"], (logits / SAMPLING["temperature"]).softmax(-1)
-    kept = [text.rsplit(" ", 3) for text in tab.locator("#kept li").all_inner_texts()]
-    assert [(words[0].split()[0], *words[1:]) for words in kept] == [
-        ("temperature", share(float(p.max())), "→", share(float(warm.max()))),
-        ("top-p", str(left["top_p"]), "of", str(len(p))),
-        ("min-p", str(left["min_p"]), "of", str(left["top_p"])),
-    ]
+    least, largest = SAMPLING["min_p"], float(warm.max())
+    for text, *parts in zip(
+        tab.locator("#kept li").all_inner_texts(),
+        ("temperature ", "top-p ", "min-p "),
+        (share(largest), f"{left['top_p']} of {len(p)} ", f"{least} × {share(largest)} = {share(least * largest)}"),
+        (str(SAMPLING["temperature"]), str(SAMPLING["top_p"]), f"{left['min_p']} of {left['top_p']} "),
+        strict=True,
+    ):
+        assert all(part in text for part in parts), text
 
     k = next(k for k, other in enumerate(one["top"]) if other["id"] != one["id"] and "control" not in other)
     begun = [*ids_of(turn["tokens"][:3]), one["top"][k]["id"]]
@@ -152,6 +155,8 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     expected = generate(tiny_llm.model, prompt + begun, params, stop_ids=stops, n_vocab=n_vocab)
     assert ids_of(branch["tokens"]) == begun + [token.id for token in expected]
     assert tab.inner_text(".place") == "2/2"
+    assert int(tab.input_value("#against")) == one["id"]  # the word that it replaced
+    assert tab.inner_text("#forced").endswith(f" {share(one['top'][k]['p'])}.")
 
     head = tab.evaluate("inside.head.head")
     body = body_of(tab, lambda: tab.keyboard.press("o"))
@@ -170,6 +175,12 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert f"without head {head[0]}.{head[1]}: " in foot
     assert f"{share(before['p'])} → {shown}" in foot
     assert tab.locator(".first").get_attribute("id") == f"t{off['n']}-{first}"
+    assert "2/3" in tab.inner_text("#status")  # the answer that it comes from, said until another one is shown
+    tab.keyboard.press("[")
+    settle(tab)
+    assert tab.inner_text("#status") == ""
+    tab.click("#close")
+    assert not tab.locator("#hint").is_visible()
 
 
 def check_bars(tab: Page, one: dict[str, Any]) -> None:
@@ -218,6 +229,14 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
         tab.tap(f"#tabs [data-tab={name}]")
         check_looks(tab, name)
         assert tab.locator("#panel").bounding_box()["height"] <= 0.61 * PHONE["height"]  # type: ignore[index]
+        shown = "[...document.querySelectorAll('button, select')].filter((one) => one.checkVisibility())"
+        assert tab.evaluate(f"Math.min(...{shown}.map((one) => one.offsetHeight))") >= 40
+    tab.tap("#tabs [data-tab=words]")
+    tab.locator("#alternatives .row[aria-current=false]").first.tap()
+    settle(tab)
+    status, panel = (tab.locator(name).bounding_box() for name in ("#status", "#panel"))
+    assert "Answer 1/2 is kept" in tab.inner_text("#status")
+    assert 0 < status["y"] + status["height"] <= panel["y"]  # type: ignore[index]
 
 
 def check_marks(tab: Page, turn: dict[str, Any], marks: list[str]) -> None:
@@ -389,13 +408,13 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
         score, real = found["scores"][key], len(text) - 1 - key
         assert int(tab.input_value("#distance")) == real
         assert tab.evaluate(f"pairs(inside.head, {real}).reduce((a, b) => a + b)") == pytest.approx(score, abs=1e-4)
-        said = (tab.inner_text("#apart") + tab.inner_text("#reach")).replace("−", "-")
-        shown = [float(x) for x in re.findall(r"(?<=apart: )-?\d+\.\d+|-?\d+\.\d+(?= here)", said)]
-        assert shown == pytest.approx([score, score], abs=0.0051)
         scores = tab.evaluate("Array.from({ length: 65 }, (_, i) => pairs(inside.head, 4 * i).reduce((a, b) => a + b))")
-        assert ("hardly cares" in said) == (max(scores) - min(scores) < 1)
+        assert ("hardly cares" in tab.inner_text("#reach")) == (max(scores) - min(scores) < 1)
         for distance in (200, real):  # bars are those of the slider's distance, outlines those of the text
             tab.fill("#distance", str(distance))
+            said = tab.inner_text("#apart").replace("−", "-")
+            shown = {int(x): float(score) for x, score in re.findall(r"(\d+)(?: apart)?: (-?\d+\.\d+)", said)}
+            assert shown == pytest.approx({real: score, distance: scores[50] if distance == 200 else score}, abs=0.0051)
             heights = tab.eval_on_selector_all(
                 "#pairs rect", "(all) => all.map((e) => Number(e.getAttribute('height')))"
             )
@@ -403,16 +422,11 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
             assert heights == pytest.approx([abs(x) * max(heights) / max(map(abs, parts)) for x in parts], abs=0.01)
         assert torch.tensor(found["scores"]).softmax(-1).tolist() == pytest.approx(found["weights"], abs=1e-5)
     head, row = tab.evaluate("inside.heads[0].head"), tab.locator("#heads .one").first
-    row.locator("text=measure").click()
+    row.locator("text=probability").click()
     row.locator("b.p").wait_for()
     with ablated(tiny_llm.model, [tuple(head)]):
         p = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab].softmax(-1)
-    after = share(float(p[turn["tokens"][6]["id"]]))
-    for number in (1, 0):  # what is said of the head that is shown
-        tab.locator("#heads .name").nth(number).click()
-        settle(tab)
-        said = f"{head[0]}.{head[1]}, the probability is {after} instead of {share(turn['tokens'][6]['p'])}."
-        assert tab.inner_text("#measured") == ("" if number else f"Without head {said}")
+    after = f"{share(turn['tokens'][6]['p'])} → {share(float(p[turn['tokens'][6]['id']]))}"
     for i in (5, 6):  # the measured probability stays
         open_token(tab, turn, i)
         assert row.locator("b.p").all_inner_texts() == ([after] if i == 6 else [])
@@ -651,8 +665,18 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         assert "23.4 adds most. It looked at Japan" in tab.inner_text("#summary")
         rival = turn["tokens"][i]["top"][tab.evaluate("id('against').selectedIndex") + 1]["text"]
         assert re.fullmatch(r" \w{3,}", rival)
-        tab.locator("#heads >> text=measure").first.click()
-        until(tab, "id('measured').textContent.startsWith('Without head 23.4')")
+        tab.locator("#heads >> text=probability").first.click()
+        tab.wait_for_selector("#heads b.p >> text=→")
         kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
         tab.keyboard.press(str(kyoto + 1))
         assert "Kyoto" in "".join(one.get("text", "") for one in settle(tab)["tokens"])
+        assert tab.evaluate("id('against').selectedOptions[0].textContent") == "␣Tokyo"
+        named = tab.inner_text("#summary b")
+        assert tab.inner_text("#heads [aria-current=true] b") == named
+        assert tab.inner_text("#head-title").startswith(f"Head {named} ")
+        tab.keyboard.press("[")
+        settle(tab)
+        assert tab.inner_text("#status") == ""
+        tab.keyboard.press("o")  # Tokyo stays without head 23.4
+        settle(tab)
+        assert "the same as answer 1/3" in tab.inner_text("#status")

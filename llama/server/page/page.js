@@ -6,27 +6,24 @@
 
 // name: [label, default] of a number; the other settings are in index.html
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
-  min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512],
-  seed: ["Seed", ""] };
-// stage between the model's probabilities and the draw: [label, what it does]
+  min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512] };
+// stage between the model's probabilities and the draw: [label, what it does, given the largest probability after the temperature]
 const STAGES = {
-  grammar: ["the JSON schema", "keeps the words that fit"],
-  temperature: ["temperature", "divides the logits by"],
-  top_k: ["top-k", "keeps the most probable words, at most"],
-  top_p: ["top-p", "keeps the most probable words until their sum reaches"],
-  min_p: ["min-p", "keeps words at least as probable as the first one times"],
-  greedy: ["temperature 0", "takes the most probable word"],
+  penalties: ["repetition penalty", ({ repetition_penalty: x }) => `makes words of the text less probable, by ${x}`],
+  grammar: ["the JSON schema", () => "drops the words that do not fit"],
+  temperature: ["temperature", ({ temperature: x }, warm) => `divides the logits by ${x}: the largest probability becomes ${share(warm)}`],
+  top_k: ["top-k", ({ top_k: x }) => `keeps the most probable words, at most ${thousands(x)}`],
+  top_p: ["top-p", ({ top_p: x }) => `keeps the most probable words until their sum reaches ${x}`],
+  min_p: ["min-p", ({ min_p: x }, warm) => `drops words that after the temperature are below ${x} × ${share(warm)} = ${share(x * warm)}`],
+  greedy: ["temperature 0", () => "takes the most probable word"],
 };
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
-const WAITS = 150; // ms from the last step to the request for the inside of a token
 const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
 
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
-let chosen = null; // {turn, i}: the open token
-const BEST = { against: null, head: null, key: null };
-let asked = BEST; // what is chosen in the panel; null is the best one
+let chosen = null; // the open token: {turn, i}, and what was chosen in its panel: against, head, key
 let inside = null; // what /look/inside returned for it
 let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
@@ -49,6 +46,8 @@ const identity = () => [card.id, ...["n_layers", "n_heads", "vocab_size", "param
 const openTurn = () => turns[chosen.turn];
 const current = () => (chosen ? openTurn() : path().at(-1));
 const before = (turn, i) => [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]; // the ids before a token of the answer
+const place = (turn) => `${turns[turn.parent].children.indexOf(turn.n) + 1}/${turns[turn.parent].children.length}`; // among its siblings
+const rivals = (one) => one.top.filter((other) => other.id !== one.id); // the words that a token can be compared with
 
 // ------------------------------------------------------------------------------------------------------------ the server
 class Refused extends Error {}
@@ -101,10 +100,7 @@ async function connect() {
 }
 
 /** Tell why a request failed. */
-function failed(error, tell) {
-  if (error instanceof Refused) tell(error.message);
-  else gone(null);
-}
+const failed = (error, tell) => (error instanceof Refused ? tell(error.message) : gone(null));
 
 /** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
 async function gone(turn) {
@@ -172,7 +168,7 @@ const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() })
 const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one], watched: chosen.i });
 
 function sampling() {
-  const values = Object.keys(FIELDS).filter((name) => name !== "seed").map((name) => [name, Number(id(`set-${name}`).value || FIELDS[name][1])]);
+  const values = Object.entries(FIELDS).map(([name, [, value]]) => [name, Number(id(`set-${name}`).value || value)]);
   const found = Object.fromEntries(values), schema = JSON.parse(id("schema").value || "null");
   found.max_tokens = Math.min(found.max_tokens, card.meta.context);
   return schema === null ? found : { ...found, response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
@@ -189,14 +185,14 @@ function run(turn) {
   running = { turn, abort };
   running.done = stream(turn, abort.signal).finally(() => {
     running = null;
-    save();
     draw();
-    if (chosen && chosen.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
+    if (chosen?.turn === turn.source) select(turn.n, turn.first ?? Math.min(chosen.i, turn.tokens.length - 1));
     else if (chosen) select(chosen.turn, chosen.i);
+    say(outcome(turn));
+    save();
   });
-  const opened = chosen && chosen.turn === turn.source;
-  if (opened && chosen.i < turn.tokens.length) chosen.turn = turn.n;
-  else if (chosen && !opened) unselect();
+  if (chosen?.turn !== turn.source) unselect();
+  else if (chosen.i < turn.tokens.length) chosen = { turn: turn.n, i: chosen.i };
   draw();
   id("scroll").scrollTop = id("scroll").scrollHeight;
   id(`answer-${turn.n}`).focus({ preventScroll: true });
@@ -217,9 +213,13 @@ async function stream(turn, signal) {
     turn.error = turn.end === "error" ? error.message : "";
     if (turn.end === "gone") gone(turn);
   }
-  const same = turn.first === null && turns[turn.source]?.tokens.length === turn.tokens.length;
-  say(turn.error || (turn.end === "stop" ? "The answer is complete." : `The answer is incomplete: ${ENDS[turn.end]}.`)
-    + (same ? " It is word for word that of the branch before." : "") + (turn.source === null ? "" : " ‹ above it shows the branch before."));
+}
+
+/** What is said at the end of an answer. */
+function outcome(turn) {
+  const source = turns[turn.source], same = turn.first === null && source?.tokens.length === turn.tokens.length;
+  return turn.error || (turn.end === "stop" ? "The answer is complete." : `The answer is incomplete: ${ENDS[turn.end]}.`)
+    + (same ? ` It is the same as answer ${place(source)}.` : source ? ` Answer ${place(source)} is kept: ‹ and › above.` : "");
 }
 
 function receive(turn, event) {
@@ -247,12 +247,13 @@ function grow(turn) {
 // -------------------------------------------------------------------------------------------------------------- the chat
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
 function tokenNode(turn, i, decode) {
-  const one = turn.tokens[i], text = one.control ? one.text : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
+  const one = turn.tokens[i], end = card.meta.stop_ids.includes(one.id);
+  const text = one.control ? (end ? "end" : one.text) : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
   const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
   const kind = `t ${one.control || !text ? "chip" : level} ${i === turn.first ? "first" : ""} ${text.startsWith("\n") ? "line" : ""}`;
   const node = make("span", { class: kind, id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
-  node.append(word && space, make("span", { class: "w" }, word || space));
+  node.append(word && space, make("span", { class: "w", title: end ? one.text : "" }, word || space));
   if (one.control) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
   return node;
 }
@@ -283,12 +284,12 @@ function describe(turn) {
 }
 
 function turnNode(turn) {
-  const siblings = turns[turn.parent].children, place = siblings.indexOf(turn.n), busy = running?.turn === turn;
+  const busy = running?.turn === turn;
   const asked = make("div", { class: "asked" }, make("p", { class: "who" }, card.meta.template ? "You" : "Text"),
     make("p", { class: "question", dir: "auto" }, plain(turn.question)), press("edit", () => edit(turn), { class: "quiet" }));
   const move = (by, label, sign) => press(sign, () => step(turn, by), { "aria-label": label, class: "quiet" });
-  const branches = siblings.length < 2 ? [] : [move(-1, "previous branch", "‹"),
-    make("span", { class: "place" }, `${place + 1}/${siblings.length}`), move(1, "next branch", "›")];
+  const branches = turns[turn.parent].children.length < 2 ? [] : [move(-1, "previous branch", "‹"),
+    make("span", { class: "place" }, place(turn)), move(1, "next branch", "›")];
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
   const buttons = busy ? [press("Stop", stop)] : [
     press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
@@ -302,7 +303,6 @@ function turnNode(turn) {
 function draw() {
   const focused = document.activeElement?.id;
   put("chat", ...path().map(turnNode));
-  document.body.classList.toggle("marks", id("marks").checked);
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
   id("reading").hidden = true;
@@ -314,9 +314,9 @@ function draw() {
 function step(turn, by) {
   const parent = turns[turn.parent], last = parent.children.length;
   parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
-  const shown = turns[parent.children[parent.active]];
-  const i = chosen?.turn === turn.n ? chosen.i : -1;
+  const shown = turns[parent.children[parent.active]], i = chosen?.turn === turn.n ? chosen.i : -1;
   unselect();
+  say("");
   draw();
   id(`answer-${shown.n}`).focus({ preventScroll: true });
   select(shown.n, i);
@@ -324,6 +324,7 @@ function step(turn, by) {
 
 function edit(turn) {
   editing = turn;
+  if (innerWidth < 1000) unselect(); // the sheet takes the place of the question
   id("question").value = turn.question;
   id("question").focus();
   say("Editing: Enter sends the changed question as another branch, Esc leaves it.");
@@ -331,11 +332,12 @@ function edit(turn) {
 
 // ------------------------------------------------------------------------------------------------------------- the panel
 function select(n, i) {
-  const turn = turns[n];
-  if (i < 0 || i >= turn.tokens.length) return;
-  if (chosen?.turn !== n || chosen.i !== i) asked = BEST;
-  chosen = { turn: n, i };
-  document.body.classList.add("open");
+  if (!turns[n].tokens[i]) return;
+  if (chosen?.turn !== n || chosen.i !== i) {
+    chosen = { turn: n, i };
+    say("");
+  }
+  document.body.classList.add("open", "found");
   mark();
   id(`t${n}-${i}`).scrollIntoView({ block: "nearest" });
   drawWords();
@@ -372,17 +374,18 @@ function drawWords() {
   const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
   const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
+  put("forced", one.forced ? `You chose this word; the model gave it ${share(one.p)}.` : "");
   put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
     const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
     row.disabled = k === top.length;
-    row.append(make("kbd", {}, k < 9 ? k + 1 : ""), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
+    row.append(k < 9 ? make("kbd", {}, k + 1) : make("span"), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
       other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
     return row;
   }));
   put("kept", ...stages.filter((stage) => STAGES[stage]).map((stage) => {
-    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]];
-    return make("li", {}, make("b", {}, label), ` ${[does, turn.sampling[stage]].join(" ").trim()}: `,
-      stage === "temperature" ? `the most probable word ${share(top[0].p)} → ${share(one.warm ?? 0)}` : `${thousands(left[stage])} of ${thousands(before)}`);
+    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]], cuts = !["penalties", "temperature"].includes(stage);
+    return make("li", {}, make("b", {}, label), ` ${does(turn.sampling, one.warm)}`,
+      cuts ? `: ${thousands(left[stage])} of ${thousands(before)} words left` : "");
   }));
   put("prompt-tokens", ...turn.prompt.map((other) =>
     make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
@@ -392,25 +395,24 @@ function drawWords() {
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm }], { first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, forced: true }], { first: chosen.i });
 }
 
 let request = null; // the request for an inside that is not shown yet
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
-  asked = { ...asked, ...changes };
+  Object.assign(chosen, changes);
   if (view && innerWidth < 1000) tab(view);
   request?.abort();
   request = null;
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
-  asked.against ??= rival(one)?.id;
-  const body = inspection(asked); // null is as absent
-  if (seen.has(body)) return drawInside(seen.get(body));
+  chosen.against ??= rival(one)?.id;
+  const { against, head, key } = chosen, body = inspection({ against, head, key });
   if (inside === null) wait("…");
   request = new AbortController();
-  inspect(body, drawInside, wait, request.signal, inside === null ? WAITS : 0);
+  inspect(body, drawInside, wait, request.signal);
 }
 
 /** The body of a request for the inside of the open token. */
@@ -419,10 +421,8 @@ function inspection(fields) {
   return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
 }
 
-async function inspect(body, show, tell, signal, delay = 0) {
+async function inspect(body, show, tell, signal) {
   try {
-    await pause(delay);
-    signal?.throwIfAborted();
     if (!seen.has(body)) seen.set(body, await (await call("look/inside", body, signal)).json());
     show(seen.get(body));
   } catch (error) {
@@ -436,10 +436,11 @@ function wait(text) {
   put("waiting", text);
 }
 
-/** The word that the open one is compared with: one as probable as .1, or else the first whole word or number. */
+/** The word that the open one is compared with: the one that it replaced, one as probable as .1, or the first whole word or number. */
 function rival(one) {
-  const others = one.top.filter((other) => other.id !== one.id);
-  return others.find((other) => other.p >= 0.1 || /^ ?(\p{L}{3,}|\p{N}+)$/u.test(other.text)) ?? others[0];
+  const others = rivals(one), replaced = chosen.i === openTurn().first && turns[openTurn().source]?.tokens[chosen.i];
+  return others.find((other) => other.id === replaced?.id)
+    ?? others.find((other) => other.p >= 0.1 || /^ ?(\p{L}{3,}|\p{N}+)$/u.test(other.text)) ?? others[0];
 }
 
 /** The token at a position of the text: of the prompt or of the answer. */
@@ -449,19 +450,20 @@ function drawInside(found) {
   wait("");
   [inside, request] = [found, null];
   const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
-  const others = one.top.filter((other) => other.id !== one.id), against = others.find((other) => other.id === asked.against);
+  const against = rivals(one).find((other) => other.id === chosen.against), than = against ? named(against).textContent : "0";
+  const [best] = found.heads, name = best.head.join("."), count = thousands(card.meta.n_layers * card.meta.n_heads);
   put("this", named(one));
-  put("against", ...others.map((other) => make("option", { value: other.id }, spelled(other).textContent)));
+  put("against", ...rivals(one).map((other) => make("option", { value: other.id }, spelled(other).textContent)));
   id("against").value = against?.id;
-  const best = found.heads.find((other) => other.effect > 0) ?? found.heads[0];
-  put("summary", "Of all heads, ", make("b", {}, best.head.join(".")), best.effect > 0 ? " adds most" : " has the largest effect", ". It looked at ",
+  put("summary", "Of all heads, ", make("b", {}, name), best.effect > 0 ? " adds most" : " has the largest effect, against it", ". It looked at ",
     ...placed(best.position), ` (${share(best.weight)}).`);
+  put("terms", `A head is one of ${count} small parts that look back at earlier tokens; ${name} is head ${best.head[1]} of layer ${best.head[0]}.`,
+    " Its effect is in logits, for (+) or against (−) ", named(one), `: one logit more makes it 2.7 times as probable against ${than}.`);
   put("sink", named(at(0)), make("sub", {}, 0));
   drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
-  const count = thousands(card.meta.n_layers * card.meta.n_heads);
-  put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind " : "ahead of "}`, against ? named(against) : "0",
+  put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind" : "ahead of"} ${than}`,
     `: all ${count} heads together, for and against it, ${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
   drawHead();
   drawLens();
@@ -474,17 +476,17 @@ const placed = (position) => [position === 0 ? "first token" : named(at(position
 const without = (head) => inspection({ off: [...openTurn().off, head] });
 
 function drawHeads() {
-  const most = Math.max(...inside.heads.map((other) => Math.abs(other.effect))), shown = `${inside.head.head}`, off = seen.get(without(inside.head.head));
+  const most = Math.max(...inside.heads.map((other) => Math.abs(other.effect))), shown = `${inside.head.head}`;
   put("heads", ...inside.heads.map(({ head, effect, position, weight }) => {
-    const open = press("", () => look({ head, key: null }, "head"), { class: "name", "aria-current": `${head}` === shown });
+    const open = press("", () => look({ head, key: undefined }, "head"), { class: "name", "aria-current": `${head}` === shown });
     open.append(make("b", {}, head.join(".")), make("span", { class: "p" }, signed(effect)),
       track(Math.abs(effect) / most, effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...placed(position), ` ${share(weight)}`));
-    const found = seen.get(without(head)), measure = () => inspect(without(head), () => inside && drawHeads(), say);
+    const body = without(head), found = seen.get(body), measure = () => inspect(body, () => inside && drawHeads(), say);
     return make("div", { class: "one" }, open,
-      found ? make("b", { class: "p" }, share(found.p)) : press("measure", measure, { class: "small", title: "the word’s probability with the head off" }),
-      press("switch off", () => switchOff(head), { class: "small", title: "answer again with the head off" }));
+      found ? make("b", { class: "p" }, `${share(inside.p)} → ${share(found.p)}`)
+        : press("probability", measure, { class: "small", title: "of this word with the head off" }),
+      press("new answer", () => switchOff(head), { class: "small", title: "answer again with the head off" }));
   }));
-  put("measured", off ? `Without head ${inside.head.head.join(".")}, the probability is ${share(off.p)} instead of ${share(inside.p)}.` : "");
 }
 
 function drawHead() {
@@ -502,7 +504,6 @@ function drawHead() {
     return node;
   }));
   put("ends", ...placed(k));
-  id("off").textContent = `Switch head ${name} off and answer again`;
   id("distance").max = Math.max(256, 2 * (S - 1 - k));
   id("distance").value = S - 1 - k;
   drawPairs();
@@ -521,9 +522,9 @@ function drawPairs() {
   const found = inside.head, real = found.weights.length - 1 - found.key, distance = Number(id("distance").value), far = Number(id("distance").max);
   const distances = [real, distance, ...Array.from({ length: 65 }, (_, i) => (i * far) / 64)], every = distances.map((one) => pairs(found, one));
   const scores = every.map((values) => values.reduce((a, b) => a + b, 0)), range = Math.max(...scores) - Math.min(...scores);
-  put("apart", `${distance} apart: ${fixed(scores[1])}`);
+  put("apart", `in the text, ${real} apart: ${fixed(scores[0])}${distance === real ? "" : `; at ${distance}: ${fixed(scores[1])}`}.`);
   put("farthest", `${far} apart`);
-  put("reach", `Score: ${fixed(scores[2])} at 0 apart, ${fixed(scores[0])} here (${real}), ${fixed(scores.at(-1))} at ${far} apart. `,
+  put("reach", `From 0 to ${far} apart, it is between ${fixed(Math.min(...scores))} and ${fixed(Math.max(...scores))}. `,
     range < 1 ? "This head hardly cares about the distance." : "A score that is lower by 1 makes a small weight 2.7 times smaller.");
   if (!id("pairs").clientWidth) return; // it is hidden
   const all = every.flat(), plot = chart("pairs", { height: 170, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // one scale for all distances
@@ -537,7 +538,7 @@ function drawPairs() {
 
 function drawLens() {
   const one = openTurn().tokens[chosen.i];
-  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p)}`));
+  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p < 0.0005 ? 0 : other.p)}`));
   put("layers", make("p", { class: "heading" }, make("b", {}, "layer"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
     ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "start"), make("span", {}, ...cells(row)),
       make("b", {}, thousands(row.rank)))));
@@ -553,10 +554,8 @@ function tab(name) {
 /** The fields with the model's defaults, or as they were changed in this tab. */
 function drawSettings() {
   const own = card.meta.sampling, values = Object.keys(own).length ? { top_k: 0, top_p: 1, min_p: 0, ...own } : {};
-  put("fields", ...Object.entries(FIELDS).map(([name, [label, value]]) => {
-    const field = { id: `set-${name}`, type: "number", step: "any", min: 0, placeholder: name === "seed" ? "random" : "" };
-    return make("label", {}, label, make("input", { ...field, value: values[name] ?? value }));
-  }));
+  put("fields", ...Object.entries(FIELDS).map(([name, [label, value]]) => make("label", {}, label,
+    make("input", { id: `set-${name}`, type: "number", step: "any", min: 0, value: values[name] ?? value }))));
   const kept = JSON.parse(sessionStorage.getItem("clearllama-settings") ?? "{}");
   for (const field of fields()) if (kept[field.id]) [field.value, field.checked] = kept[field.id];
 }
@@ -571,7 +570,6 @@ function saveSettings() {
   }
   const values = [...fields()].map((field) => [field.id, [field.value, field.checked]]);
   sessionStorage.setItem("clearllama-settings", JSON.stringify(Object.fromEntries(values)));
-  draw();
 }
 
 function save() {
@@ -639,7 +637,6 @@ const ACTIONS = {
   open: (value) => id(value).showModal(),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,
-  off: () => inside && switchOff(inside.head.head),
 };
 // what a key does when a turn is shown
 const KEYS = {
@@ -650,7 +647,7 @@ const KEYS = {
   "]": () => step(current(), 1),
   e: () => edit(current()),
   r: () => again(current()),
-  o: ACTIONS.off,
+  o: () => inside && switchOff(inside.head.head),
 };
 
 function moveBy(by) {
@@ -659,8 +656,7 @@ function moveBy(by) {
 }
 
 function keydown(event) {
-  if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing) return;
-  if (event.target.closest("input, textarea, select, dialog")) return;
+  if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing || event.target.closest("input, textarea, select, dialog")) return;
   const action = /^[1-9]$/.test(event.key) ? () => chosen && take(Number(event.key) - 1) : KEYS[event.key];
   if (!action || !current()) return;
   event.preventDefault();
@@ -683,7 +679,7 @@ async function start() {
     const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
     ACTIONS[name]?.(value);
   });
-  id("against").addEventListener("change", () => look({ against: Number(id("against").value) }));
+  id("against").addEventListener("change", () => look({ against: Number(id("against").value), head: undefined, key: undefined }));
   id("distance").addEventListener("input", drawPairs);
   id("settings").addEventListener("close", saveSettings);
   id("import").addEventListener("change", () => load(id("import").files[0]));
