@@ -637,6 +637,7 @@ const ACTIONS = {
   open: (value) => id(value).showModal(),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,
+  off: () => inside && switchOff(inside.head.head),
 };
 // what a key does when a turn is shown
 const KEYS = {
@@ -647,7 +648,7 @@ const KEYS = {
   "]": () => step(current(), 1),
   e: () => edit(current()),
   r: () => again(current()),
-  o: () => inside && switchOff(inside.head.head),
+  o: ACTIONS.off,
 };
 
 function moveBy(by) {
