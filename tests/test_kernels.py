@@ -671,6 +671,7 @@ def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
     while not started.exists():
         assert build.poll() is None
         time.sleep(0.05)
+    time.sleep(0.5)  # now it waits for the compilers
     build.send_signal(signal.SIGINT)
     assert build.wait(20) != 0
     stat = Path(f"/proc/{started.read_text().strip()}/stat")
