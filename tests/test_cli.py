@@ -105,7 +105,7 @@ def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path:
         (("inspect", "x", "-m", "y"), "not allowed with"),
         (("trace", "--html", "-", "x"), "--html -: expected a file"),
         (("trace", "--compile", "x"), "--compile"),
-        (("study", "bugs", "step", "--figure", "x.png"), "no figure"),
+        (("study", "bugs", "step", "--figure", "x.png"), "without --figure"),
         (("steer", "--positive", "x", "--negative", "x", "-o", "x"), "are the same"),
     ],
 )

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"study {args.topic} does not accept {refused[0]}; it accepts: {listed}")
     if args.bug is not None:
         if args.topic != "bugs" or args.figure is not None:
-            raise UsageError("BUG belongs to the topic bugs, which has no figure: clearllama study bugs BUG")
+            raise UsageError("BUG needs the topic bugs, without --figure: clearllama study bugs BUG")
         from ..study import bugs
 
         streams.show(args, *bugs.show(bugs.find(args.bug)))

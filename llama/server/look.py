@@ -233,7 +233,7 @@ class Looks:
         """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
 
         chosen  token: effects are on its logit, by default that of the most probable one; against: minus that of this
-                one; head: the one in detail, by default the first of the best; key: one of its keys
+                one; head: the one shown in detail (default: the best); key: one of its keys
         """
         token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
         model = self.model

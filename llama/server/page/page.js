@@ -9,7 +9,7 @@ const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512] };
 // stage between the model's probabilities and the draw: [label, what it does, given the largest probability after the temperature]
 const STAGES = {
-  penalties: ["repetition penalty", ({ repetition_penalty: x }) => `makes words of the text less probable, by ${x}`],
+  penalties: ["repetition penalty", ({ repetition_penalty: x }) => `makes words already used less probable (${x})`],
   grammar: ["the JSON schema", () => "drops the words that do not fit"],
   temperature: ["temperature", ({ temperature: x }, warm) => `divides the logits by ${x}: the largest probability becomes ${share(warm)}`],
   top_k: ["top-k", ({ top_k: x }) => `keeps the most probable words, at most ${thousands(x)}`],
@@ -219,7 +219,7 @@ async function stream(turn, signal) {
 function outcome(turn) {
   const source = turns[turn.source], same = turn.first === null && source?.tokens.length === turn.tokens.length;
   return turn.error || (turn.end === "stop" ? "The answer is complete." : `The answer is incomplete: ${ENDS[turn.end]}.`)
-    + (same ? ` It is the same as answer ${place(source)}.` : source ? ` Answer ${place(source)} is kept: ‹ and › above.` : "");
+    + (same ? ` It is the same as answer ${place(source)}.` : source ? ` ‹ and › above return to answer ${place(source)}.` : "");
 }
 
 function receive(turn, event) {
@@ -398,7 +398,7 @@ function take(k) {
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, forced: true }], { first: chosen.i });
 }
 
-let request = null; // the request for an inside that is not shown yet
+let request = null; // the pending request to /look/inside, if any
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
   Object.assign(chosen, changes);
@@ -436,7 +436,7 @@ function wait(text) {
   put("waiting", text);
 }
 
-/** The word that the open one is compared with: the one that it replaced, one as probable as .1, or the first whole word or number. */
+/** The word that the open one is compared with: the one that it replaced, else one of at least .1, else the first whole word or number. */
 function rival(one) {
   const others = rivals(one), replaced = chosen.i === openTurn().first && turns[openTurn().source]?.tokens[chosen.i];
   return others.find((other) => other.id === replaced?.id)
@@ -455,10 +455,10 @@ function drawInside(found) {
   put("this", named(one));
   put("against", ...rivals(one).map((other) => make("option", { value: other.id }, spelled(other).textContent)));
   id("against").value = against?.id;
-  put("summary", "Of all heads, ", make("b", {}, name), best.effect > 0 ? " adds most" : " has the largest effect, against it", ". It looked at ",
+  put("summary", "Of all heads, ", make("b", {}, name), best.effect > 0 ? " adds most" : " has the largest effect, but against the word", ". It looked at ",
     ...placed(best.position), ` (${share(best.weight)}).`);
   put("terms", `A head is one of ${count} small parts that look back at earlier tokens; ${name} is head ${best.head[1]} of layer ${best.head[0]}.`,
-    " Its effect is in logits, for (+) or against (−) ", named(one), `: one logit more makes it 2.7 times as probable against ${than}.`);
+    " Its effect is in logits, for (+) or against (−) ", named(one), `: each logit multiplies its odds over ${than} by 2.7.`);
   put("sink", named(at(0)), make("sub", {}, 0));
   drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
@@ -469,7 +469,7 @@ function drawInside(found) {
   drawLens();
 }
 
-/** The token at a position and the position, as nodes. */
+/** A position and its token, as nodes. */
 const placed = (position) => [position === 0 ? "first token" : named(at(position)), make("sub", {}, position)];
 
 /** What the model computes with a further head off, if it was measured. */
@@ -525,7 +525,7 @@ function drawPairs() {
   put("apart", `in the text, ${real} apart: ${fixed(scores[0])}${distance === real ? "" : `; at ${distance}: ${fixed(scores[1])}`}.`);
   put("farthest", `${far} apart`);
   put("reach", `From 0 to ${far} apart, it is between ${fixed(Math.min(...scores))} and ${fixed(Math.max(...scores))}. `,
-    range < 1 ? "This head hardly cares about the distance." : "A score that is lower by 1 makes a small weight 2.7 times smaller.");
+    range < 1 ? "This head hardly cares about the distance." : "Lowering a score by 1 divides a small weight by 2.7.");
   if (!id("pairs").clientWidth) return; // it is hidden
   const all = every.flat(), plot = chart("pairs", { height: 170, yMin: Math.min(0, ...all), yMax: Math.max(1e-6, ...all), // one scale for all distances
     yTicks: [], yLabel: "part of the score", xLabel: "pairs, fast to slow", left: 4, right: 4 });
@@ -639,7 +639,7 @@ const ACTIONS = {
   close: unselect,
   off: () => inside && switchOff(inside.head.head),
 };
-// what a key does when a turn is shown
+// what a key of the keyboard does when a turn is shown
 const KEYS = {
   Escape: () => (running ? stop() : unselect()),
   ArrowLeft: () => moveBy(-1),
