@@ -84,7 +84,7 @@ def test_the_command_lists_and_shows(study: Study) -> None:
     [
         (("bugs", "none-such"), "unknown bug 'none-such'"),
         (("bugs", "--context", "0"), "study bugs does not accept --context"),
-        (("order", "step"), "belongs to the topic bugs"),
+        (("order", "step"), "BUG needs the topic bugs"),
         (("errata",), "answered by: clearllama study bugs"),
     ],
 )
