@@ -101,6 +101,7 @@ def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path:
         (("generate", "--threads", "0", "x"), "threads"),
         (("pull", "gpt-5"), "or smollm2-135m-instruct"),
         (("generate", "--raw", "--system", "x", "x"), "--system needs a chat"),
+        (("generate", "--draft-tokens", "3", "x"), "needs a draft"),
         (("quantize", ".", "x.gguf"), "would be a folder"),
         (("inspect", "x", "-m", "y"), "not allowed with"),
         (("trace", "--html", "-", "x"), "--html -: expected a file"),

@@ -175,7 +175,7 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert f"without head {head[0]}.{head[1]}: " in foot
     assert f"{share(before['p'])} → {shown}" in foot
     assert tab.locator(".first").get_attribute("id") == f"t{off['n']}-{first}"
-    assert "2/3" in tab.inner_text("#status")  # the answer that it comes from, said until another one is shown
+    assert "2/3" in tab.inner_text("#status")  # names its source until the user opens another answer
     tab.keyboard.press("[")
     settle(tab)
     assert tab.inner_text("#status") == ""
@@ -412,8 +412,8 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
         assert ("hardly cares" in tab.inner_text("#reach")) == (max(scores) - min(scores) < 1)
         for distance in (200, real):  # bars are those of the slider's distance, outlines those of the text
             tab.fill("#distance", str(distance))
-            said = tab.inner_text("#apart").replace("−", "-")
-            shown = {int(x): float(score) for x, score in re.findall(r"(\d+)(?: apart)?: (-?\d+\.\d+)", said)}
+            sentence = tab.inner_text("#apart").replace("−", "-")
+            shown = {int(x): float(score) for x, score in re.findall(r"(\d+)(?: apart)?: (-?\d+\.\d+)", sentence)}
             assert shown == pytest.approx({real: score, distance: scores[50] if distance == 200 else score}, abs=0.0051)
             heights = tab.eval_on_selector_all(
                 "#pairs rect", "(all) => all.map((e) => Number(e.getAttribute('height')))"
