@@ -41,8 +41,8 @@ def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None
     """
     k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
     if q.shape[2] == 1:  # one query: the heads of a group become queries of one head, so keys are not repeated
-        y = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask)  # (B, KV, H / KV, D)
-        return y.view(q.shape)  # (B, H, 1, D)
+        y = F.scaled_dot_product_attention(q.reshape(*k.shape[:2], -1, q.shape[-1]), k, v, mask)  # (B, KV, H / KV, D)
+        return y.reshape(q.shape)  # (B, H, 1, D)
     repeats = q.shape[1] // k.shape[1]  # H / KV, the query heads of a group
     if q.is_cuda and mask is not None and repeats > 1:  # no fused CUDA kernel takes both a mask and enable_gqa
         k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1  # (B, H, S, D)

@@ -65,8 +65,8 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
     """
     _check(xq, xk, freqs_cis, xq.shape[-1] // 2)
     cis = freqs_cis.unsqueeze(-2)  # (.., T, 1, D/2): the same rotation for every head
-    q = torch.view_as_complex(xq.float().unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
-    k = torch.view_as_complex(xk.float().unflatten(-1, (-1, 2)))  # (B, T, KV, D/2) complex
+    q = torch.view_as_complex(xq.float().contiguous().unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
+    k = torch.view_as_complex(xk.float().contiguous().unflatten(-1, (-1, 2)))  # (B, T, KV, D/2) complex
     rotated_q = torch.view_as_real(q * cis).flatten(-2)  # (B, T, H, D)
     rotated_k = torch.view_as_real(k * cis).flatten(-2)  # (B, T, KV, D)
     return rotated_q.type_as(xq), rotated_k.type_as(xk)

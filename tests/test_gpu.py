@@ -196,6 +196,12 @@ def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch
     assert sizes == [slice(first, first + 7) for first in range(0, 50, 7)]
 
 
+def test_scales_that_a_file_stores_by_columns_can_be_moved() -> None:
+    blocks = quantize(noise(50, 96), SCHEMES["int4"].format)
+    layer, expected = BlockLinear(blocks._replace(scale=blocks.scale.mT.contiguous().mT)), BlockLinear(blocks)
+    assert torch.equal(layer.to("cpu").weight, expected.weight)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_a_compiled_product_equals_the_eager_one(scheme: str) -> None:
     """Compiled code multiplies one row by another expression, which Inductor can fuse."""

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from llama.attention import reference, reference_weights, sdpa
 from llama.cache import KVCache
 from llama.checkpoint.write import to_layout
 from llama.config import ModelConfig
 from llama.errors import ConfigError, ContextLengthError, UsageError
-from llama.generate import prefill
+from llama.generate import generate, prefill
+from llama.generation.batch import Batch, Request, TokenEvent
+from llama.generation.speculative import NGramDraft, speculate
 from llama.model import RMSNorm, Transformer
+from llama.sampling import SamplingParams
 
 from . import tiny
 
@@ -46,6 +52,67 @@ def test_attention_weights_are_a_distribution_over_the_unmasked_keys() -> None:
     weights = reference_weights(q, k, torch.ones(4, 4).tril().bool())
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 4))
     assert float(weights.triu(1).abs().max()) == 0
+
+
+def runs(net: Transformer) -> tuple[list[Tensor], list[list[int]]]:
+    """The logits of passes with and without a mask and a cache, and the tokens of every way to generate."""
+    prompts, params = [[5, 6, 7, 5, 6], [9]], SamplingParams(max_new_tokens=6)
+    tokens = tiny.random_tokens(5, net.config, batch=2)
+    logits = [net(tokens), net(tokens[:, :1])]
+    for fixed in (False, True):
+        cache = net.new_cache(batch=2, fixed=fixed)
+        logits += [net(tokens, cache=cache), net(tokens[:, :1], cache=cache), net(tokens[:, :2], cache=cache)]
+    caches = (None, net.new_cache(fixed=True))
+    answers = [[token.id for token in generate(net, prompts[0], params, cache=cache)] for cache in caches]
+    answers.append([token.id for token in speculate(net, prompts[0], params, NGramDraft())])
+    events = list(Batch(net, [Request(prompt, params) for prompt in prompts], slots=2))
+    for number in range(2):
+        mine = [event for event in events if isinstance(event, TokenEvent) and event.number == number]
+        answers.append([event.token.id for event in mine])
+    return logits, answers
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "cpu"])
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+def test_no_result_depends_on_the_memory_layout_that_attention_returns(
+    n_kv_heads: int, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = tiny.model(dataclasses.replace(tiny.CONFIG, n_kv_heads=n_kv_heads), attention=attention)
+    expected, plain = runs(net), F.scaled_dot_product_attention
+
+    def memory_efficient(q: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return (B, H, T, D) in the memory layout of CUDA's memory-efficient kernel: (B, T, H, D)."""
+        y = plain(q, *args, **options)
+        return torch.empty(y.transpose(1, 2).shape, dtype=y.dtype).copy_(y.transpose(1, 2)).transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", memory_efficient)
+    found = runs(net)
+    assert found[1] == expected[1]
+    assert found[1][0] == found[1][1] == found[1][2] == found[1][3]
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+
+
+class Strided(nn.Module):
+    """A layer whose result lies in memory column by column, or with a gap of one entry before each row."""
+
+    def __init__(self, inner: nn.Module, by_columns: bool):
+        super().__init__()
+        self.inner, self.by_columns, self.out_features = inner, by_columns, inner.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y.mT.contiguous().mT if self.by_columns else F.pad(y, (1, 0))[..., 1:]
+
+
+@pytest.mark.parametrize("rope", ["complex", "real", "half"])
+@pytest.mark.parametrize("by_columns", [True, False])
+def test_no_result_depends_on_the_memory_layout_that_a_linear_layer_returns(rope: str, by_columns: bool) -> None:
+    net, tokens = tiny.model(rope=rope), tiny.random_tokens(7, batch=2)
+    expected = net(tokens)
+    for name, layer in [(name, layer) for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]:
+        net.set_submodule(name, Strided(layer, by_columns))
+    for cache in (None, net.new_cache(batch=2)):
+        torch.testing.assert_close(net(tokens, cache=cache), expected, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- cache

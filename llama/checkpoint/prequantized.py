@@ -322,7 +322,7 @@ class BitsAndBytes(Method):
         def floats(part: slice) -> Tensor:
             first, last = (row * columns for row in part.indices(rows)[:2])
             pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
-            found = F.embedding(packed[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
+            found = F.embedding(packed[first // 2 : last // 2].int(), pairs).flatten()  # (n K,)
             start, end = first // block, -(-last // block)
             largest = absmax[start:end]
             if nested:

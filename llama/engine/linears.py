@@ -157,7 +157,7 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         if torch.compiler.is_compiling() and x.numel() == self.in_features:
-            y = (self.weight * x.float().flatten()).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)  # one fused operation
+            y = (self.weight * x.float().flatten()).sum(-1).to(x.dtype).reshape(*x.shape[:-1], -1)  # fused into one
         else:
             step = max(1, PIECE // self.in_features)
             parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
@@ -172,6 +172,7 @@ def two_per_byte(quants: Tensor) -> Tensor:
 
 def _narrow(scales: Tensor) -> Tensor:
     """Convert to float16 if that is exact, as it is for scales that `quantize` computed."""
+    scales = scales.contiguous()  # _apply views them as bytes
     half = scales.half()
     return half if torch.equal(half.float(), scales.float()) else scales
 
@@ -213,7 +214,7 @@ class Int4Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, int4-g{self.group}"
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        y = self._product(x.flatten(0, -2).to(torch.bfloat16)).view(*x.shape[:-1], -1).to(x.dtype)
+        y = self._product(x.flatten(0, -2).to(torch.bfloat16)).reshape(*x.shape[:-1], -1).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -243,7 +244,7 @@ class TileEmbedding(nn.Module):
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:  # the last tile may have more rows
             raise IndexError(f"token ids must lie between 0 and {self.num_embeddings - 1}")
         rows = unpack_rows(self.tiles, ids, self.embedding_dim, self.format)  # (n, C)
-        return rows.view(*tokens.shape, -1).to(self.dtype)
+        return rows.reshape(*tokens.shape, -1).to(self.dtype)
 
 
 class HalfEmbedding(nn.Embedding):

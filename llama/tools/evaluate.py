@@ -40,7 +40,7 @@ def token_logprobs(
         end = min(start + chunk, T - 1)
         h = model.hidden(tokens[:, start:end], cache=cache)  # (B, t, C)
         values, _ = predictions(model, h.flatten(0, 1), tokens[:, start + 1 : end + 1].flatten())
-        found.append(values.view(B, -1))  # (B, t)
+        found.append(values.reshape(B, -1))  # (B, t)
         progress(end + 1, T)  # with the first token, which nothing predicts
     logprobs = torch.cat(found, dim=1)  # (B, T - 1)
     if bool(logprobs.isnan().any()):
