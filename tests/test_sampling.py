@@ -189,6 +189,39 @@ def test_a_mask_leaves_the_renormalized_distribution() -> None:
     assert int((probs(logits, SamplingParams(temperature=1.0, top_k=3), allowed=allowed) > 0).sum()) == 3
 
 
+PLANTED = {"zeros": 0.0, "infinity": math.inf, "largest": 3.4e38, "denormal": 1e-45}
+
+
+@pytest.mark.parametrize("noise", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_no_noise_draws_an_excluded_token(noise: float, everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, excluded = torch.Tensor.exponential_, torch.arange(0, 20, 2)
+    rows = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).index_fill(-1, excluded, -math.inf)
+    rows[1, 3], rows[2, 5] = 80.0, -100.0  # one certain token, and one with a probability below float32's smallest
+    grammar = torch.isfinite(rows[0])
+
+    def planted(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        real(self, *args, **options)
+        return self.fill_(noise) if everywhere else self.index_fill_(-1, excluded, noise)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", planted)
+    p = rows.softmax(-1)
+    assert bool((p.gather(-1, sampling.sample(p)[:, None]) > 0).all())
+    for row in rows:
+        params = SamplingParams(temperature=1.0, seed=1)
+        (id, _) = sampling.choose(row.nan_to_num(neginf=3.0), params, None, torch.Generator(), allowed=grammar)
+        assert bool(grammar[id])
+    net, params = tiny.model(), SamplingParams(temperature=1.0, top_k=2, seed=1, max_new_tokens=4)
+    answers = [[token.id for token in generate(net, [5, 6, 5, 6], params)]]
+    answers.append([token.id for token in speculate(net, [5, 6, 5, 6], params, NGramDraft())])
+    events = Batch(net, [Request([5, 6, 5, 6], params)], slots=1)
+    answers.append([event.token.id for event in events if isinstance(event, TokenEvent)])
+    for answer in answers:
+        logits = net(torch.tensor([[5, 6, 5, 6, *answer]]))[0, 3:-1]  # (N, V)
+        best = logits.topk(2).indices.tolist()
+        assert all(id in two for id, two in zip(answer, best, strict=True))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.7, 1.0, 1e6])
 def test_a_processor_may_force_a_token_with_the_largest_float(temperature: float) -> None:
     def force(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
