@@ -40,6 +40,11 @@ class Token:
     top: Mapping[int, float] = field(default_factory=dict)
 
 
+def prompt_chunk(device: torch.device | str) -> int:
+    """The most tokens of a prompt in one pass on a device: fewer do not keep a GPU busy, more take more memory."""
+    return 2048 if torch.device(device).type == "cuda" else 256
+
+
 @torch.inference_mode()
 def prefill(
     model: Transformer,
@@ -50,8 +55,8 @@ def prefill(
 ) -> Tensor:
     """Feed ids into the model, `chunk` at a time to bound the memory; return the logits (V,) after the last id.
 
-    chunk is 256 by default, and 2,048 on CUDA, where fewer tokens do not keep the device busy. Each chunk is passed the
-    length of the complete text, so that a RoPE that depends on the length uses the same frequencies for all of it.
+    chunk is `prompt_chunk` by default. Each chunk is passed the length of the complete text, so that a RoPE that
+    depends on the length uses the same frequencies for all of it.
     """
     if not tokens:
         raise UsageError("prefill needs at least one token")
@@ -69,7 +74,7 @@ def prefill_chunks(
     model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None
 ) -> Iterator[Tensor]:
     """Feed the chunks of `prefill`. Yields the hidden states (1, T, C) of each chunk after it is in the cache."""
-    chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else checks.integer("prefill chunk", chunk)
+    chunk = prompt_chunk(cache.device) if chunk is None else checks.integer("prefill chunk", chunk)
     length = cache.length + len(tokens)
     cache.reserve(length)  # at once, so that the cache does not grow, and copy, in between
     for start in range(0, len(tokens), chunk):

@@ -33,6 +33,7 @@ from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.runtime import no_cudnn_attention, pick_dtype
 from .errors import CheckpointError, ConfigError, UsageError
+from .generate import prompt_chunk
 from .hub import resolve
 from .model import Runner, Transformer
 from .quant.schemes import pick_scheme
@@ -326,12 +327,13 @@ def check_memory(plan: Plan) -> None:
     """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
     options, placement, size = plan.options, plan.placement, plan.dtype.itemsize
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
+    chunk = prompt_chunk(placement.layers[-1])  # the device of KVCache.device; every layer gets the same chunks
     for device in dict.fromkeys((*placement.layers, placement.output)):
         own = [weight for weight in plan.weights.values() if weight.device == device]
         weights = sum(memory_footprint(plan.checkpoint, weight, plan.dtype_of(weight)) for weight in own)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
         cache = memory.cache_bytes(part, tokens, size, options.kv_cache)
-        activations = memory.activation_bytes(part, tokens, size, options.kv_cache)
+        activations = memory.activation_bytes(part, tokens, size, options.kv_cache, chunk)
         ranks = 1 if options.world is None or device.type != "cpu" else options.world.on_this_host
         memory.check(str(plan.checkpoint.path), weights, cache, activations, device, ranks)
 

@@ -460,7 +460,7 @@ def test_an_error_in_one_prompt_of_a_list_is_raised(tiny_llm: Llama) -> None:
 
 def test_a_prompt_is_fed_right_while_another_answer_makes_the_cache_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two chunks of the second prompt, the first answer fills the cache's memory, which is replaced."""
-    monkeypatch.setattr("llama.generation.batch.CHUNK", 16)
+    monkeypatch.setattr("llama.generation.batch.prompt_chunk", lambda device: 16)
     monkeypatch.setattr("llama.generation.batch.RESERVED", 1)
     monkeypatch.setattr("llama.cache.FIRST_SLOTS", 8)
     monkeypatch.setattr("llama.cache.LARGEST_STEP", 3)

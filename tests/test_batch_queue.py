@@ -75,7 +75,9 @@ def arriving(seed: int, count: int) -> list[tuple[int, Request]]:
 def test_requests_that_arrive_at_any_time_get_the_answers_they_get_alone(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "CHUNK", 16)  # several chunks a prompt, with steps of the others between them
+    monkeypatch.setattr(
+        batch, "prompt_chunk", lambda device: 16
+    )  # several chunks a prompt, with steps of the others between them
     net, arrivals = tiny.model(), arriving(slots, 30)
     tokens, events = run(net, arrivals, slots)
     assert tokens == [alone(net, request) for _, request in arrivals]
@@ -106,7 +108,7 @@ def test_the_least_recently_used_slot_is_taken() -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_an_answer_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "CHUNK", 10)
+    monkeypatch.setattr(batch, "prompt_chunk", lambda device: 10)
     net = tiny.model()
     arrivals = [
         (0, Request([1, 2], SamplingParams(max_new_tokens=40))),
@@ -138,7 +140,7 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_step(slots: int) -> 
 
 
 def test_a_cancelled_prompt_is_not_fed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "CHUNK", 10)
+    monkeypatch.setattr(batch, "prompt_chunk", lambda device: 10)
     net, flag, fed = tiny.model(), threading.Event(), []
     real = net.hidden
     net.hidden = lambda tokens, **o: (fed.append(tokens.shape[1]), len(fed) == 3 and flag.set(), real(tokens, **o))[2]  # type: ignore[method-assign,assignment,func-returns-value]
@@ -150,7 +152,7 @@ def test_a_cancelled_prompt_is_not_fed_to_its_end(monkeypatch: pytest.MonkeyPatc
 # ----------------------------------------------------------------------------------------------------- prompt scores
 @pytest.mark.parametrize("chunk", [1, 7, 256])
 def test_scores_of_a_prompt_equal_those_of_one_pass(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "CHUNK", chunk)
+    monkeypatch.setattr(batch, "prompt_chunk", lambda device: chunk)
     net, prompt = tiny.model(), tiny.random_tokens(30, seed=4)[0].tolist()
     expected = net(torch.tensor([prompt]))[0].log_softmax(-1)  # (T, V)
     requests = [

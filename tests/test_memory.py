@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
 from llama.checkpoint.gguf import GGUFCheckpoint
 from llama.engine import kernels
+from llama.engine.placement import Placement
 from llama.errors import ContextLengthError, MemoryLimitError
-from llama.generate import prefill
+from llama.generate import prefill, prefill_chunks
 from llama.model import Transformer
 from llama.system import memory, pages
 
@@ -135,6 +137,28 @@ def test_the_requested_length_decides(tiny_gguf: Path, monkeypatch: pytest.Monke
     one, words = tiny.CONFIG.kv_cache_bytes(1, 4), len(loader.load_tokenizer(tiny_gguf).encode("the"))
     assert [cache for _, cache in needs] == [10 * one, 200 * one, 256 * one, (words + 7) * one]  # a context of 256
     assert {weights for weights, _ in needs} == {4 * tiny.CONFIG.n_params}
+
+
+@pytest.mark.parametrize("layers", [("cpu", "cpu"), ("cuda", "cuda"), ("cpu", "cuda")])
+def test_the_check_counts_the_chunks_that_a_prompt_is_fed_in(
+    layers: tuple[str, str], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: list[int] = []
+    monkeypatch.setattr(memory, "check", lambda what, weights, cache, activations, *_: needs.append(activations))
+    options = loader.LoadOptions("cpu", "float32", max_seq_len=5000, tokens=5000)
+    plan = loader.make_plan(loader.open_model(tiny_gguf), options)
+    devices = tuple(map(torch.device, layers))
+    loader.check_memory(dataclasses.replace(plan, placement=Placement(devices[0], devices, devices[1])))
+
+    fed: list[int] = []
+    model: Any = SimpleNamespace(hidden=lambda part, **_: fed.append(part.shape[1]))
+    cache: Any = SimpleNamespace(device=devices[1], length=0, reserve=lambda length: None)
+    real = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data, device: real(data))  # this machine may have no GPU
+    list(prefill_chunks(model, [0] * 5000, cache))
+    assert max(fed) == {"cpu": 256, "cuda": 2048}[layers[1]]
+    part = dataclasses.replace(plan.config, n_layers=2 // len(set(layers)))
+    assert set(needs) == {memory.activation_bytes(part, 5000, 4, "model", max(fed))}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..generate import prompt_chunk
 from ..model import Runner, Transformer
 from .cpu_runner import KernelRunner
 from .linears import BlockEmbedding, TileEmbedding, TileLinear
 
-CHUNK = 256  # tokens per pass
 FLOAT32 = "try dtype='float32' (--dtype float32)"
 
 
@@ -95,7 +95,7 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
     if isinstance(runner, KernelRunner):  # it calls no hooks
         runner = Runner(runner.cache_kind, runner.check_memory)
     cache = runner.new_cache(model, len(tokens), batch=1, fixed=False)
-    edges = [*range(0, len(tokens) - 1, CHUNK), len(tokens) - 1, len(tokens)]
+    edges = [*range(0, len(tokens) - 1, prompt_chunk(cache.device)), len(tokens) - 1, len(tokens)]
     for start, end in pairwise(edges):
         part = torch.tensor([tokens[start:end]], device=cache.device)  # (1, T)
         positions = cache.place(end - start)  # (T,)

@@ -42,6 +42,7 @@ from ..generate import (
     history_of,
     most_probable,
     prefill_chunks,
+    prompt_chunk,
     random_generator,
     room_for,
     top_of,
@@ -51,7 +52,6 @@ from ..sampling import Constraint, History, SamplingParams, choose, extreme
 from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
-CHUNK = 256  # maximum tokens of a prompt in one pass
 MOST_SLOTS = 4096
 RESERVED = 1024  # new tokens for which a request reserves memory; longer answers reserve more on demand
 
@@ -305,7 +305,7 @@ class Batch:
         rest = prompt[cached:]
         chunk = None  # the default of prefill
         if self.cache.device.type == "cpu":  # chunks of equal size, since a short one takes as long as a longer one
-            chunk = -(-len(rest) // -(-len(rest) // CHUNK))
+            chunk = -(-len(rest) // -(-len(rest) // prompt_chunk(self.cache.device)))
         for hidden in prefill_chunks(self.model, rest, self.cache.rows(target, target + 1, cached), chunk):
             slot.ids = prompt[: len(slot.ids) + hidden.shape[1]]
             yield hidden

@@ -40,7 +40,7 @@ def cache_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str = "mo
     return batch * (config.kv_cache_bytes(tokens, 1 if scales else itemsize) + scales)
 
 
-def activation_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str = "model", chunk: int = 256) -> int:
+def activation_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str, chunk: int) -> int:
     """An upper bound on the bytes of a forward pass of `chunk` tokens with `tokens` cached, without weights and cache.
 
     The scores of attention are not counted, since the fused kernels compute them in tiles.

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from ..cache import KVCache
-from ..generate import generate
+from ..generate import generate, prompt_chunk
 from ..model import Transformer
 from ..sampling import SamplingParams
 from ..system.memory import read
 
-CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
 WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
 
 
@@ -84,11 +83,12 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slo
 
 @torch.inference_mode()
 def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> list[int]:
-    """Feed ids (B, T) to the model, `CHUNK` of each row at a time; return the most likely next id of each row."""
+    """Feed ids (B, T) to the model, each row as a prompt is fed; return the most likely next id of each row."""
     tokens = torch.tensor(rows, device=cache.device)  # (B, T)
     length = cache.length + tokens.shape[1]
-    for start in range(0, tokens.shape[1], CHUNK):
-        h = model.hidden(tokens[:, start : start + CHUNK], cache=cache, length=length)  # (B, t, C)
+    chunk = prompt_chunk(cache.device)
+    for start in range(0, tokens.shape[1], chunk):
+        h = model.hidden(tokens[:, start : start + chunk], cache=cache, length=length)  # (B, t, C)
     ids: list[int] = model.output(h[:, -1]).argmax(-1).tolist()  # (B, V) -> (B,)
     return ids
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
+from ..generate import prompt_chunk
 from ..model import Transformer
 from ..tokenizer import Tokenizer
 
@@ -20,20 +22,21 @@ Progress = Callable[[int, int], object]  # (number of tokens done, number of tok
 
 @torch.inference_mode()
 def token_logprobs(
-    model: Transformer, tokens: Tensor, chunk: int = 256, progress: Progress = lambda done, total: None
+    model: Transformer, tokens: Tensor, chunk: int | None = None, progress: Progress = lambda done, total: None
 ) -> Tensor:
     """log p(token t + 1 | tokens 0 .. t) for tokens (B, T) int64, T >= 2: (B, T - 1) float32, natural logarithm.
 
-    The text is fed `chunk` tokens at a time, as a prompt is, which bounds the memory: logits of one chunk, keys and
-    values of all tokens. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), a chunk is rotated by
-    those of the length it reaches and earlier keys are not rotated again, as in decoding; with chunk=T all tokens are
-    rotated by the frequencies of the full length.
+    The text is fed `chunk` tokens at a time (default: `prompt_chunk`), which bounds the memory: logits of one chunk,
+    keys and values of all tokens. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), a chunk is
+    rotated by those of the length it reaches and earlier keys are not rotated again, as in decoding; with chunk=T all
+    tokens are rotated by the frequencies of the full length.
 
     Raises ContextLengthError if the text is longer than model.max_seq_len, NumericalError if a result is NaN.
     """
     B, T = tokens.shape
-    if T < 2 or chunk < 1:
-        raise UsageError(f"perplexity needs at least 2 tokens and a chunk of at least 1, got {T} and {chunk}")
+    if T < 2:
+        raise UsageError(f"perplexity needs at least 2 tokens, got {T}")
+    chunk = prompt_chunk(tokens.device) if chunk is None else checks.integer("chunk", chunk)
     cache = model.new_cache(T - 1, batch=B)
     found = []
     for start in range(0, T - 1, chunk):

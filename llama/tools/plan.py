@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from .. import checks
 from ..config import ModelConfig
 from ..errors import UsageError
+from ..generate import prompt_chunk
 from ..quant.schemes import pick_scheme, scheme_for
 from ..system.memory import activation_bytes, cache_bytes, logits_bytes
 from ..weights import expected_shapes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVE = 0.1  # share of the memory for CUDA's context, kernels and fragmentation, as in vLLM
-CHUNK = 2048  # tokens of a prompt in one pass, as in generate.prefill on CUDA
 MOST_SEQUENCES = 2**20
 
 
@@ -122,7 +122,7 @@ class Run:
         """Bytes on each GPU. With more GPUs than key/value heads, several have the same head."""
         c = self.config
         cache = cache_bytes(c, self.context, self.size, self.kv_cache, self.batch)
-        activations = activation_bytes(c, self.context, self.size, self.kv_cache, CHUNK)
+        activations = activation_bytes(c, self.context, self.size, self.kv_cache, prompt_chunk("cuda"))
         return {
             "weights": round(self.weights / self.gpus),
             "kv_cache": cache // c.n_kv_heads * -(-c.n_kv_heads // self.gpus),

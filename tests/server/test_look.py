@@ -289,7 +289,7 @@ def test_a_look_runs_between_the_chunks_of_a_prompt(tiny_llm: Llama, monkeypatch
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=5)
     expected = generate(tiny_llm.model, ids, params, n_vocab=tiny_llm.tokenizer.n_vocab)
     found, left, begun = list[requests.Response](), list[int](), threading.Event()
-    monkeypatch.setattr(batch, "CHUNK", 40)
+    monkeypatch.setattr(batch, "prompt_chunk", lambda device: 40)
     with running(tiny_llm) as server:
 
         def waiting(*arguments: Any) -> Iterator[torch.Tensor]:
