@@ -17,7 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama import loader
 from llama.engine import kernels
+from llama.engine.linears import FewRowsLinear
+
+from . import tiny
 
 SOURCE = Path(__file__).parent / "cpp" / "kernels_alone.cpp"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -71,6 +75,30 @@ def test_a_machine_without_a_form_gets_one_line_that_says_why(
         assert not kernels._load.__wrapped__()
     start = "clearllama: the C++ kernels are not available, so PyTorch's slower operators run: "
     assert [record.getMessage() for record in caplog.records] == [start + reason]
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [
+        ("asimd asimddp", torch.float32),
+        ("asimd asimddp bf16", torch.float32),  # the form neon, which widens
+        ("asimd asimddp i8mm bf16", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("stored", ["BF16", "F16"])
+def test_weights_in_16_bits_stay_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: str, dtype: torch.dtype, stored: str
+) -> None:
+    path = tiny.write_gguf(tmp_path / "tiny.gguf", quantization=stored)
+    on(monkeypatch, tmp_path, "Linux", "aarch64", f"Features\t: {features}\n")
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(kernels, "ready", lambda: True)
+    model = loader.load_model(path, device="cpu", fast=True)
+    layer = model.get_submodule("layers.0.attention.wq")
+    assert isinstance(layer, FewRowsLinear)
+    assert layer.weight.dtype == (torch.float16 if (stored, dtype) == ("F16", torch.float32) else torch.bfloat16)
+    assert model.norm.weight.dtype == dtype
 
 
 def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: str, machine: str, cpuinfo: str | None) -> None:

@@ -67,6 +67,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
         from . import kernels  # which imports this module
 
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = fast or kernels.arm_features()["bf16"]
         return torch.bfloat16 if fast and kernels.pick_form() not in kernels.WIDENING else torch.float32
     return torch.bfloat16
 
