@@ -179,6 +179,7 @@ class KVCache:
         layer_cache = KINDS[checks.choice("kind of KV cache", kind, KINDS)]
         checks.integer("max_len of a KV cache", max_len)
         checks.integer("batch of a KV cache", batch)
+        checks.boolean("fixed", fixed)
         slots = max_len if fixed else min(max_len, FIRST_SLOTS)
         shape = (batch, n_kv_heads, slots, head_dim)
         devices = [device] * n_layers if isinstance(device, str | torch.device) else list(device)  # one per layer
@@ -230,7 +231,7 @@ class KVCache:
             raise UsageError(f"the cache is for a batch of {self.batch}, not {batch}; use new_cache(batch={batch})")
         if positions is None:
             if min(self._cached) < self.length:
-                raise ValueError(f"rows of the cache differ in length ({self._cached}); pass the positions")
+                raise UsageError(f"rows of the cache differ in length ({self._cached}); pass the positions")
             positions = torch.arange(self.length, self.length + tokens, device=self.device)  # (T,)
             placed = [self.length + tokens] * self.batch
         else:
@@ -310,7 +311,7 @@ class KVCache:
         for end, row in zip(self._cached, positions.expand(self.batch, -1).tolist(), strict=True):
             for position in sorted(row):
                 if position > end:
-                    raise ValueError(f"position {position} leaves a gap: the next free one is {end}")
+                    raise UsageError(f"position {position} leaves a gap: the next free one is {end}")
                 end = max(end, position + 1)
             placed.append(end)
         return placed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .errors import LlamaError, UsageError
 
@@ -43,9 +44,7 @@ def number(
 
 def boolean(name: str, value: object, error: type[LlamaError] = UsageError) -> bool:
     """True or False."""
-    if not isinstance(value, bool):
-        raise error(f"{name} must be true or false, got {shown(value)}")
-    return value
+    return bool(instance(name, value, bool, "true or false", error))
 
 
 def choice(name: str, value: object, known: Collection[str], error: type[LlamaError] = UsageError) -> str:
@@ -53,6 +52,21 @@ def choice(name: str, value: object, known: Collection[str], error: type[LlamaEr
     if not isinstance(value, str) or value not in known:
         raise error(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
     return value
+
+
+def instance(name: str, value: Any, kind: Any, expected: str, error: type[LlamaError] = UsageError) -> Any:
+    """A value of a type, or of one of several, as isinstance accepts them; `expected` describes it."""
+    if not isinstance(value, kind):
+        raise error(f"{name} must be {expected}, got {shown(value)}")
+    return value
+
+
+def known_options(given: Iterable[object], options: Any, where: str) -> None:
+    """Raise UsageError for a name that is no field of a dataclass, with the most similar one; `where` lists them."""
+    known = options.__dataclass_fields__
+    for name in sorted({*given} - {*known}, key=str):
+        similar = "".join(f"did you mean {other!r}? " for other in difflib.get_close_matches(str(name), known, 1))
+        raise UsageError(f"unknown option {name!r:.80}; {similar}`help({where})` lists the options")
 
 
 def known_ids(ids: Iterable[int], size: int) -> None:
@@ -73,24 +87,29 @@ def known_tokens(tokens: Tensor, size: int) -> None:
 def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
     """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. (1, T) is given to every row.
 
-    Raises ValueError unless the tokens are (B, T), and the positions integers of such a shape that are not negative.
+    Raises UsageError unless both are integers of these shapes, and positions are at least 0 and distinct in each row.
     """
     import torch
 
+    for name, ids in (("tokens", tokens), ("positions", tokens if positions is None else positions)):
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):  # a cast would truncate
+            raise UsageError(f"{name} must be a tensor of int64, as torch.tensor([[1, 2]]), got {shown(ids)}")
     if tokens.dim() != 2:
-        raise ValueError(f"tokens must be (B, T), got {tuple(tokens.shape)}")
+        raise UsageError(f"tokens must be (B, T), got {tuple(tokens.shape)}")
     B, T = tokens.shape
     if positions is None:
         return None
-    if positions.dtype not in (torch.int64, torch.int32):  # a cast would truncate
-        raise ValueError(f"positions must be integers, got {positions.dtype}")
     if positions.shape not in ((T,), (1, T), (B, T)):
-        raise ValueError(f"positions must be (T,) or (B, T), got {tuple(positions.shape)} for tokens {(B, T)}")
+        raise UsageError(f"positions must be (T,) or (B, T), got {tuple(positions.shape)} for tokens {(B, T)}")
     if bool((positions < 0).any()):
-        raise ValueError(f"positions must not be negative, got {int(positions.min())}")
+        raise UsageError(f"positions must not be negative, got {int(positions.min())}")
+    if bool((positions.sort().values.diff() == 0).any()):
+        raise UsageError(f"positions must be distinct in each row, got {shown(positions.tolist())}")
     return positions.long() if positions.dim() == 1 else positions.long().expand(B, T).contiguous()
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut to 80 characters."""
+    """A value as Python writes it, cut to 80 characters; of a tensor, shape and dtype."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"
     return f"{value!r:.80}"

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,9 +100,11 @@ class LoadOptions:
     def __post_init__(self) -> None:
         checks.choice("form of RoPE", self.rope, FORMS)
         checks.choice("kind of KV cache", self.kv_cache, KINDS)
-        checks.boolean("compile", self.compile)
-        if self.max_seq_len is not None:
-            checks.integer("max_seq_len", self.max_seq_len)
+        for name in ("compile", "check_memory", "fast"):
+            checks.boolean(name, getattr(self, name))
+        for name in ("max_seq_len", "tokens"):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name))
         if self.quantize is not None:
             pick_scheme(self.quantize)
 
@@ -140,6 +142,7 @@ def load(
     """
     from .text import Llama
 
+    checks.known_options(options, LoadOptions, "llama.loader.LoadOptions")
     settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, **{"fast": True, **options})
     checkpoint = open_model(path_or_name, adapters, tokenizer, quiet)
     vocabulary = checkpoint.tokenizer()
@@ -171,6 +174,7 @@ def load_model(
 
     Arguments as in `load` and `LoadOptions`.
     """
+    checks.known_options(options, LoadOptions, "llama.loader.LoadOptions")
     settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
     return build_plan(make_plan(open_model(path_or_name, adapters), settings))
 
@@ -182,6 +186,8 @@ def open_model(
     quiet: bool = False,
 ) -> Checkpoint:
     """The checkpoint at a path or with a name, with adapters merged; its weights are not read. Arguments: `load`."""
+    checks.instance("adapters", adapters, str | os.PathLike | Sequence, "a path, (path, scale) or a list of them")
+    checks.instance("tokenizer", tokenizer, str | os.PathLike | None, "a path")
     return with_adapters(open_checkpoint(resolve(path_or_name, quiet), tokenizer), adapters)
 
 

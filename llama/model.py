@@ -124,7 +124,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.runner = config, Runner()
-        self.max_seq_len = reach(config) if max_seq_len is None else max_seq_len
+        self.max_seq_len = reach(config) if max_seq_len is None else checks.integer("max_seq_len", max_seq_len)
         scaling, trained_len = config.rope_scaling, config.max_seq_len
         self.rope = Rope(rope, config.head_dim, self.max_seq_len, config.rope_theta, scaling, trained_len)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
 
-        positions  (T,) or (B, T) int64; None: after the cached tokens, or from 0 if there is no cache
+        positions  (T,) or (B, T) int64, distinct in each row; None: after the cached tokens, or from 0 without a cache
         cache      keeps the keys and values of the tokens so far; the new ones are added
         Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError for a position beyond
         max_seq_len or the cache's room.
@@ -156,16 +156,16 @@ class Transformer(nn.Module):
         length  tokens in the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
         """
         positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
-        # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
-        masked = T != 1 or positions is not None or (cache is not None and cache.fixed)
         if cache is not None:
-            cache.check_sizes(*self.runner.cache_sizes(self))
+            checks.instance("cache", cache, KVCache, "a KVCache").check_sizes(*self.runner.cache_sizes(self))
+            # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
+            masked = T != 1 or positions is not None or cache.fixed
             positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
             keys = torch.arange(cache.visible, device=tokens.device) if masked else None  # (S,)
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
-            keys = positions if masked else None  # (S,) or (B, S): the keys are the tokens themselves
+            keys = positions  # (S,) or (B, S): the keys are the tokens themselves
         h = self.runner.run(self, tokens, positions, keys, max(end, length or 0), cache)  # (B, T, C)
         if cache is not None:
             cache.commit()

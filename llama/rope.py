@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .errors import ContextLengthError
+from .errors import ContextLengthError, UsageError
 from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
@@ -47,6 +47,7 @@ def precompute_freqs_cis(
     name computes inv_freq in float32, this one in float64: at 8,192 positions the tables differ by up to 5e-4.
     Returns (end, D/2) complex64.
     """
+    checks.integer("end, the number of positions,", end, 0)
     inv_freq, attention_factor = inverse_frequencies(dim, theta, scaling, seq_len=end, max_seq_len=max_seq_len)
     return freqs_cis_at(torch.arange(end), inv_freq, attention_factor)
 
@@ -61,9 +62,9 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
     """Rotate queries (B, T, H, D) and keys (B, T, KV, D) by freqs_cis (T, D/2), or (B, T, D/2) for positions per row.
 
     Meta's semantics: entries 2i and 2i + 1 form pair i. Shapes and dtypes are kept; the rotation is float32.
-    Raises ValueError unless freqs_cis has exactly one row for each of the T tokens.
+    Raises UsageError unless freqs_cis has exactly one row for each of the T tokens.
     """
-    _check(xq, xk, freqs_cis, xq.shape[-1] // 2)
+    _check(xq, xk, freqs_cis, pair=2, complex_rows=True)
     cis = freqs_cis.unsqueeze(-2)  # (.., T, 1, D/2): the same rotation for every head
     q = torch.view_as_complex(xq.float().contiguous().unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
     k = torch.view_as_complex(xk.float().contiguous().unflatten(-1, (-1, 2)))  # (B, T, KV, D/2) complex
@@ -75,7 +76,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
 # ------------------------------------------------------------------------------- real: the product, written out
 def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_emb` without complex numbers; cos and sin are (T, D/2) or (B, T, D/2)."""
-    _check(xq, xk, cos, xq.shape[-1] // 2)
+    _check(xq, xk, cos, sin, pair=2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D/2)
 
     def rotate(x: Tensor) -> Tensor:
@@ -88,6 +89,8 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
 # ---------------------------------------------------------------------------------- half: Hugging Face's pairing
 def rotate_half(x: Tensor) -> Tensor:
     """Rotate every pair `(x[i], x[i + D/2])` by 90 degrees: `(a, b)` becomes `(-b, a)`. (.., D) -> (.., D)."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] % 2:
+        raise UsageError(f"rotate_half needs a tensor (.., D) with an even D, got {checks.shown(x)}")
     a, b = x.chunk(2, dim=-1)  # two of (.., D/2)
     return torch.cat((-b, a), dim=-1)  # (.., D)
 
@@ -100,10 +103,9 @@ def apply_rotary_pos_emb(
     cos and sin are (T, D) or (B, T, D), the D/2 angles repeated once. unsqueeze_dim is the axis of the heads:
     1 for q (B, H, T, D), Hugging Face's order, 2 for q (B, T, H, D). The rotation is float32.
     """
+    _check(q, k, cos, sin, tokens=3 - checks.integer("unsqueeze_dim", unsqueeze_dim, 1, 2))
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)  # (1, T, D)
-    by_token = (q, k) if unsqueeze_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))  # (B, T, H, D)
-    _check(*by_token, cos, q.shape[-1])
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)  # (B, 1, T, D), or (B, T, 1, D)
     rotated_q = q.float() * cos + rotate_half(q.float()) * sin
     rotated_k = k.float() * cos + rotate_half(k.float()) * sin
@@ -244,10 +246,18 @@ class Rope:
         return inverse_frequencies(*self._arguments, seq_len=seq_len, max_seq_len=self._trained_len)
 
 
-def _check(q: Tensor, k: Tensor, rows: Tensor, width: int) -> None:
-    """Check the shapes: broadcasting would apply one row, or the keys of one token, to all tokens without an error."""
-    if rows.shape[-2:] != (q.shape[1], width):
-        raise ValueError(f"RoPE: expected a row of {width} for each of {q.shape[1]} tokens, got {tuple(rows.shape)}")
-    if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
+def _check(q: Tensor, k: Tensor, *tables: Tensor, pair: int = 1, tokens: int = 1, complex_rows: bool = False) -> None:
+    """Check the shapes: broadcasting would apply one row, or the keys of one token, to all tokens without an error.
+
+    pair is the number of entries of a head for one of a row, `tokens` the axis of the tokens in q and k.
+    """
+    for x, is_complex in ((q, False), (k, False), *((rows, complex_rows) for rows in tables)):
+        if not isinstance(x, Tensor) or x.is_complex() != is_complex or not (is_complex or x.is_floating_point()):
+            raise UsageError(f"RoPE: expected {'complex' if is_complex else 'float'} numbers, got {checks.shown(x)}")
+    if q.dim() != 4 or k.dim() != 4 or any(q.shape[axis] != k.shape[axis] for axis in (0, tokens, 3)):
         found = f"{tuple(q.shape)} and {tuple(k.shape)}"
-        raise ValueError(f"RoPE: q and k must have the same batch, tokens and head dimension, got {found}")
+        raise UsageError(f"RoPE: q and k must have the same batch, tokens and head dimension, got {found}")
+    B, T, D = q.shape[0], q.shape[tokens], q.shape[3]
+    for rows in tables:
+        if rows.shape[-2:] != (T, D // pair) or rows.shape[:-2] not in ((), (1,), (B,)):
+            raise UsageError(f"RoPE: expected a row of {D // pair} for each of {T} tokens, got {tuple(rows.shape)}")

@@ -171,6 +171,7 @@ def divisors(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 def kind_of(scaling: Mapping[str, Any] | None) -> str:
     """The kind of a scaling, "default" for None. Raises ConfigError for an unknown kind."""
+    checks.instance("rope scaling", scaling, Mapping | None, "a mapping with a rope_type", ConfigError)
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"unknown rope scaling {kind!r:.60}; known: {', '.join(SCALINGS)}")
@@ -185,8 +186,9 @@ def trained_length(config: ModelConfig) -> float:
 def reach(config: ModelConfig) -> int:
     """Number of positions a model can use: its context, or the trained length extended by a scaling, if that is larger.
 
-    In some files max_position_embeddings is the length before the scaling, in others the length after it. A sliding
-    window is a limit: full attention computes the same only up to there.
+    In some files max_position_embeddings is the length before the scaling, in others the length after it: of a llama3
+    scaling if it exceeds original_max_position_embeddings, since Llama 3.2's is not factor * original. A sliding window
+    is a limit: full attention computes the same only up to there.
     """
     context, window = stretched(config.max_seq_len, config.rope_scaling), config.sliding_window
     return context if window is None else min(context, window)
@@ -196,10 +198,10 @@ def stretched(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
     """`reach` of a model without a sliding window."""
     if scaling is None or kind_of(scaling) not in STRETCHING or scaling.get("factor") is None:
         return max_seq_len
-    if kind_of(scaling) == "llama3" and scaling.get("original_max_position_embeddings") is not None:
-        return max_seq_len  # the official files: max_seq_len is the extended length, which is not factor * original
-    own = kind_of(scaling) == "yarn"
+    own = kind_of(scaling) in ("yarn", "llama3")
     trained = _trained_length(max_seq_len, scaling) if own else float(max_seq_len)
+    if kind_of(scaling) == "llama3" and max_seq_len > trained:
+        return max_seq_len
     return max(max_seq_len, int(min(trained * _number(scaling, "factor"), LARGEST_SIZE)))
 
 
@@ -225,6 +227,8 @@ def inverse_frequencies(
     checks.number("rope theta", theta, 0, 1e300, ConfigError, above=True)
     if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD_DIM, ConfigError) % 2:
         raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
+    checks.integer("seq_len", 0 if seq_len is None else seq_len, 0, error=ConfigError)
+    checks.integer("max_seq_len", 1 if max_seq_len is None else max_seq_len, error=ConfigError)
     kind = kind_of(scaling)
     try:
         inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})

@@ -133,8 +133,7 @@ class SamplingParams:
         for name, field in OPTIONS.items():
             check = checks.integer if isinstance(field.default, int) else checks.number
             check(name, getattr(self, name), *field.metadata["range"])
-        if not isinstance(self.logit_bias, Mapping):
-            raise UsageError(f"logit_bias must be a mapping from ids to numbers, got {checks.shown(self.logit_bias)}")
+        checks.instance("logit_bias", self.logit_bias, Mapping, "a mapping from ids to numbers")
         for id, bias in self.logit_bias.items():
             checks.integer("an id of logit_bias", id, 0)
             checks.number(f"logit_bias of id {id}", bias, -1000.0, 1000.0)

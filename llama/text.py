@@ -130,6 +130,7 @@ class Llama:
         a draft or a session. The first error ends all of them; its message gives the number of the prompt. progress
         gets the number of finished prompts and of all prompts; for a single text, as in `stream_ids`.
         """
+        checks.instance("progress", progress, Callable | None, "a function")
         if isinstance(prompt, str):
             return _last(self.stream(prompt, parse_special=parse_special, progress=progress, **options))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
@@ -199,6 +200,7 @@ class Llama:
         forced: bool = False,
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
+        given = checks.instance("template_options", template_options, Mapping | None, "a mapping from names")
         messages, begun = _messages(messages), ""
         if continues_answer(messages):
             *messages, answer = messages
@@ -210,7 +212,7 @@ class Llama:
             format=self.chat_format,
             tools=tools,
             forced=forced,
-            variables={**self.template_options, **(template_options or {})},
+            variables={**self.template_options, **(given or {})},
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
         )
         return ids + (self.tokenizer.encode(begun) if begun else [])
@@ -264,8 +266,8 @@ class Llama:
 
         Invalid options raise UsageError here, not at the first piece.
         """
-        if not isinstance(session, Session | None):
-            raise UsageError(f"session must be a Session, got {type(session).__name__}")
+        checks.instance("session", session, Session | None, "a Session")
+        checks.instance("progress", progress, Callable | None, "a function")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
         if prepared.prompt_logprobs and (session, guesses, progress) != (None, None, None):
@@ -321,7 +323,7 @@ class Llama:
         sampling, ids = dict(options), token_ids(prompt)
         stops = _check_stops(sampling.pop("stop", None))
         continues = checks.boolean("continues", sampling.pop("continues", True))
-        stop_ids = sampling.pop("stop_token_ids", None) or ()
+        stop_ids = () if (given := sampling.pop("stop_token_ids", None)) is None else given
         if not isinstance(stop_ids, Sequence) or isinstance(stop_ids, str):
             raise UsageError(f"stop_token_ids must be a list of token ids, got {checks.shown(stop_ids)}")
         stop_ids = [checks.integer("an id of stop_token_ids", id, 0) for id in stop_ids]
@@ -332,13 +334,12 @@ class Llama:
         shortest = checks.integer("min_tokens", sampling.pop("min_tokens", 0), 0, 2**31)
         if checks.boolean("ignore_eos", sampling.pop("ignore_eos", False)):
             shortest = 2**31
+        checks.known_options(sampling, SamplingParams, "llama.Llama")
+        params = SamplingParams(**{**self.sampling, **sampling})
         if shortest:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *stop_ids) if id < self.tokenizer.n_vocab]
-            sampling["processors"] = [*sampling.get("processors", ()), exclude_until(known + shortest, ends)]
-        if unknown := sorted(sampling.keys() - {field.name for field in dataclasses.fields(SamplingParams)}, key=str):
-            raise UsageError(f"unknown option {unknown[0]!r:.80}; `help(llama.Llama)` lists the options")
-        params = SamplingParams(**{**self.sampling, **sampling})
+            params = dataclasses.replace(params, processors=[*params.processors, exclude_until(known + shortest, ends)])
         seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed
         prompts = []
         for i in range(n):

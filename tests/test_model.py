@@ -159,7 +159,8 @@ def test_a_cache_rejects_positions_that_leave_a_gap() -> None:
 def test_rows_of_different_lengths_need_explicit_positions() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(4, batch=2)
     cache = model.new_cache(batch=2)
-    model(tokens[:, :3], torch.tensor([[0, 1, 2], [0, 1, 1]]), cache)
+    model(tokens[:, :2], cache=cache)
+    model(tokens[:, 2:3], torch.tensor([[2], [1]]), cache)
     with pytest.raises(ValueError, match=r"\[3, 2\]"):
         model(tokens[:, 3:], cache=cache)
     model(tokens[:, 3:], torch.tensor([[3], [2]]), cache)
@@ -279,6 +280,20 @@ def test_positions_of_another_shape_are_errors(shape: tuple[int, ...]) -> None:
             model(tokens, torch.zeros(shape, dtype=torch.long), cache)
     for right in (torch.arange(4), torch.arange(4)[None], torch.arange(4).expand(2, 4)):
         torch.testing.assert_close(model(tokens, right), model(tokens), **TOLERANCE)
+
+
+@pytest.mark.parametrize("positions", [[3, 3], [0, 2, 1, 2], [[0, 1], [1, 1]]])
+@pytest.mark.parametrize("cached", [True, False])
+def test_positions_that_occur_twice_in_a_row_are_errors(positions: list[Any], cached: bool) -> None:
+    model, given = tiny.model(), torch.tensor(positions)
+    tokens = tiny.random_tokens(given.shape[-1], batch=2)
+    cache = model.new_cache(batch=2) if cached else None
+    if cache is not None:
+        model(tiny.random_tokens(4, batch=2), cache=cache)
+    with pytest.raises(UsageError, match="positions must be distinct in each row"):
+        model(tokens, given, cache)
+    both = torch.stack((torch.arange(2), torch.arange(2)))  # rows may have the same positions
+    assert bool(model(tokens[:, :2], both, cache).isfinite().all())
 
 
 def test_an_unknown_attention_is_an_error_that_lists_the_known() -> None:

@@ -99,6 +99,26 @@ def test_a_scaling_that_replaces_another_starts_from_the_original_context() -> N
 
 
 @pytest.mark.parametrize(
+    ("trained", "given", "expected"),
+    [
+        (8192, {"factor": 8.0, "original_max_position_embeddings": 8192}, 65536),
+        (8192, {"factor": 8.0}, 65536),
+        (4096, {"factor": 8.0, "original_max_position_embeddings": 8192}, 65536),  # as yarn
+        (131072, {"factor": 32.0, "original_max_position_embeddings": 8192}, 131072),  # the file of Llama 3.2
+    ],
+)
+def test_llama3_extends_a_context_that_is_not_extended_yet(
+    trained: int, given: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    scaling = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **given}
+    config = dataclasses.replace(tiny.CONFIG, max_seq_len=trained)
+    assert reach(with_rope(config, scaling)) == reach(dataclasses.replace(config, rope_scaling=scaling)) == expected
+    if trained == 8192:
+        path = tiny.write_gguf(tmp_path / "tiny.gguf", config)
+        assert load_model(path, rope_scaling=scaling).max_seq_len == expected
+
+
+@pytest.mark.parametrize(
     ("scaling", "theta"),
     [
         ({"rope_type": "yarn", "factor": -4.0}, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from transformers.utils import get_json_schema
 
 import llama
 from llama.chat.functions import schema_of
-from llama.errors import UsageError
+from llama.errors import LlamaError, UsageError
 from llama.text import Llama, Session, StopText
 from llama.tokenizer import Decoder
 
@@ -168,8 +169,87 @@ def test_an_unknown_option_is_an_error_that_names_it(tiny_llm: Llama) -> None:
     with pytest.raises(UsageError, match="schema and regex can't be combined"):  # at the call, not at the first piece
         tiny_llm.stream("a", regex="a", schema={})
     for function in (llama.load, llama.load_model):  # before the path is looked at
-        with pytest.raises(TypeError, match="torch_dtype"):
-            function("nowhere", torch_dtype=1)
+        with pytest.raises(UsageError, match=r"^unknown option 'quantise'; did you mean 'quantize'\?"):
+            function("nowhere", quantise="int8")
+
+
+FREQS, HEADS = llama.precompute_freqs_cis(16, 5), torch.ones(2, 5, 4, 16)
+TENSOR = "must be a tensor of int64, as torch"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+# A call with a wrong argument -> what its message says
+WRONG: dict[str, tuple[Callable[[Llama], object], str]] = {
+    "tokens as a list": (lambda llm: llm.model([1, 2]), TENSOR),
+    "tokens as text": (lambda llm: llm.model("hello"), TENSOR),
+    "tokens as floats": (lambda llm: llm.model(torch.ones(1, 2)), TENSOR),
+    "tokens as booleans": (lambda llm: llm.model(torch.ones(1, 2).bool()), TENSOR),
+    "tokens in 16 bits": (lambda llm: llm.model(torch.ones(1, 2).short()), TENSOR),
+    "tokens of numpy": (lambda llm: llm.model(torch.ones(1, 2).long().numpy()), TENSOR),
+    "tokens without a batch": (lambda llm: llm.model(torch.tensor([1, 2])), "tokens must be .B, T., got .2,"),
+    "positions as a list": (lambda llm: llm.model(torch.tensor([[1, 2]]), [0, 1]), f"positions {TENSOR}"),
+    "positions as an integer": (lambda llm: llm.model(torch.tensor([[1]]), 0), f"positions {TENSOR}"),
+    "a cache of transformers": (
+        lambda llm: llm.model(torch.tensor([[1]]), cache={}),
+        "cache must be a KVCache, got {}",
+    ),
+    "the length of a cache": (lambda llm: llm.model.new_cache("5"), "max_len of a KV cache must be an integer"),
+    "fixed": (lambda llm: llm.model.new_cache(5, fixed="no"), "fixed must be true or false, got 'no'"),
+    "processors": (lambda llm: llm.generate("a", processors=None, min_tokens=2), "processors must be a list of functi"),
+    "processor": (lambda llm: llm.generate("a", processors=print, min_tokens=2), "processors must be a list of functi"),
+    "stop_token_ids": (lambda llm: llm.generate("a", stop_token_ids=0), "stop_token_ids must be a list of token ids"),
+    "logit_bias": (lambda llm: llm.generate("a", logit_bias=[1]), "logit_bias must be a mapping from ids to numbers"),
+    "progress": (lambda llm: llm.generate("a", progress=3), "progress must be a function, got 3"),
+    "progress of a list": (lambda llm: llm.generate(["a"], progress=3), "progress must be a function, got 3"),
+    "parse_special": (lambda llm: llm.generate("a", parse_special="no"), "parse_special must be true or false"),
+    "session": (lambda llm: llm.generate("a", session={}), "session must be a Session, got {}"),
+    "ids": (lambda llm: llm.stream_ids(None), "token ids must be a list of integers, got None"),
+    "template options": (lambda llm: llm.chat("a", template_options="x"), "template_options must be a mapping"),
+    "a template option": (lambda llm: llm.chat("a", template_options={5: 1}), "5 is no name"),
+    "an id to decode": (lambda llm: llm.tokenizer.decode(5), "token ids must be a list of integers, got 5"),
+    "no ids to decode": (lambda llm: llm.tokenizer.decode(None), "token ids must be a list of integers, got None"),
+    "bos": (lambda llm: llm.tokenizer.encode("a", bos="no"), "bos must be true or false, got 'no'"),
+    "eos": (lambda llm: llm.tokenizer.encode("a", eos=None), "eos must be true or false, got None"),
+    "a scaling by name": (lambda llm: llama.inverse_frequencies(16, scaling="yarn"), "a mapping with a rope_type"),
+    "seq_len": (lambda llm: llama.inverse_frequencies(16, scaling=DYNAMIC, seq_len="5"), "seq_len must be an integer"),
+    "max_seq_len": (lambda llm: llama.inverse_frequencies(16, max_seq_len=0), "max_seq_len must be an integer of at"),
+    "no positions": (lambda llm: llama.precompute_freqs_cis(16, -5), "number of positions, must be an integer"),
+    "half a position": (lambda llm: llama.precompute_freqs_cis(16, 5.5), "number of positions, must be an integer"),
+    "q as a list": (lambda llm: llama.apply_rotary_emb([1], HEADS, FREQS), "expected float numbers, got .1."),
+    "q as integers": (lambda llm: llama.apply_rotary_emb(HEADS.long(), HEADS, FREQS), "expected float numbers"),
+    "no k": (lambda llm: llama.apply_rotary_emb(HEADS, None, FREQS), "expected float numbers, got None"),
+    "no batch": (lambda llm: llama.apply_rotary_emb(HEADS[0], HEADS[0], FREQS), "q and k must have the same batch"),
+    "real freqs_cis": (lambda llm: llama.apply_rotary_emb(HEADS, HEADS, FREQS.real), "expected complex numbers"),
+    "no freqs_cis": (lambda llm: llama.apply_rotary_emb(HEADS, HEADS, None), "expected complex numbers, got None"),
+    "freqs_cis of 3 rows": (lambda llm: llama.apply_rotary_emb(HEADS, HEADS, FREQS.expand(3, 5, 8)), "a row of 8"),
+    "sin": (lambda llm: llama.apply_rotary_emb_real(HEADS, HEADS, FREQS.real, FREQS.imag[:3]), "a row of 8 for each"),
+    "cos": (lambda llm: llama.apply_rotary_pos_emb(HEADS, HEADS, 1, 2), "expected float numbers, got 1"),
+    "unsqueeze_dim": (lambda llm: llama.apply_rotary_pos_emb(HEADS, HEADS, HEADS, HEADS, 3), "unsqueeze_dim must be"),
+    "an odd dimension": (lambda llm: llama.rotate_half(torch.ones(3)), "an even D, got Tensor .3,"),
+    "half of a list": (lambda llm: llama.rotate_half([1, 2]), "an even D, got .1, 2."),
+    "check_memory": (lambda llm: llama.load("nowhere", check_memory="no"), "check_memory must be true or false"),
+    "fast": (lambda llm: llama.load_model("nowhere", fast=None), "fast must be true or false, got None"),
+    "adapters": (lambda llm: llama.load("nowhere", adapters=5), "adapters must be a path, "),
+    "no adapters": (lambda llm: llama.load_model("nowhere", adapters=None), "adapters must be a path, "),
+    "tokenizer": (lambda llm: llama.load("nowhere", tokenizer=5), "tokenizer must be a path, got 5"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_an_error_that_names_it(name: str, tiny_llm: Llama) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(LlamaError, match=message):
+        call(tiny_llm)
+
+
+def test_wrong_options_of_a_load_are_errors_before_a_weight_is_read(tiny_gguf: Path) -> None:
+    wrong: dict[str, tuple[Any, str]] = {
+        "dtype": (["float32"], "unknown dtype"),
+        "device": ([], "unknown device ''"),
+        "tokens": (lambda tokenizer: "3", "tokens must be an integer of at least 1, got '3'"),
+        "rope_scaling": ("yarn", "rope scaling 'yarn'"),
+    }
+    for name, (value, message) in wrong.items():
+        with pytest.raises(UsageError, match=message):
+            llama.load(tiny_gguf, **{name: value})
 
 
 def test_float16_on_a_cpu_is_loaded_with_a_warning(tiny_gguf: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..checks import choice, shown
+from ..checks import choice, instance, shown
 from ..errors import UsageError
 from .functions import Tools, schema_of
 
@@ -70,8 +70,7 @@ def _message(message: Any, where: str) -> Message:
 
 def _checked(values: Any, known: Mapping[str, Callable[[Any, str], Any]], where: str) -> dict[str, Any]:
     """A mapping with each value checked by the function of its key; None counts as missing."""
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{where} must be a mapping, got {shown(values)}")
+    instance(where, values, Mapping, "a mapping")
     for key in values:
         if key not in known:
             raise UsageError(f"{where}: unknown key {shown(key)}; known: {', '.join(known)}")
@@ -79,14 +78,11 @@ def _checked(values: Any, known: Mapping[str, Callable[[Any, str], Any]], where:
 
 
 def _string(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{where} must be a string, got {shown(value)}")
-    return value
+    return str(instance(where, value, str, "a string"))
 
 
 def _calls(calls: Any, where: str) -> list[ToolCall]:
-    if not isinstance(calls, list | tuple):
-        raise UsageError(f"{where} must be a list of calls, got {shown(calls)}")
+    instance(where, calls, list | tuple, "a list of calls")
     return [_call(call, f"{where} {i}") for i, call in enumerate(calls)]
 
 

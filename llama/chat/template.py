@@ -139,7 +139,7 @@ def _rendered(
     bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
     values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
     values |= {"add_generation_prompt": add_generation_prompt, "cut": cut, "strftime_now": None}
-    if wrong := [key for key in variables or () if not key.isidentifier() or key in values]:
+    if wrong := [key for key in variables or () if not str(key).isidentifier() or key in values]:
         raise UsageError(
             f"chat_template_kwargs (--template-option): {wrong[0]!r:.80} is no name, or the template sets it itself"
         )

@@ -171,10 +171,9 @@ def two_per_byte(quants: Tensor) -> Tensor:
 
 
 def _narrow(scales: Tensor) -> Tensor:
-    """Convert to float16 if that is exact, as it is for scales that `quantize` computed."""
-    scales = scales.contiguous()  # _apply views them as bytes
+    """Convert to float16 if that is exact, as it is for scales that `quantize` computed. _apply views them as bytes."""
     half = scales.half()
-    return half if torch.equal(half.float(), scales.float()) else scales
+    return (half if torch.equal(half.float(), scales.float()) else scales).contiguous()
 
 
 class Int4Linear(nn.Module):

@@ -58,7 +58,7 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
     """
     named = devices.split(",") if isinstance(devices, str) else devices
     several = named if isinstance(named, Sequence) else [named]
-    picked = [pick_device(name.strip() if isinstance(name, str) else name) for name in several]
+    picked = [pick_device(name.strip() if isinstance(name, str) else name) for name in several or [""]]
     if gpu_layers is None:
         return spread(config, picked)
     count, cpu = min(checks.integer("gpu_layers", gpu_layers, 0), config.n_layers), torch.device("cpu")

@@ -57,7 +57,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
             raise UsageError(f"dtype {name} is not supported; supported: float32, bfloat16, float16")
         return name
     if name is not None and name != "auto":
-        if name not in DTYPES:
+        if not isinstance(name, str) or name not in DTYPES:
             hint = f"; quantize={name!r} (--quantize {name}) quantizes weights" if name in ("int8", "int4") else ""
             raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}{hint}")
         return DTYPES[name]

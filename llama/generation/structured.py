@@ -74,8 +74,7 @@ def _json_schema(source: Any) -> list[dict[str, Any]]:
         schema = json.loads(source) if isinstance(source, str) else json.loads(json.dumps(source, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not valid JSON: {error}") from None
-    if not isinstance(schema, dict | bool):
-        raise UsageError(f"a JSON schema must be an object, true or false, got {checks.shown(schema)}")
+    checks.instance("a JSON schema", schema, dict | bool, "an object, true or false")
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
     answer = _spelled({} if schema is True else schema, whitespace_pattern=WHITE_SPACE)
@@ -131,8 +130,7 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _text(what: str, source: Any) -> str:
-    if not isinstance(source, str):
-        raise UsageError(f"a {what} must be a string, got {checks.shown(source)}")
+    checks.instance(f"a {what}", source, str, "a string")
     try:
         source.encode()
     except UnicodeEncodeError:

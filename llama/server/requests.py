@@ -198,8 +198,7 @@ def _entries(value: Any, known: Known, where: str = "") -> dict[str, Any]:
 
     where  the path of the object in the body, with a dot at its end
     """
-    if not isinstance(value, dict):
-        raise UsageError(f"{where[:-1]} must be an object, got {shown(value)}")
+    checks.instance(where[:-1], value, dict, "an object")
     if unknown := [key for key in value if key not in known]:
         raise UsageError(f"unknown field {where + unknown[0]!r:.80}; known: {', '.join(known)}")
     entries = {key: item for key, item in value.items() if item is not None}
@@ -304,8 +303,7 @@ def _conversation(
 
 def _message(message: Any) -> dict[str, Any]:
     """A message without nulls and unused keys, with its text parts joined. `encode_chat` checks it."""
-    if not isinstance(message, dict):
-        raise UsageError(f"a message must be an object, got {shown(message)}")
+    checks.instance("a message", message, dict, "an object")
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     unused = ("annotations",) if role in ("tool", "ipython") else ("annotations", "name")
     message = {key: value for key, value in message.items() if value is not None and key not in unused}

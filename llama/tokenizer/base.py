@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
-from ..checks import known_ids, shown
+from ..checks import boolean, instance, known_ids, shown
 from ..errors import TokenizerError, UsageError
 from .common import MID, PRE, SUF, Named, looks_control, named_token, stop_ids, written_by
 
@@ -50,6 +50,7 @@ def token_id(id: object) -> int:
 
 def token_ids(ids: Iterable[object]) -> list[int]:
     """Ids as a list of ints. Raises UsageError."""
+    instance("token ids", ids, Iterable, "a list of integers")
     return [token_id(id) for id in ids]
 
 
@@ -153,6 +154,8 @@ class Tokenizer(ABC):
 
         parse_special  True: control strings in the text become control ids. Only for text that you wrote yourself
         """
+        for name, value in (("bos", bos), ("eos", eos), ("parse_special", parse_special)):
+            boolean(name, value)
         ids = self._encode_special(_valid(text)) if parse_special else self._encode(_valid(text))
         if bos:
             ids = [self._required(self.bos_id, "begin"), *ids]

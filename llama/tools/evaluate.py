@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import checks
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..generate import prompt_chunk
@@ -34,9 +33,9 @@ def token_logprobs(
     Raises ContextLengthError if the text is longer than model.max_seq_len, NumericalError if a result is NaN.
     """
     B, T = tokens.shape
-    if T < 2:
-        raise UsageError(f"perplexity needs at least 2 tokens, got {T}")
-    chunk = prompt_chunk(tokens.device) if chunk is None else checks.integer("chunk", chunk)
+    chunk = prompt_chunk(tokens.device) if chunk is None else chunk
+    if T < 2 or chunk < 1:
+        raise UsageError(f"perplexity needs at least 2 tokens and a chunk of at least 1, got {T} and {chunk}")
     cache = model.new_cache(T - 1, batch=B)
     found = []
     for start in range(0, T - 1, chunk):
