@@ -21,6 +21,7 @@ from torch import Tensor
 from llama import loader
 from llama.engine import kernels
 from llama.engine.cpu_runner import KernelRunner
+from llama.engine.linears import FewRowsLinear
 from llama.text import Llama
 
 from . import tiny
@@ -138,6 +139,44 @@ def test_threads_that_run_loops_at_the_same_time_get_their_own_results() -> None
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(run, range(3))) == [True] * 3
+
+
+# -------------------------------------------------------------------------- PyTorch's operators within the kernels'
+def packed_model(tmp_path: Path) -> Any:
+    """A model whose blocks are packed and whose output layer is in bfloat16, as in files of GPTQ and AWQ."""
+    net: Any = loader.load(tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE), "cpu", "float32", "int8").model
+    net.output = FewRowsLinear(normal(tiny.WIDE.vocab_size, tiny.WIDE.dim).bfloat16())
+    net.runner = KernelRunner(net)
+    return net
+
+
+def threads_in(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of PyTorch's threads at each call of a function of torch.nn.functional."""
+    seen: list[int] = []
+    plain = getattr(F, name)
+    monkeypatch.setattr(
+        F, name, lambda *args, **options: (seen.append(torch.get_num_threads()), plain(*args, **options))[1]
+    )
+    torch.set_num_threads(2)
+    return seen
+
+
+@pytest.mark.xfail(strict=True, reason="PyTorch multiplies by the output layer while it has one thread")
+def test_the_output_layer_of_a_batch_runs_on_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("widen", "has_tiles"):  # as on a processor with AVX-512 and without AMX
+        monkeypatch.setattr(kernels, name, lambda: False)
+    net = packed_model(tmp_path)
+    seen = threads_in("linear", monkeypatch)
+    net.runner.next_logits(net, torch.arange(6)[:, None], torch.zeros(6, 1).long(), net.new_cache(batch=6, fixed=True))
+    assert seen == [2]
+
+
+@pytest.mark.xfail(strict=True, reason="in float32, PyTorch attends to a prompt while it has one thread")
+def test_attention_of_a_prompt_in_float32_runs_on_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = packed_model(tmp_path)
+    seen = threads_in("scaled_dot_product_attention", monkeypatch)
+    net(tiny.random_tokens(40, tiny.WIDE), cache=net.new_cache())
+    assert seen == [2] * tiny.WIDE.n_layers
 
 
 # ---------------------------------------------------------------------------------------------------- own_threads
