@@ -22,9 +22,11 @@ from .base import Tokenizer
 from .common import (
     BYTE_OF,
     CODE_LLAMA_CONTROL,
+    FLAGS,
     NOTHING,
     Named,
     added_by_settings,
+    added_tokens,
     byte_level_bytes,
     library_errors,
     looks_control,
@@ -39,7 +41,6 @@ EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 
 AFTER = ("post_processor", "decoder")  # the steps after the model
 ONE_TOKEN = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 
 
@@ -117,7 +118,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _source(self) -> dict[str, Any]:
         """The content of the file, with the tokens that tokenizer_config.json adds."""
         source = parse_json(self.data, self._where) if isinstance(self.data, bytes) else self.data
-        added = {token["content"]: token for token in source.get("added_tokens") or []}
+        added = added_tokens(source.get("added_tokens") or [])
         for name, token in added_by_settings(self.settings).items():
             listed = added.get(name, {})
             added[name] = {**token, **listed, "special": bool(token.get("special") or listed.get("special"))}
@@ -150,6 +151,7 @@ class HuggingFaceTokenizer(Tokenizer):
             source["model"] = {**model, "unk_token": self.unknown}
         else:
             self.unknown = self.token_of.get(model.get("unk_id"))
+        self.special = {**self.control, **{token: ids[token] for token in (self.unknown,) if token in ids}}
         self.control = {token: id for token, id in self.control.items() if token != self.unknown}
         self._control_ids = frozenset(self.control.values())
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
