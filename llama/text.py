@@ -199,11 +199,8 @@ class Llama:
         forced: bool = False,
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
-        messages, begun = _messages(messages), ""
-        if continues_answer(messages):
-            *messages, answer = messages
-            begun = answer["content"]
-        ids = encode_chat(
+        messages = _messages(messages)
+        return encode_chat(
             self.tokenizer,
             self.chat_template,
             messages,
@@ -212,8 +209,8 @@ class Llama:
             forced=forced,
             variables={**self.template_options, **(template_options or {})},
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
+            continues=continues_answer(messages),
         )
-        return ids + (self.tokenizer.encode(begun) if begun else [])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its tokenizer to a new folder in Hugging Face's format, with the weights as they are now.

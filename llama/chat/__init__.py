@@ -17,7 +17,7 @@ from .formats import TEMPLATES, chat_format_of, check_format
 from .functions import Tools
 from .messages import Message, check_messages, check_tools
 from .template import choose_template, encode_template, render
-from .tool_calls import parse_tool_calls
+from .tool_calls import MARKS, parse_tool_calls
 
 __all__ = ["TEMPLATES", "check_messages", "encode_chat", "parse_tool_calls", "render"]
 
@@ -37,7 +37,7 @@ def encode_chat(
     max_chars: int | None = None,
     **options: Any,
 ) -> list[int]:
-    """Ids of a conversation, ending with the start of the assistant's turn.
+    """Ids of a conversation, ending with the start of the assistant's turn, or with its text (continues).
 
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
@@ -45,7 +45,7 @@ def encode_chat(
     tools      the functions the assistant may call, or their JSON schemas. If the template ignores tools, a
                system message describes them, unless a grammar forces a call (forced); calls that it ignores are text
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
-    options    now, variables and add_generation_prompt, as for `render`
+    options    now, variables and add_generation_prompt, as for `render`; continues, as for `encode_template`
 
     Raises UsageError on a malformed message, and TemplateError if the template is missing or fails, or if the
     vocabulary lacks a token of the format.
@@ -65,7 +65,8 @@ def encode_chat(
         checked = [_as_text(message) for message in checked]
     if tools and not forced and not re.search(r"\btools\b", source):
         checked = with_tools(checked, tools)
-    return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, **options)
+    marks = () if source in TEMPLATES.values() else MARKS  # Meta's code encodes them as text
+    return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, marks=marks, **options)
 
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:

@@ -6,6 +6,10 @@ all characters of control strings in messages and tools: the control strings tha
 renderings have the same length even if the template measures, cuts or capitalizes a text, so the places in one are the
 places in the other.
 
+One exception: in messages of the assistant, the marks of calls and thoughts become their tokens, as the model wrote
+them. A third rendering, in which these marks are no stand-ins, shows their places; all other control strings are those
+of the second one, so no message can end a turn.
+
 A template that searches the text of messages needs renderings with fewer stand-ins; if they leave a doubt, it is an
 error. Only a template that searches and also puts control strings together from parts of words could deceive them.
 """
@@ -13,19 +17,22 @@ error. Only a template that searches and also puts control strings together from
 from __future__ import annotations
 
 import datetime
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ContextLengthError, TemplateError, UsageError
 from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer
+from ..tokenizer.base import split_at
+from .tool_calls import MARKS
 
 SECONDS, SPACE = 2.0, 256 * 2**20  # CPU time (1,000 turns take about 0.05 s), and bytes
 CHILD = Child(Path(__file__).with_name("jinja.py"), ("jinja2", "markupsafe"), SECONDS, SPACE)
 CUT = "\x1f"  # the value of the variable `cut`
+NOTHING = "(?!)"  # a regular expression that finds nothing
+END = "\ue000 "  # stands after the text of a last message that the model continues
 
 Pieces = list[tuple[str, bool]]  # parts of a text, and whether each is a control string; see `Tokenizer.split_control`
 
@@ -46,28 +53,63 @@ def encode_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     max_chars: int | None = None,
+    continues: bool = False,
+    marks: Collection[str] = MARKS,
     **options: Any,
 ) -> list[int]:
-    """Ids of validated messages and tools. None of their text becomes a control token.
+    """Ids of validated messages and tools. None of their text becomes a control token, except the assistant's marks.
 
     The text is divided where the template writes the variable `cut`, and the parts are encoded separately.
 
     max_chars  raise ContextLengthError if the text is longer
+    continues  end with the text of the last message, as continue_final_message of transformers
+    marks      control strings that become their tokens in messages of the assistant
     options    as for `render`
 
     Raises TemplateError.
     """
-    rendered: Any = functools.partial(_rendered, template, messages, tokenizer, cut=CUT, **options)
-    plain, hidden = rendered([None, f"[{re.escape(''.join({*''.join(tokenizer.control)}))}{CUT}]+"])
+    answer = messages[-1]["content"]
+    if continues:
+        messages = [*messages[:-1], {**messages[-1], "content": answer + END}]
+        options["add_generation_prompt"] = False
+    marks = [mark for mark in marks if mark in tokenizer.control]
+    find = "|".join(map(re.escape, marks)) or NOTHING
+
+    def rendered(*hidden: tuple[str, str]) -> list[str]:
+        texts = _rendered(template, messages, tokenizer, [None, *hidden], cut=CUT, **options)
+        return _begun(texts, answer) if continues else texts
+
+    every = f"[{re.escape(''.join({*''.join(tokenizer.special)}))}{CUT}]"
+    plain, hidden, kept = rendered((every, NOTHING), (every, find))
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
         )
-    pieces = _divided(plain, tokenizer.split_control(hidden), CUT)
-    return tokenizer.encode_pieces(_searched(tokenizer, plain, rendered) if pieces is None else pieces)
+    pieces = _divided(plain, _with_marks(tokenizer.split_control(hidden), kept, marks), CUT)
+    if pieces is None:
+        pieces = _searched(tokenizer, plain, lambda *hidden: rendered(*((one, find) for one in hidden))[1:])
+    return tokenizer.encode_pieces(pieces)
 
 
-def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[[list[str]], list[str]]) -> Pieces:
+def _begun(texts: list[str], answer: str) -> list[str]:
+    """Texts up to the end of an answer, which END marks; without white space there if the template strips messages."""
+    ends = [text.rfind(END[0]) for text in texts]
+    if -1 in ends:
+        raise TemplateError("the model's chat template does not write the last message, so no answer can continue it")
+    stripped = 0 if texts[0].startswith(END, ends[0]) or not answer.strip() else len(answer) - len(answer.rstrip())
+    return [text[: end - stripped] for text, end in zip(texts, ends, strict=True)]
+
+
+def _with_marks(pieces: Pieces, kept: str, marks: Sequence[str]) -> Pieces:
+    """Pieces whose texts are divided at the marks in another text of the same length."""
+    divided, at = [], 0
+    for piece, is_control in pieces:
+        divided += [(piece, True)] if is_control else split_at(kept[at : at + len(piece)], marks)
+        at += len(piece)
+    return divided
+
+
+def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[..., list[str]]) -> Pieces:
     """The parts of a text whose template searches messages for control strings. Raises TemplateError."""
     found = sorted(set(_controls(tokenizer.split_control(plain))))
     if not found:
@@ -76,7 +118,7 @@ def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[[list[str]], 
     ends = re.escape("".join(control[0] + control[-1] for control in found))
     # Two patterns: the first and last characters and the words of control strings, so that a search for "/no_think"
     # still finds it; and complete control strings, since a template may search for "</think>".
-    texts = rendered([rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))])
+    texts = rendered(rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found)))
     by_parts, complete = map(tokenizer.split_control, texts)
     pieces = _divided(plain, by_parts)
     if pieces is None and _controls(by_parts) == _controls(complete):
@@ -126,7 +168,7 @@ def _rendered(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
-    hidden: Sequence[str | None],
+    hidden: Sequence[tuple[str, str] | None],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
@@ -134,7 +176,7 @@ def _rendered(
     variables: Mapping[str, Any] | None = None,
     cut: str = "",
 ) -> list[str]:
-    """Texts with stand-ins for what each regular expression finds (see jinja.answer)."""
+    """Texts with stand-ins for what regular expressions find (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
     bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
     values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
@@ -144,7 +186,7 @@ def _rendered(
             f"chat_template_kwargs (--template-option): {wrong[0]!r:.80} is no name, or the template sets it itself"
         )
     # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
-    characters = {*"".join(tokenizer.control)}
+    characters = {*"".join(tokenizer.special)}
     stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
     time = (now or datetime.datetime.now()).isoformat()
     request = {"template": template, "values": values, "variables": dict(variables or {}), "now": time}
