@@ -198,8 +198,8 @@ EXPRESSIONS = [
     "{{ c ~ '' }}", "{{ '%s' % c }}", "{{ '{}'.format(c) }}", "{{ '{0._original}'.format(c) }}", "{{ [c] }}", "{{ {c: c} }}",
     "{{ '{0.original}'.format(c) }}", "{{ [c, c] | join('§') }}", "{{ c[:] }}", "{{ c + '' }}", "{{ c * 2 }}",
     "{% for x in c %}{{ x }}{% endfor %}", "{{ m.items() | list }}", "{{ m.values() | join }}", "{{ m | dictsort | string }}",
-    "{{ messages | map(attribute='content._original') | join }}", "{{ messages | map(attribute='content') | join }}",
-    "{{ messages | map(attribute='content.original') | join }}", "{{ '{0[content].original}'.format(m) }}",
+    "{{ messages | map(attribute='content._original') | join or c }}", "{{ messages | map(attribute='content') | join }}",
+    "{{ messages | map(attribute='content.original') | join or c }}", "{{ '{0[content].original}'.format(m) }}",
     "{{ messages | sum(attribute='content', start='') }}", "{{ m | tojson(indent=1) }}", "{{ (c, 1) | tojson }}",
     "{% set ns = namespace(x=c) %}{{ ns.x }}", "{% macro f(x) %}{{ x }}{% endmacro %}{{ f(c) }}", "{% filter upper %}{{ c }}{% endfilter %}",
     "{{ dict(a=c).a }}", "{{ cycler(c, c).next() }}", "{{ joiner(c)() }}{{ (joiner(c)) }}", "{{ c is eq c }}{{ c }}", "{{ {c: 1} | first }}",
@@ -209,7 +209,11 @@ EXPRESSIONS = [
 
 @pytest.mark.parametrize(
     "source",
-    [*(f"{{{{ c.{one} }}}}" for one in ESCAPES), *(f"{{{{ c | {one} }}}}" for one in FILTERS), *EXPRESSIONS],
+    [
+        *(f"{{{{ c.{one} or c }}}}" for one in ESCAPES),
+        *(f"{{{{ (c | {one}) or c }}}}" for one in FILTERS),
+        *EXPRESSIONS,
+    ],
 )
 def test_no_expression_of_a_template_reaches_the_text_behind_the_stand_ins(source: str) -> None:
     for role in ("user", "assistant"):
