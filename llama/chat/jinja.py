@@ -23,15 +23,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     values    the variables of the template; messages and tools come from a user
     variables more of them, from a user
     now       the time for strftime_now, in ISO format
-    hidden    for each text None or two regular expressions: a stand-in replaces each character that the first one finds
+    hidden    for each text None or two regular expressions: stand-ins replace the characters that the first one finds
               in the strings of messages and tools, except what the second one finds in messages of the assistant
-    stand_in  a character
+    stand_ins character -> its stand-in
     """
-    values, stand_in = request["values"], request["stand_in"]
+    values, stand_ins = request["values"], str.maketrans(request["stand_ins"])
     values["strftime_now"] = datetime.datetime.fromisoformat(request["now"]).strftime
     try:
         template = compiled(request["template"])
-        texts = [hide(values, request["variables"], patterns, stand_in) for patterns in request["hidden"]]
+        texts = [hide(values, request["variables"], patterns, stand_ins) for patterns in request["hidden"]]
         return {"texts": [template.render(variables) for variables in texts]}
     except MemoryError:
         raise
@@ -39,7 +39,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
-def hide(values: dict[str, Any], more: dict[str, Any], patterns: list[str] | None, stand_in: str) -> dict[str, Any]:
+def hide(
+    values: dict[str, Any], more: dict[str, Any], patterns: list[str] | None, stand_ins: dict[int, str]
+) -> dict[str, Any]:
     """All variables, with stand-ins for what the patterns find in the strings that come from a user."""
     if patterns is None:
         return {**more, **values}
@@ -47,7 +49,7 @@ def hide(values: dict[str, Any], more: dict[str, Any], patterns: list[str] | Non
 
     def hidden(value: Any, find: re.Pattern[str] = other) -> Any:
         if isinstance(value, str):
-            return Hidden(value, find.sub(lambda found: found[1] or stand_in * len(found[0]), value))
+            return Hidden(value, find.sub(lambda found: found[1] or found[0].translate(stand_ins), value))
         if isinstance(value, dict):
             return {hidden(name, find): hidden(item, find) for name, item in value.items()}
         return [hidden(item, find) for item in value] if isinstance(value, list) else value
@@ -118,4 +120,4 @@ def compiled(source: str) -> jinja2.Template:
 
 # Lets Jinja import all of its modules, since the child can't open files later
 IMPORTS = "{{ '<b>\\n' | striptags | wordwrap | pprint }}{{ lipsum() }}{{ raise_exception('x') }}"
-answer({"template": IMPORTS, "values": {}, "variables": {}, "now": "2026-01-01", "hidden": [None], "stand_in": ""})
+answer({"template": IMPORTS, "values": {}, "variables": {}, "now": "2026-01-01", "hidden": [None], "stand_ins": {}})

@@ -2,9 +2,9 @@
 
 The text is exactly what the template gives. Only what the template itself writes may become a control token; text of
 messages and tools stays text, even if it spells "<|im_end|>". So the conversation is rendered again, with stand-ins for
-all characters of control strings in messages and tools: the control strings that remain are the template's own. Both
-renderings have the same length even if the template measures, cuts or capitalizes a text, so the places in one are the
-places in the other.
+all characters of control strings in messages and tools: the control strings that remain are the template's own. Each
+character has a stand-in of its own, which shows that both renderings are the same text, even if the template measures,
+cuts or capitalizes it.
 
 One exception: in messages of the assistant, the marks of calls and thoughts become their tokens, as the model wrote
 them. A third rendering, in which these marks are no stand-ins, shows their places; all other control strings are those
@@ -17,9 +17,12 @@ error. Only a template that searches and also puts control strings together from
 from __future__ import annotations
 
 import datetime
+import functools
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ContextLengthError, TemplateError, UsageError
@@ -76,19 +79,32 @@ def encode_template(
     find = "|".join(map(re.escape, marks)) or NOTHING
 
     def rendered(*hidden: tuple[str, str]) -> list[str]:
-        texts = _rendered(template, messages, tokenizer, [None, *hidden], cut=CUT, **options)
+        texts = _rendered(template, messages, tokenizer, [None, *hidden], cut=CUT, stand_ins=stand_ins, **options)
         return _begun(texts, answer) if continues else texts
 
-    every = f"[{re.escape(''.join({*''.join(tokenizer.special)}))}{CUT}]"
+    stand_ins = _stand_ins(tokenizer, str([messages, options.get("tools"), options.get("variables")]))
+    every = f"[{re.escape(''.join(stand_ins))}]"
     plain, hidden, kept = rendered((every, NOTHING), (every, find))
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
         )
-    pieces = _divided(plain, _with_marks(tokenizer.split_control(hidden), kept, marks), CUT)
+    divide = functools.partial(_divided, plain, stand_ins)
+    pieces = divide(_with_marks(tokenizer.split_control(hidden), kept, marks), CUT)
     if pieces is None:
-        pieces = _searched(tokenizer, plain, lambda *hidden: rendered(*((one, find) for one in hidden))[1:])
+        pieces = _searched(tokenizer, plain, lambda *hidden: rendered(*((one, find) for one in hidden))[1:], divide)
     return tokenizer.encode_pieces(pieces)
+
+
+def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
+    """A stand-in for each character of control strings in a text, which has no stand-in, neither raw nor as JSON.
+
+    ASCII if possible, since JSON may escape others; all are printable, since repr() escapes others.
+    """
+    characters = {*"".join(tokenizer.special), CUT}
+    unused = (one for one in map(chr, (*b"~`^@#$*+=!?;%().-/", *range(0x2800, 0x2A6D6))) if one.isprintable())
+    free = (one for one in unused if one not in characters and one not in text and json.dumps(one)[1:-1] not in text)
+    return {one: next(free, "") for one in sorted(characters) if one in text or not one.isprintable()}
 
 
 def _begun(texts: list[str], answer: str) -> list[str]:
@@ -109,7 +125,9 @@ def _with_marks(pieces: Pieces, kept: str, marks: Sequence[str]) -> Pieces:
     return divided
 
 
-def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[..., list[str]]) -> Pieces:
+def _searched(
+    tokenizer: Tokenizer, plain: str, rendered: Callable[..., list[str]], divide: Callable[..., Pieces | None]
+) -> Pieces:
     """The parts of a text whose template searches messages for control strings. Raises TemplateError."""
     found = sorted(set(_controls(tokenizer.split_control(plain))))
     if not found:
@@ -120,9 +138,9 @@ def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[..., list[str
     # still finds it; and complete control strings, since a template may search for "</think>".
     texts = rendered(rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found)))
     by_parts, complete = map(tokenizer.split_control, texts)
-    pieces = _divided(plain, by_parts)
+    pieces = divide(by_parts)
     if pieces is None and _controls(by_parts) == _controls(complete):
-        pieces = _divided(plain, complete)
+        pieces = divide(complete)
     if pieces is None:
         raise TemplateError(
             "the model's chat template searches messages for control tokens, or puts them together, so they can't be"
@@ -135,14 +153,20 @@ def _controls(pieces: Pieces) -> list[str]:
     return [piece for piece, is_control in pieces if is_control]
 
 
-def _divided(text: str, pieces: Pieces, cut: str = "") -> Pieces | None:
-    """A text split at the borders and cuts of other pieces; None if its control strings there differ."""
-    divided, at = [], 0
+def _divided(text: str, stand_ins: Mapping[str, str], pieces: Pieces, cut: str = "") -> Pieces | None:
+    """A text split at the borders and cuts of pieces with stand-ins; None if they are not this text.
+
+    The template may change the case of letters, and write a stand-in as an escape of JSON.
+    """
+    meant = {json.dumps(one)[1:-1]: json.dumps(character)[1:-1] for character, one in stand_ins.items()}
+    meant |= {one: character for character, one in stand_ins.items()}
+    find, divided, at = re.compile("|".join(map(re.escape, meant))), [], 0
     for piece, is_control in pieces:
         for part in re.split(f"({cut})", piece) if cut else [piece]:
-            own = text[at : at + len(part)]
-            at += len(part)
-            if is_control and own != part:
+            shown = find.sub(lambda found: meant[found[0]], part)
+            own = text[at : at + len(shown)]
+            at += len(shown)
+            if own != shown and (is_control or own.casefold() != shown.casefold()):
                 return None
             if part != cut:
                 divided.append((own, is_control))
@@ -175,6 +199,7 @@ def _rendered(
     now: datetime.datetime | None = None,
     variables: Mapping[str, Any] | None = None,
     cut: str = "",
+    stand_ins: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Texts with stand-ins for what regular expressions find (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
@@ -185,13 +210,10 @@ def _rendered(
         raise UsageError(
             f"chat_template_kwargs (--template-option): {wrong[0]!r:.80} is no name, or the template sets it itself"
         )
-    # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
-    characters = {*"".join(tokenizer.special)}
-    stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
     time = (now or datetime.datetime.now()).isoformat()
     request = {"template": template, "values": values, "variables": dict(variables or {}), "now": time}
     try:
-        reply = CHILD.ask({**request, "hidden": hidden, "stand_in": stand_in})
+        reply = CHILD.ask({**request, "hidden": hidden, "stand_ins": dict(stand_ins)})
     except ChildError as stopped:
         reply = {"error": str(stopped)}
     if error := reply.get("error", "")[:1000]:
