@@ -225,6 +225,23 @@ def test_no_expression_of_a_template_reaches_the_text_behind_the_stand_ins(sourc
         assert not set(ids) & set(TOKENIZER.control.values())
 
 
+def test_a_template_that_moves_texts_does_not_move_control_tokens() -> None:
+    """The renderings may differ in their order, but a text in the place of a control string is no control token."""
+    first, second, end = "<<<<|eot_id|>__", "|||", "<|eot_id|>"
+    joined = [*TOKENIZER.encode(first), 1, *TOKENIZER.encode(second), 1]
+    messages = [{"role": "user", "content": text} for text in (second, first)]
+    for texts in (
+        "messages | map(attribute='content') | sort", "[messages[0].content[:], messages[1].content[:]] | sort",
+        "{messages[0].content: 0, messages[1].content: 0} | dictsort | map(attribute=0)",
+    ):  # fmt: skip
+        assert encode_chat(TOKENIZER, f"{{% for c in {texts} %}}{{{{ c }}}}{end}{{% endfor %}}", messages) == joined
+    searched = (
+        "{% set c = messages[0].content %}{% if 'a' in c %}x<|eot_id|>{{ c }}{% else %}{{ c }}x<|eot_id|>{% endif %}"
+    )
+    ids = encode_chat(TOKENIZER, searched, [{"role": "user", "content": f"ai{end}"}])
+    assert ids == [*TOKENIZER.encode("x"), 1, *TOKENIZER.encode(f"ai{end}")]
+
+
 # --------------------------------------------------------------------------------- what the model itself wrote, again
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

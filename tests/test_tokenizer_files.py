@@ -283,6 +283,8 @@ def test_damaged_lines_of_llama3_are_named(line: bytes | None) -> None:
         ({"merges": [["q", "xyzzyq"]]}, "out of vocabulary"), ({"merges": ["a b c"]}, "too many values"),
         ({"vocab": {"zz": -1}}, "not a usable"), ({"decoder": None, "pre_tokenizer": None}, "decoder"),
         ({"added_tokens": [{"id": 1}]}, "'content' is missing"),
+        ({"added_tokens": [{"content": 5, "special": True}]}, "content of an added token is 5, expected a string"),
+        ({"added_tokens": [{"content": "a", "special": "false"}]}, "special of the added token 'a' must be true or false"),
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_json_is_rejected(change: dict[str, Any], message: str, capfd: Any) -> None:
@@ -292,7 +294,11 @@ def test_a_damaged_tokenizer_json_is_rejected(change: dict[str, Any], message: s
     with pytest.raises(TokenizerError, match=f"^tokenizer.json: .*{message}"):
         opened(found)
     assert capfd.readouterr().err == ""
-    for settings in ({"eos_token": 5}, {"add_bos_token": "yes"}, {"added_tokens_decoder": {"x": {}}}):
+    wrong = {"content": 5, "special": True}
+    for settings in (
+        {"eos_token": 5}, {"pad_token": wrong}, {"add_bos_token": "yes"}, {"additional_special_tokens": "ab"},
+        *({"added_tokens_decoder": one} for one in ({"x": {}}, {"5": wrong}, [wrong])),
+    ):  # fmt: skip
         with pytest.raises(TokenizerError):
             opened(source(), settings)
         with pytest.raises(TokenizerError):

@@ -17,7 +17,7 @@ from .formats import TEMPLATES, chat_format_of, check_format
 from .functions import Tools
 from .messages import Message, check_messages, check_tools
 from .template import choose_template, encode_template, render
-from .tool_calls import MARKS, parse_tool_calls
+from .tool_calls import parse_tool_calls
 
 __all__ = ["TEMPLATES", "check_messages", "encode_chat", "parse_tool_calls", "render"]
 
@@ -65,8 +65,7 @@ def encode_chat(
         checked = [_as_text(message) for message in checked]
     if tools and not forced and not re.search(r"\btools\b", source):
         checked = with_tools(checked, tools)
-    marks = () if source in TEMPLATES.values() else MARKS  # Meta's code encodes them as text
-    return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, marks=marks, **options)
+    return encode_template(tokenizer, source, checked, max_chars=max_chars, tools=tools, **options)
 
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:

@@ -45,7 +45,7 @@ def hide(
     """All variables, with stand-ins for what the patterns find in the strings that come from a user."""
     if patterns is None:
         return {**more, **values}
-    assistant, other = (re.compile(f"({kept})|{patterns[0]}") for kept in (patterns[1], "(?!)"))
+    assistant, other = (re.compile(f"({k})|(?:(?!{k})(?:{patterns[0]}))+") for k in (patterns[1], "(?!)"))
 
     def hidden(value: Any, find: re.Pattern[str] = other) -> Any:
         if isinstance(value, str):

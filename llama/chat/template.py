@@ -20,9 +20,8 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import ContextLengthError, TemplateError, UsageError
@@ -57,7 +56,6 @@ def encode_template(
     *,
     max_chars: int | None = None,
     continues: bool = False,
-    marks: Collection[str] = MARKS,
     **options: Any,
 ) -> list[int]:
     """Ids of validated messages and tools. None of their text becomes a control token, except the assistant's marks.
@@ -66,7 +64,6 @@ def encode_template(
 
     max_chars  raise ContextLengthError if the text is longer
     continues  end with the text of the last message, as continue_final_message of transformers
-    marks      control strings that become their tokens in messages of the assistant
     options    as for `render`
 
     Raises TemplateError.
@@ -75,24 +72,28 @@ def encode_template(
     if continues:
         messages = [*messages[:-1], {**messages[-1], "content": answer + END}]
         options["add_generation_prompt"] = False
-    marks = [mark for mark in marks if mark in tokenizer.control]
+    own = MARKS if not re.search(r"\bcut\b", template) else ()  # Meta's code encodes them as text
+    marks = [mark for mark in own if mark in tokenizer.control]
     find = "|".join(map(re.escape, marks)) or NOTHING
 
-    def rendered(*hidden: tuple[str, str]) -> list[str]:
-        texts = _rendered(template, messages, tokenizer, [None, *hidden], cut=CUT, stand_ins=stand_ins, **options)
-        return _begun(texts, answer) if continues else texts
+    stand_ins: dict[str, str] = {}
 
-    stand_ins = _stand_ins(tokenizer, str([messages, options.get("tools"), options.get("variables")]))
-    every = f"[{re.escape(''.join(stand_ins))}]"
-    plain, hidden, kept = rendered((every, NOTHING), (every, find))
+    def rendered(*hidden: tuple[str, str] | None) -> list[str]:
+        texts = _rendered(template, messages, tokenizer, hidden, cut=CUT, stand_ins=stand_ins, **options)
+        return [_begun(text, answer) for text in texts] if continues else texts
+
+    (plain,) = rendered(None)
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
         )
+    stand_ins |= _stand_ins(tokenizer, plain + str([messages, options.get("tools"), options.get("variables")]))
+    every = f"[{re.escape(''.join(stand_ins))}]"
+    texts = rendered((every, NOTHING), *([(every, find)] if re.search(find, plain) else []))
     divide = functools.partial(_divided, plain, stand_ins)
-    pieces = divide(_with_marks(tokenizer.split_control(hidden), kept, marks), CUT)
+    pieces = divide(_with_marks(tokenizer.split_control(texts[0]), texts[-1], marks), CUT)
     if pieces is None:
-        pieces = _searched(tokenizer, plain, lambda *hidden: rendered(*((one, find) for one in hidden))[1:], divide)
+        pieces = _searched(tokenizer, plain, lambda *patterns: rendered(*((one, find) for one in patterns)), divide)
     return tokenizer.encode_pieces(pieces)
 
 
@@ -102,18 +103,18 @@ def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
     ASCII if possible, since JSON may escape others; all are printable, since repr() escapes others.
     """
     characters = {*"".join(tokenizer.special), CUT}
-    unused = (one for one in map(chr, (*b"~`^@#$*+=!?;%().-/", *range(0x2800, 0x2A6D6))) if one.isprintable())
+    unused = (one for one in map(chr, (*b"~`^@#$*+=!?;%", *range(0x2800, 0x2A6D6))) if one.isprintable())
     free = (one for one in unused if one not in characters and one not in text and json.dumps(one)[1:-1] not in text)
     return {one: next(free, "") for one in sorted(characters) if one in text or not one.isprintable()}
 
 
-def _begun(texts: list[str], answer: str) -> list[str]:
-    """Texts up to the end of an answer, which END marks; without white space there if the template strips messages."""
-    ends = [text.rfind(END[0]) for text in texts]
-    if -1 in ends:
+def _begun(text: str, answer: str) -> str:
+    """A text up to the end of an answer, which END marks; without white space there if the template strips messages."""
+    before, mark, after = text.rpartition(END[0])
+    if not mark:
         raise TemplateError("the model's chat template does not write the last message, so no answer can continue it")
-    stripped = 0 if texts[0].startswith(END, ends[0]) or not answer.strip() else len(answer) - len(answer.rstrip())
-    return [text[: end - stripped] for text, end in zip(texts, ends, strict=True)]
+    stripped = 0 if after[:1] == END[1] or not answer.strip() else len(answer) - len(answer.rstrip())
+    return before[: len(before) - stripped]
 
 
 def _with_marks(pieces: Pieces, kept: str, marks: Sequence[str]) -> Pieces:
@@ -158,12 +159,12 @@ def _divided(text: str, stand_ins: Mapping[str, str], pieces: Pieces, cut: str =
 
     The template may change the case of letters, and write a stand-in as an escape of JSON.
     """
-    meant = {json.dumps(one)[1:-1]: json.dumps(character)[1:-1] for character, one in stand_ins.items()}
-    meant |= {one: character for character, one in stand_ins.items()}
-    find, divided, at = re.compile("|".join(map(re.escape, meant))), [], 0
+    escaped = {json.dumps(one)[1:-1]: json.dumps(character)[1:-1] for character, one in stand_ins.items()}
+    meant = str.maketrans({one: character for character, one in stand_ins.items()})
+    find, divided, at = re.compile("|".join(map(re.escape, escaped))), [], 0
     for piece, is_control in pieces:
         for part in re.split(f"({cut})", piece) if cut else [piece]:
-            shown = find.sub(lambda found: meant[found[0]], part)
+            shown = find.sub(lambda found: escaped[found[0]], part.translate(meant))
             own = text[at : at + len(shown)]
             at += len(shown)
             if own != shown and (is_control or own.casefold() != shown.casefold()):
@@ -199,7 +200,7 @@ def _rendered(
     now: datetime.datetime | None = None,
     variables: Mapping[str, Any] | None = None,
     cut: str = "",
-    stand_ins: Mapping[str, str] = MappingProxyType({}),
+    stand_ins: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Texts with stand-ins for what regular expressions find (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
@@ -213,7 +214,7 @@ def _rendered(
     time = (now or datetime.datetime.now()).isoformat()
     request = {"template": template, "values": values, "variables": dict(variables or {}), "now": time}
     try:
-        reply = CHILD.ask({**request, "hidden": hidden, "stand_ins": dict(stand_ins)})
+        reply = CHILD.ask({**request, "hidden": hidden, "stand_ins": stand_ins or {}})
     except ChildError as stopped:
         reply = {"error": str(stopped)}
     if error := reply.get("error", "")[:1000]:

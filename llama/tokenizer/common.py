@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import boolean
 from ..errors import TokenizerError
 
 # The word pattern of Llama 3's tokenizer (meta-llama/llama3 llama/tokenizer.py)
@@ -107,13 +106,13 @@ def added_by_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def added_tokens(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The entries of added tokens by their text. Raises TypeError or TokenizerError for a value of the wrong type."""
+    """The entries of added tokens by their text. Raises TypeError for a value of another type."""
     found = {}
     for entry in entries:
         if not isinstance(content := entry["content"], str):
             raise TypeError(f"the content of an added token is {content!r:.80}, expected a string")
-        for flag in ("special", *FLAGS):
-            boolean(f"{flag} of the added token {content!r:.80}", entry.get(flag) or False, TokenizerError)
+        if wrong := [flag for flag in ("special", *FLAGS) if not isinstance(entry.get(flag), bool | None)]:
+            raise TypeError(f"{wrong[0]} of the added token {content!r:.80} must be true or false")
         found[content] = dict(entry)
     return found
 

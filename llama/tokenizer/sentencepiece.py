@@ -136,8 +136,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         pieces = library.id_to_piece(list(range(len(messages[PIECE]))))  # fails on a piece that is not UTF-8
 
         more = added_by_settings(settings)
-        ids = number_tokens({piece: id for id, piece in enumerate(pieces)}, more)
-        ids |= {token: flags["id"] for token, flags in more.items() if flags.get("id", -1) >= len(pieces)}
+        listed = {token: flags["id"] for token, flags in more.items() if flags.get("id", -1) >= len(pieces)}
+        ids = number_tokens({**listed, **{piece: id for id, piece in enumerate(pieces)}}, more)
+        if len({*listed.values()}) < len(listed):
+            raise ValueError("two added tokens have the same id")
         added = {piece: {"special": True} for id, piece in enumerate(pieces) if library.is_control(id)}
         for piece, message in zip(pieces, messages[PIECE], strict=True):
             shown = looks_control(piece) or piece in named.template  # then a user-defined piece may be a control token
@@ -153,11 +155,15 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.control = {token: id for token, id in self.control.items() if token != unknown}
         disguised = {id for id in self.control.values() if id < len(pieces) and not library.is_control(id)}
         self.added = {token: ids[token] for token in more.keys() - self.special.keys()}
-        setting = settings.get("add_bos_token")
-        self.add_bos = library.bos_id() >= 0 if setting is None else boolean("add_bos_token", setting, TokenizerError)
-        legacy, prefix = (settings.get(key) for key in ("legacy", "add_prefix_space"))  # null counts as true
-        self._space_after_control = legacy is None or boolean("legacy", legacy, TokenizerError)
-        prefix = self._space_after_control or prefix is None or boolean("add_prefix_space", prefix, TokenizerError)
+        keys = ("add_bos_token", "legacy", "add_prefix_space")  # of the last two, null counts as true
+        given = {
+            key: boolean(f"{self._where}: {key}", settings[key], TokenizerError)
+            for key in keys
+            if settings.get(key) is not None
+        }
+        self.add_bos = given.get("add_bos_token", library.bos_id() >= 0)
+        self._space_after_control = given.get("legacy", True)
+        prefix = self._space_after_control or given.get("add_prefix_space", True)
         self.strips_leading_space = prefix and bool(last_number(normalizer, ADD_DUMMY_PREFIX, 1))
         spaces = b"" if prefix else write_field(NORMALIZER, write_field(ADD_DUMMY_PREFIX, 0))
         if disguised or spaces:
