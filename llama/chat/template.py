@@ -72,10 +72,9 @@ def encode_template(
     if continues:
         messages = [*messages[:-1], {**messages[-1], "content": answer + END}]
         options["add_generation_prompt"] = False
-    own = MARKS if not re.search(r"\bcut\b", template) else ()  # Meta's code encodes them as text
+    own = () if re.search(r"\{\{-? *cut\b", template) else MARKS  # Meta's code encodes them as text
     marks = [mark for mark in own if mark in tokenizer.control]
     find = "|".join(map(re.escape, marks)) or NOTHING
-
     stand_ins: dict[str, str] = {}
 
     def rendered(*hidden: tuple[str, str] | None) -> list[str]:
@@ -103,9 +102,9 @@ def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
     ASCII if possible, since JSON may escape others; all are printable, since repr() escapes others.
     """
     characters = {*"".join(tokenizer.special), CUT}
-    unused = (one for one in map(chr, (*b"~`^@#$*+=!?;%", *range(0x2800, 0x2A6D6))) if one.isprintable())
+    unused = (one for one in map(chr, (*b"~`^@#$*+=!?;", *range(0x2800, 0x2A6D6))) if one.isprintable())
     free = (one for one in unused if one not in characters and one not in text and json.dumps(one)[1:-1] not in text)
-    return {one: next(free, "") for one in sorted(characters) if one in text or not one.isprintable()}
+    return {one: next(free, "\0") for one in sorted(characters) if one in text or not one.isprintable()}
 
 
 def _begun(text: str, answer: str) -> str:
