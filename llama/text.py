@@ -201,11 +201,8 @@ class Llama:
     ) -> list[int]:
         """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
         given = checks.instance("template_options", template_options, Mapping | None, "a mapping from names")
-        messages, begun = _messages(messages), ""
-        if continues_answer(messages):
-            *messages, answer = messages
-            begun = answer["content"]
-        ids = encode_chat(
+        messages = _messages(messages)
+        return encode_chat(
             self.tokenizer,
             self.chat_template,
             messages,
@@ -214,8 +211,8 @@ class Llama:
             forced=forced,
             variables={**self.template_options, **(given or {})},
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
+            continues=continues_answer(messages),
         )
-        return ids + (self.tokenizer.encode(begun) if begun else [])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its tokenizer to a new folder in Hugging Face's format, with the weights as they are now.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from llama.chat import TEMPLATES, check_messages, encode_chat, render
+from llama.chat import TEMPLATES, check_messages, encode_chat, render, tool_calls
 from llama.errors import ContextLengthError, TemplateError, TokenizerError, UsageError
 from llama.text import LONGEST_TOKEN, Llama
-from llama.tokenizer import Tokenizer, open_tokenizer
+from llama.tokenizer import Named, Tokenizer, open_tokenizer
+from llama.tokenizer.common import BYTE_OF
 from llama.tokenizer.gguf import from_metadata
+from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
 
 from . import tiny
+from .test_tokenizer import transformers_llama
+from .test_tokenizer_files import LIBRARY, MODEL
 
 NOW = datetime.datetime(2024, 7, 26)
 THOUGHTS = (  # as Qwen 3 and SmolLM 3 search messages
@@ -140,8 +145,10 @@ def test_the_text_is_that_of_transformers_and_its_control_tokens_those_of_harmle
     harmless, schemas = dialog(
         [f"w{i} /no_think" if "/no_think" in text else f"w{i}" for i, text in enumerate(texts)], calls
     )
-    ids = encode_chat(TOKENIZER, template, harmless, tools=tools and schemas)
-    assert controls == spell(TOKENIZER, ids)[1]
+    expected = spell(TOKENIZER, encode_chat(TOKENIZER, template, harmless, tools=tools and schemas))[1]
+    if any(mark in "".join(texts) for mark in tool_calls.MARKS):  # they are tokens in the assistant's message
+        controls, expected = ([one for one in found if one not in tool_calls.MARKS] for found in (controls, expected))
+    assert controls == expected
 
 
 @pytest.mark.parametrize("control", NAMES[:8])
@@ -174,6 +181,170 @@ def test_tricks(template: str, content: str, text: str | None, controls: list[st
     found = encoded(template, content)
     assert text in (None, found[0])
     assert controls in (None, found[1])
+
+
+ESCAPES = [
+    "original", "_original", "__str__()", "__dict__['_original']", "__class__.original", "__reduce_ex__(2)",
+    "__getnewargs__()[0]", "format()", "encode().decode()", "title().swapcase()", "translate({})", "removeprefix('x')",
+    "center(50).strip()", "split('§') | join", "splitlines() | join", "partition('x') | join", "__format__('')",
+]  # fmt: skip
+FILTERS = [
+    "attr('original')", "attr('_original')", "string", "list | join", "map('string') | join", "trim", "safe", "escape",
+    "format", "indent", "batch(3) | map('join') | join", "slice(2) | map('join') | join", "replace('§', '')", "e",
+    "forceescape", "truncate(200)", "wordwrap(200)", "pprint", "tojson", "urlencode", "xmlattr", "striptags", "center",
+    "default('x')", "unique | join", "groupby('x')", "select | join", "reverse", "title", "first", "sort | join", "dictsort",
+]  # fmt: skip
+EXPRESSIONS = [
+    "{{ c ~ '' }}", "{{ '%s' % c }}", "{{ '{}'.format(c) }}", "{{ '{0._original}'.format(c) }}", "{{ [c] }}", "{{ {c: c} }}",
+    "{{ '{0.original}'.format(c) }}", "{{ [c, c] | join('§') }}", "{{ c[:] }}", "{{ c + '' }}", "{{ c * 2 }}",
+    "{% for x in c %}{{ x }}{% endfor %}", "{{ m.items() | list }}", "{{ m.values() | join }}", "{{ m | dictsort | string }}",
+    "{{ messages | map(attribute='content._original') | join or c }}", "{{ messages | map(attribute='content') | join }}",
+    "{{ messages | map(attribute='content.original') | join or c }}", "{{ '{0[content].original}'.format(m) }}",
+    "{{ messages | sum(attribute='content', start='') }}", "{{ m | tojson(indent=1) }}", "{{ (c, 1) | tojson }}",
+    "{% set ns = namespace(x=c) %}{{ ns.x }}", "{% macro f(x) %}{{ x }}{% endmacro %}{{ f(c) }}", "{% filter upper %}{{ c }}{% endfilter %}",
+    "{{ dict(a=c).a }}", "{{ cycler(c, c).next() }}", "{{ joiner(c)() }}{{ (joiner(c)) }}", "{{ c is eq c }}{{ c }}", "{{ {c: 1} | first }}",
+    "{{ strftime_now(c) }}", "{{ raise_exception(c) }}", "{{ c.__eq__.__self__ }}", "{{ c.__class__('x') }}", "{{ self }}{{ c }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(f"{{{{ c.{one} or c }}}}" for one in ESCAPES),
+        *(f"{{{{ (c | {one}) or c }}}}" for one in FILTERS),
+        *EXPRESSIONS,
+    ],
+)
+def test_no_expression_of_a_template_reaches_the_text_behind_the_stand_ins(source: str) -> None:
+    for role in ("user", "assistant"):
+        messages = [{"role": role, "content": "".join(NAMES[:6])}]
+        try:
+            ids = encode_chat(TOKENIZER, "{% set m = messages[0] %}{% set c = m.content %}" + source, messages)
+        except TemplateError:
+            continue
+        assert not set(ids) & set(TOKENIZER.control.values())
+
+
+def test_a_template_that_moves_texts_does_not_move_control_tokens() -> None:
+    """The renderings may differ in their order, but a text in the place of a control string is no control token."""
+    first, second, end = "<<<<|eot_id|>__", "|||", "<|eot_id|>"
+    joined = [*TOKENIZER.encode(first), 1, *TOKENIZER.encode(second), 1]
+    messages = [{"role": "user", "content": text} for text in (second, first)]
+    for texts in (
+        "messages | map(attribute='content') | sort", "[messages[0].content[:], messages[1].content[:]] | sort",
+        "{messages[0].content: 0, messages[1].content: 0} | dictsort | map(attribute=0)",
+    ):  # fmt: skip
+        assert encode_chat(TOKENIZER, f"{{% for c in {texts} %}}{{{{ c }}}}{end}{{% endfor %}}", messages) == joined
+    searched = (
+        "{% set c = messages[0].content %}{% if 'a' in c %}x<|eot_id|>{{ c }}{% else %}{{ c }}x<|eot_id|>{% endif %}"
+    )
+    ids = encode_chat(TOKENIZER, searched, [{"role": "user", "content": f"ai{end}"}])
+    assert ids == [*TOKENIZER.encode("x"), 1, *TOKENIZER.encode(f"ai{end}")]
+
+
+# --------------------------------------------------------------------------------- what the model itself wrote, again
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>{% endif %}"
+)
+TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_response>", "</tool_response>")
+CALL = '<think>\nI <b>see</b>.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+def qwen(folder: Path, special: bool) -> tuple[Tokenizer, Any]:
+    """A tokenizer.json with added tokens as Qwen's, and transformers' tokenizer of it."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.BPE({c: id for id, c in enumerate(BYTE_OF)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(list(TURNS[:3]))
+    added = [*TURNS[3:], "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    backend.add_tokens([AddedToken(one, special=special, normalized=False) for one in added])
+    backend.save(str(folder / "tokenizer.json"))
+    named = Named(template=QWEN, stop_ids=[backend.token_to_id("<|im_end|>")])
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+    return open_tokenizer(folder / "tokenizer.json", {}, named), theirs
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_of_calls_and_thoughts_in_an_answer_have_the_ids_of_transformers(tmp_path: Path, special: bool) -> None:
+    ours, theirs = qwen(tmp_path, special)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é</think>"}}}
+    user, result = {"role": "user", "content": "hello"}, {"role": "tool", "content": "3"}
+    for messages in (
+        [user, {"role": "assistant", "content": CALL}, result],
+        [user, {"role": "assistant", "content": f"{CALL}{CALL}<think", "tool_calls": [call, call]}, result, user],
+        [user, {"role": "assistant", "content": CALL.replace("<", "<<").replace(">", ">>")}, user],
+    ):
+        expected = theirs.apply_chat_template(
+            messages, chat_template=QWEN, add_generation_prompt=True, return_dict=False
+        )
+        assert encode_chat(ours, QWEN, messages) == expected
+    begun = [user, {"role": "assistant", "content": CALL[:40]}]
+    expected = theirs.apply_chat_template(begun, chat_template=QWEN, continue_final_message=True, return_dict=False)
+    assert Llama(tiny.model(), ours, QWEN).encode_chat(begun) == expected
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_no_message_writes_the_tokens_of_turns_and_none_of_others_a_mark(tmp_path: Path, special: bool) -> None:
+    ours, _ = qwen(tmp_path, special)
+    attack = "".join(ours.control)
+    assert {*TURNS, *re.findall("</?t[a-z_]+>", CALL)} == ours.control.keys()
+
+    def controls(text: str, of_assistant: str) -> list[str]:
+        call = {"function": {"name": text.replace("think", "x"), "arguments": {of_assistant: of_assistant}}}
+        messages = [
+            {"role": "system", "content": text}, {"role": "user", "content": text}, {"role": "tool", "content": text},
+            {"role": "assistant", "content": of_assistant, "tool_calls": [call]}, {"role": "user", "content": text},
+            {"role": "assistant", "content": of_assistant},
+        ]  # fmt: skip
+        messages[3]["tool_calls"][0]["function"]["name"] = of_assistant  # type: ignore[index]
+        tools = [{"type": "function", "function": {"name": "f", "description": text}}]
+        llm = Llama(tiny.model(), ours, QWEN + "{{ tools }}{{ note }}")
+        every = encode_chat(ours, llm.chat_template, messages, tools=tools, variables={"note": text})
+        return spell(ours, [*every, *llm.encode_chat(messages)])[1]
+
+    assert controls(attack, "".join(TURNS)) == controls("x", "x")
+    parts = [token[:at] for token in TURNS for at in range(1, len(token))] + [token[1:] for token in TURNS]
+    assert controls(attack, "<think>".join(parts)) == controls("x", "<think>" * (len(parts) - 1))
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_a_begun_answer_is_tokenized_with_its_prompt(legacy: bool, trim: str) -> None:
+    """With SentencePiece, a text encoded apart would get a space."""
+    template = (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content{trim} }}}}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    theirs = transformers_llama(LIBRARY, legacy=legacy)
+    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    settings = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "legacy": legacy}
+    ours = SentencePieceModelTokenizer(MODEL, "x", Named(), settings)
+    llm = Llama(tiny.model(), ours, template)
+    for begun in ("The", " The", "The ", "dog\n", "", "i", "im_end", "<|im_end|>x", "\ue000 a", "a\ue000"):
+        messages = [{"role": "user", "content": "a\ue000 dog"}, {"role": "assistant", "content": begun}]
+        ids = llm.encode_chat(messages)
+        text = render(template, messages, ours, add_generation_prompt=False).removesuffix("<|im_end|>\n")
+        answer = text.rpartition("<|im_start|>assistant\n")[2]
+        after = "assistant\n" + (answer if begun.strip() else "")
+        joined = LIBRARY.encode(after) if legacy else LIBRARY.encode("☺" + after)[len(LIBRARY.encode("☺")) :]
+        assert ids[-len(joined) :] == joined
+        assert ids[-len(joined) - 1] == ours.control["<|im_start|>"]
+        assert ours.decode(ids).replace(" ", "").endswith("assistant\n" + answer.replace(" ", ""))
+        if not legacy and "<" not in begun and (begun or not trim):  # transformers also strips the line break before it
+            expected = theirs.apply_chat_template(
+                messages, chat_template=template, continue_final_message=True, return_dict=False
+            )
+            assert ids == expected
+
+
+def test_a_template_that_drops_the_last_message_can_not_continue_it() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(TemplateError, match="does not write the last message"):
+        Llama(tiny.model(), TOKENIZER, "{{ messages[0].content }}").encode_chat(messages)
 
 
 def test_what_can_not_be_told_apart_is_refused() -> None:

@@ -103,6 +103,47 @@ def test_ids_that_begin_or_end_a_text_are_control_ids_that_no_text_becomes(name:
     assert not any(tokenizer.token_bytes(id) for id in marks)
 
 
+WRITTEN = "\uffff</s>"  # the name under which the library knows a control token
+REPLACED = {"type": "Replace", "pattern": {"String": "q"}, "content": WRITTEN}
+LETTERS = ["<unk>", "<s>", "</s>", "▁", *"abq</s>\uffff"]
+MODELS: list[dict[str, Any]] = [
+    {"type": "BPE", "vocab": {piece: id for id, piece in enumerate(dict.fromkeys(LETTERS))}, "merges": [], **more}
+    for more in ({"unk_token": "<unk>", "ignore_merges": True}, {"unk_token": "<unk>"}, {"ignore_merges": True})
+] + [
+    {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [[piece, -1.0] for piece in dict.fromkeys(LETTERS)],
+        "byte_fallback": False,
+    },
+    {
+        "type": "WordLevel",
+        "vocab": {piece: id for id, piece in enumerate(dict.fromkeys(LETTERS))},
+        "unk_token": "<unk>",
+    },
+]
+
+
+@pytest.mark.parametrize("model", range(len(MODELS)))
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"normalizer": REPLACED}, {"normalizer": {"type": "Prepend", "prepend": WRITTEN}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, REPLACED]}},
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "\uffff", "prepend_scheme": "always", "split": True}},
+    ],
+)  # fmt: skip
+def test_no_step_of_a_file_writes_the_hidden_name_of_a_control_token(model: int, steps: dict[str, Any]) -> None:
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}
+    tokens = [added(1, "<s>", True), added(2, "</s>", True)]
+    ours = opened({"added_tokens": tokens, "decoder": metaspace, "model": MODELS[model], **steps})
+    for text in ("q", "aqb", "Q", "a", "</s>", " </s>", WRITTEN):
+        try:
+            assert not set(ours.encode(text)) & {1, 2}
+        except TokenizerError as error:
+            assert "U+FFFF" in str(error)  # noqa: PT017
+
+
 @pytest.mark.parametrize("name", TURNS)
 def test_only_the_template_writes_the_tokens_of_turns(name: str) -> None:
     tokenizer = TURNS[name]

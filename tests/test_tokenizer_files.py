@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import re
 import struct
 import unicodedata
 from pathlib import Path
@@ -149,6 +150,66 @@ def test_a_sidecar_adds_tokens_as_in_transformers(tmp_path: Path, legacy: bool, 
         assert not set(ours.encode(text)) & set(ours.control.values())
 
 
+BASE = {"<unk>": 0, "<s>": 1, "</s>": 2}
+LISTED = {
+    "Llama 2": (BASE, {"added_tokens_decoder": {str(id): added(id, name, True) for name, id in BASE.items()}}),
+    "pad": (BASE | {"[PAD]": N}, {"added_tokens_decoder": {"0": added(0, "<unk>", True)}, "pad_token": "[PAD]"}),
+    "gap": (BASE | {"<|im_end|>": N + 9}, {"added_tokens_decoder": {str(N + 9): added(N + 9, "<|im_end|>", True)}}),
+    "piece": (BASE | {"it": LIBRARY["it"]}, {"added_tokens_decoder": {str(LIBRARY["it"]): added(LIBRARY["it"], "it")}}),
+    "sidecars": (BASE | {"[PAD]": N}, None),
+}
+
+
+@pytest.mark.parametrize(
+    "spaces", [{"legacy": True}, {"legacy": None}, {}, {"legacy": False}, {"add_prefix_space": True}]
+)
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_tokens_of_a_model_keep_their_ids(tmp_path: Path, name: str, spaces: dict[str, Any]) -> None:
+    """The texts between the tokens have SentencePiece's ids. After a token, `legacy` decides whether a space is added.
+
+    As in transformers' LlamaTokenizer in Python (version 4), where a missing or null `legacy` counts as true.
+    """
+    ids, settings = LISTED[name]
+    special = BASE.keys() | {"[PAD]", "<|im_end|>"}
+    if settings is None:
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"[PAD]": N}))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": {"content": "[PAD]"}}))
+    (tmp_path / "tokenizer.model").write_bytes(MODEL)
+    ours = open_tokenizer(tmp_path / "tokenizer.model", {"unk_token": "<unk>", **(settings or {}), **spaces})
+    assert (ours.bos_id, ours.eos_id, ours.add_bos, ours.n_vocab) == (
+        1,
+        2,
+        True,
+        max(N, *(id + 1 for id in ids.values())),
+    )
+    assert ours.control == {token: id for token, id in ids.items() if token in special - {"<unk>"}}
+    assert all(ours.decode([id]) == "" for id in ours.control.values())
+    space = spaces.get("legacy") is not False
+    dice = random.Random(name)
+    for _ in range(100):
+        text = "".join(dice.choices([*ids, "the dog", " bites", "  ", "\n", "é", "a", "𝄞"], k=dice.randint(0, 7)))
+        expected: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, ids))})", text):
+            if part in ids:
+                expected.append(ids[part])
+            elif part:
+                joined = LIBRARY.encode("☺" + part)[len(LIBRARY.encode("☺")) :]
+                expected += LIBRARY.encode(part) if space or not expected else joined
+        assert ours.encode(text, parse_special=True) == expected, text
+        plain = ours.encode(text)
+        assert not set(plain) & set(ours.control.values())
+        assert name == "piece" or plain == LIBRARY.encode(text)
+
+
+def test_add_prefix_space_false_adds_no_space_to_a_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(MODEL)
+    for legacy, text in ((False, "the dog"), (True, " the dog")):  # true ignores the setting, as transformers does
+        ours = open_tokenizer(tmp_path / "tokenizer.model", {"legacy": legacy, "add_prefix_space": False})
+        assert ours.encode("the dog") == LIBRARY.encode("☺" + text)[len(LIBRARY.encode("☺")) :]
+        assert ours.decode(ours.encode("the dog")) == "the dog"
+        assert ours.decode(ours.encode(" the")) == " the"
+
+
 # ----------------------------------------------------------------------------------------------------------- Code Llama
 @pytest.fixture(scope="module", params=["user_defined_symbols", "control_symbols"])
 def code_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Any]:
@@ -222,6 +283,8 @@ def test_damaged_lines_of_llama3_are_named(line: bytes | None) -> None:
         ({"merges": [["q", "xyzzyq"]]}, "out of vocabulary"), ({"merges": ["a b c"]}, "too many values"),
         ({"vocab": {"zz": -1}}, "not a usable"), ({"decoder": None, "pre_tokenizer": None}, "decoder"),
         ({"added_tokens": [{"id": 1}]}, "'content' is missing"),
+        ({"added_tokens": [{"content": 5, "special": True}]}, "content of an added token is 5, expected a string"),
+        ({"added_tokens": [{"content": "a", "special": "false"}]}, "special of the added token 'a' must be true or false"),
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_json_is_rejected(change: dict[str, Any], message: str, capfd: Any) -> None:
@@ -231,7 +294,11 @@ def test_a_damaged_tokenizer_json_is_rejected(change: dict[str, Any], message: s
     with pytest.raises(TokenizerError, match=f"^tokenizer.json: .*{message}"):
         opened(found)
     assert capfd.readouterr().err == ""
-    for settings in ({"eos_token": 5}, {"add_bos_token": "yes"}, {"added_tokens_decoder": {"x": {}}}):
+    wrong = {"content": 5, "special": True}
+    for settings in (
+        {"eos_token": 5}, {"pad_token": wrong}, {"add_bos_token": "yes"}, {"additional_special_tokens": "ab"},
+        *({"added_tokens_decoder": one} for one in ({"x": {}}, {"5": wrong}, [wrong])),
+    ):  # fmt: skip
         with pytest.raises(TokenizerError):
             opened(source(), settings)
         with pytest.raises(TokenizerError):

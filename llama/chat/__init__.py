@@ -37,7 +37,7 @@ def encode_chat(
     max_chars: int | None = None,
     **options: Any,
 ) -> list[int]:
-    """Ids of a conversation, ending with the start of the assistant's turn.
+    """Ids of a conversation, ending with the start of the assistant's turn, or with its text (continues).
 
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
@@ -45,7 +45,7 @@ def encode_chat(
     tools      the functions the assistant may call, or their JSON schemas. If the template ignores tools, a
                system message describes them, unless a grammar forces a call (forced); calls that it ignores are text
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
-    options    now, variables and add_generation_prompt, as for `render`
+    options    now, variables and add_generation_prompt, as for `render`; continues, as for `encode_template`
 
     Raises UsageError on a malformed message, and TemplateError if the template is missing or fails, or if the
     vocabulary lacks a token of the format.

@@ -23,15 +23,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     values    the variables of the template; messages and tools come from a user
     variables more of them, from a user
     now       the time for strftime_now, in ISO format
-    hidden    regular expressions, one for each text: what they find in the strings of messages and tools is replaced by
-              one stand-in a character; None: no change
-    stand_in  a character
+    hidden    for each text None or two regular expressions: stand-ins replace the characters that the first one finds
+              in the strings of messages and tools, except what the second one finds in messages of the assistant
+    stand_ins character -> its stand-in
     """
-    values, stand_in = request["values"], request["stand_in"]
+    values, stand_ins = request["values"], str.maketrans(request["stand_ins"])
     values["strftime_now"] = datetime.datetime.fromisoformat(request["now"]).strftime
     try:
         template = compiled(request["template"])
-        texts = [hide(values, request["variables"], pattern, stand_in) for pattern in request["hidden"]]
+        texts = [hide(values, request["variables"], patterns, stand_ins) for patterns in request["hidden"]]
         return {"texts": [template.render(variables) for variables in texts]}
     except MemoryError:
         raise
@@ -39,41 +39,49 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
-def hide(values: dict[str, Any], more: dict[str, Any], pattern: str | None, stand_in: str) -> dict[str, Any]:
-    """All variables, with stand-ins for what a regular expression finds in the strings that come from a user."""
-    if pattern is None:
+def hide(
+    values: dict[str, Any], more: dict[str, Any], patterns: list[str] | None, stand_ins: dict[int, str]
+) -> dict[str, Any]:
+    """All variables, with stand-ins for what the patterns find in the strings that come from a user."""
+    if patterns is None:
         return {**more, **values}
-    find = re.compile(pattern)
+    assistant, other = (re.compile(f"({k})|(?:(?!{k})(?:{patterns[0]}))+") for k in (patterns[1], "(?!)"))
 
-    def hidden(value: Any) -> Any:
+    def hidden(value: Any, find: re.Pattern[str] = other) -> Any:
         if isinstance(value, str):
-            return Hidden(value, find.sub(lambda found: stand_in * len(found[0]), value))
+            return Hidden(value, find.sub(lambda found: found[1] or found[0].translate(stand_ins), value))
         if isinstance(value, dict):
-            return {hidden(name): hidden(item) for name, item in value.items()}
-        return [hidden(item) for item in value] if isinstance(value, list) else value
+            return {hidden(name, find): hidden(item, find) for name, item in value.items()}
+        return [hidden(item, find) for item in value] if isinstance(value, list) else value
 
-    messages = [{**hidden(message), "role": message["role"]} for message in values["messages"]]
+    messages = [
+        {**hidden(message, assistant if message["role"] == "assistant" else other), "role": message["role"]}
+        for message in values["messages"]
+    ]
     return {**hidden(more), **values, "messages": messages, "tools": hidden(values["tools"])}
 
 
 class Hidden(str):
-    """A string with stand-ins that compares and hashes as the original, so that templates can look it up."""
+    """A string with stand-ins that compares and hashes as the original, so that templates can look it up.
 
-    original: str
+    The sandbox refuses names that begin with an underscore, so no template can read the original.
+    """
+
+    _original: str
 
     def __new__(cls, original: str, text: str) -> Hidden:
         self = super().__new__(cls, text)
-        self.original = original
+        self._original = original
         return self
 
     def __eq__(self, other: object) -> bool:
-        return self.original == (other.original if isinstance(other, Hidden) else other)
+        return self._original == (other._original if isinstance(other, Hidden) else other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.original)
+        return hash(self._original)
 
 
 # ------------------------------------------------------------------------------------------------------ the environment
@@ -112,4 +120,4 @@ def compiled(source: str) -> jinja2.Template:
 
 # Lets Jinja import all of its modules, since the child can't open files later
 IMPORTS = "{{ '<b>\\n' | striptags | wordwrap | pprint }}{{ lipsum() }}{{ raise_exception('x') }}"
-answer({"template": IMPORTS, "values": {}, "variables": {}, "now": "2026-01-01", "hidden": [None], "stand_in": ""})
+answer({"template": IMPORTS, "values": {}, "variables": {}, "now": "2026-01-01", "hidden": [None], "stand_ins": {}})

@@ -2,9 +2,13 @@
 
 The text is exactly what the template gives. Only what the template itself writes may become a control token; text of
 messages and tools stays text, even if it spells "<|im_end|>". So the conversation is rendered again, with stand-ins for
-all characters of control strings in messages and tools: the control strings that remain are the template's own. Both
-renderings have the same length even if the template measures, cuts or capitalizes a text, so the places in one are the
-places in the other.
+all characters of control strings in messages and tools: the control strings that remain are the template's own. Each
+character has a stand-in of its own, which shows that both renderings are the same text, even if the template measures,
+cuts or capitalizes it.
+
+One exception: in messages of the assistant, the marks of calls and thoughts become their tokens, as the model wrote
+them. A third rendering, in which these marks are no stand-ins, shows their places; all other control strings are those
+of the second one, so no message can end a turn.
 
 A template that searches the text of messages needs renderings with fewer stand-ins; if they leave a doubt, it is an
 error. Only a template that searches and also puts control strings together from parts of words could deceive them.
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +27,14 @@ from typing import Any
 from ..errors import ContextLengthError, TemplateError, UsageError
 from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer
+from ..tokenizer.base import split_at
+from .tool_calls import MARKS
 
 SECONDS, SPACE = 2.0, 256 * 2**20  # CPU time (1,000 turns take about 0.05 s), and bytes
 CHILD = Child(Path(__file__).with_name("jinja.py"), ("jinja2", "markupsafe"), SECONDS, SPACE)
 CUT = "\x1f"  # the value of the variable `cut`
+NOTHING = "(?!)"  # a regular expression that finds nothing
+END = "\ue000 "  # stands after the text of a last message that the model continues
 
 Pieces = list[tuple[str, bool]]  # parts of a text, and whether each is a control string; see `Tokenizer.split_control`
 
@@ -46,28 +55,79 @@ def encode_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     max_chars: int | None = None,
+    continues: bool = False,
     **options: Any,
 ) -> list[int]:
-    """Ids of validated messages and tools. None of their text becomes a control token.
+    """Ids of validated messages and tools. None of their text becomes a control token, except the assistant's marks.
 
     The text is divided where the template writes the variable `cut`, and the parts are encoded separately.
 
     max_chars  raise ContextLengthError if the text is longer
+    continues  end with the text of the last message, as continue_final_message of transformers
     options    as for `render`
 
     Raises TemplateError.
     """
-    rendered: Any = functools.partial(_rendered, template, messages, tokenizer, cut=CUT, **options)
-    plain, hidden = rendered([None, f"[{re.escape(''.join({*''.join(tokenizer.control)}))}{CUT}]+"])
+    answer = messages[-1]["content"]
+    if continues:
+        messages = [*messages[:-1], {**messages[-1], "content": answer + END}]
+        options["add_generation_prompt"] = False
+    own = () if re.search(r"\{\{-? *cut\b", template) else MARKS  # Meta's code encodes them as text
+    marks = [mark for mark in own if mark in tokenizer.control]
+    find = "|".join(map(re.escape, marks)) or NOTHING
+    stand_ins: dict[str, str] = {}
+
+    def rendered(*hidden: tuple[str, str] | None) -> list[str]:
+        texts = _rendered(template, messages, tokenizer, hidden, cut=CUT, stand_ins=stand_ins, **options)
+        return [_begun(text, answer) for text in texts] if continues else texts
+
+    (plain,) = rendered(None)
     if max_chars is not None and len(plain) > max_chars:
         raise ContextLengthError(
             f"the conversation has {len(plain):,} characters, but the context holds at most {max_chars:,}; shorten it"
         )
-    pieces = _divided(plain, tokenizer.split_control(hidden), CUT)
-    return tokenizer.encode_pieces(_searched(tokenizer, plain, rendered) if pieces is None else pieces)
+    stand_ins |= _stand_ins(tokenizer, plain + str([messages, options.get("tools"), options.get("variables")]))
+    every = f"[{re.escape(''.join(stand_ins))}]"
+    texts = rendered((every, NOTHING), *([(every, find)] if re.search(find, plain) else []))
+    divide = functools.partial(_divided, plain, stand_ins)
+    pieces = divide(_with_marks(tokenizer.split_control(texts[0]), texts[-1], marks), CUT)
+    if pieces is None:
+        pieces = _searched(tokenizer, plain, lambda *patterns: rendered(*((one, find) for one in patterns)), divide)
+    return tokenizer.encode_pieces(pieces)
 
 
-def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[[list[str]], list[str]]) -> Pieces:
+def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
+    """A stand-in for each character of control strings in a text, which has no stand-in, neither raw nor as JSON.
+
+    ASCII if possible, since JSON may escape others; all are printable, since repr() escapes others.
+    """
+    characters = {*"".join(tokenizer.special), CUT}
+    unused = (one for one in map(chr, (*b"~`^@#$*+=!?;", *range(0x2800, 0x2A6D6))) if one.isprintable())
+    free = (one for one in unused if one not in characters and one not in text and json.dumps(one)[1:-1] not in text)
+    return {one: next(free, "\0") for one in sorted(characters) if one in text or not one.isprintable()}
+
+
+def _begun(text: str, answer: str) -> str:
+    """A text up to the end of an answer, which END marks; without white space there if the template strips messages."""
+    before, mark, after = text.rpartition(END[0])
+    if not mark:
+        raise TemplateError("the model's chat template does not write the last message, so no answer can continue it")
+    stripped = 0 if after[:1] == END[1] or not answer.strip() else len(answer) - len(answer.rstrip())
+    return before[: len(before) - stripped]
+
+
+def _with_marks(pieces: Pieces, kept: str, marks: Sequence[str]) -> Pieces:
+    """Pieces whose texts are divided at the marks in another text of the same length."""
+    divided, at = [], 0
+    for piece, is_control in pieces:
+        divided += [(piece, True)] if is_control else split_at(kept[at : at + len(piece)], marks)
+        at += len(piece)
+    return divided
+
+
+def _searched(
+    tokenizer: Tokenizer, plain: str, rendered: Callable[..., list[str]], divide: Callable[..., Pieces | None]
+) -> Pieces:
     """The parts of a text whose template searches messages for control strings. Raises TemplateError."""
     found = sorted(set(_controls(tokenizer.split_control(plain))))
     if not found:
@@ -76,11 +136,11 @@ def _searched(tokenizer: Tokenizer, plain: str, rendered: Callable[[list[str]], 
     ends = re.escape("".join(control[0] + control[-1] for control in found))
     # Two patterns: the first and last characters and the words of control strings, so that a search for "/no_think"
     # still finds it; and complete control strings, since a template may search for "</think>".
-    texts = rendered([rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found))])
+    texts = rendered(rf"[{ends}]|\b(?:{words})\b", "|".join(map(re.escape, found)))
     by_parts, complete = map(tokenizer.split_control, texts)
-    pieces = _divided(plain, by_parts)
+    pieces = divide(by_parts)
     if pieces is None and _controls(by_parts) == _controls(complete):
-        pieces = _divided(plain, complete)
+        pieces = divide(complete)
     if pieces is None:
         raise TemplateError(
             "the model's chat template searches messages for control tokens, or puts them together, so they can't be"
@@ -93,14 +153,20 @@ def _controls(pieces: Pieces) -> list[str]:
     return [piece for piece, is_control in pieces if is_control]
 
 
-def _divided(text: str, pieces: Pieces, cut: str = "") -> Pieces | None:
-    """A text split at the borders and cuts of other pieces; None if its control strings there differ."""
-    divided, at = [], 0
+def _divided(text: str, stand_ins: Mapping[str, str], pieces: Pieces, cut: str = "") -> Pieces | None:
+    """A text split at the borders and cuts of pieces with stand-ins; None if they are not this text.
+
+    The template may change the case of letters, and write a stand-in as an escape of JSON.
+    """
+    escaped = {json.dumps(one)[1:-1]: json.dumps(character)[1:-1] for character, one in stand_ins.items()}
+    meant = str.maketrans({one: character for character, one in stand_ins.items()})
+    find, divided, at = re.compile("|".join(map(re.escape, escaped))), [], 0
     for piece, is_control in pieces:
         for part in re.split(f"({cut})", piece) if cut else [piece]:
-            own = text[at : at + len(part)]
-            at += len(part)
-            if is_control and own != part:
+            shown = find.sub(lambda found: escaped[found[0]], part.translate(meant))
+            own = text[at : at + len(shown)]
+            at += len(shown)
+            if own != shown and (is_control or own.casefold() != shown.casefold()):
                 return None
             if part != cut:
                 divided.append((own, is_control))
@@ -126,15 +192,16 @@ def _rendered(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
-    hidden: Sequence[str | None],
+    hidden: Sequence[tuple[str, str] | None],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
     variables: Mapping[str, Any] | None = None,
     cut: str = "",
+    stand_ins: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Texts with stand-ins for what each regular expression finds (see jinja.answer)."""
+    """Texts with stand-ins for what regular expressions find (see jinja.answer)."""
     name = {id: text for text, id in tokenizer.control.items()}
     bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
     values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
@@ -143,13 +210,10 @@ def _rendered(
         raise UsageError(
             f"chat_template_kwargs (--template-option): {wrong[0]!r:.80} is no name, or the template sets it itself"
         )
-    # An ASCII character if possible, since JSON may escape others; all are printable, since repr() escapes others
-    characters = {*"".join(tokenizer.control)}
-    stand_in = next(c for c in map(chr, [*b"~`^", *range(0x20000, 0x2A6D6)]) if c not in characters)
     time = (now or datetime.datetime.now()).isoformat()
     request = {"template": template, "values": values, "variables": dict(variables or {}), "now": time}
     try:
-        reply = CHILD.ask({**request, "hidden": hidden, "stand_in": stand_in})
+        reply = CHILD.ask({**request, "hidden": hidden, "stand_ins": stand_ins or {}})
     except ChildError as stopped:
         reply = {"error": str(stopped)}
     if error := reply.get("error", "")[:1000]:

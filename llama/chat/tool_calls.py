@@ -37,6 +37,8 @@ from .messages import ToolCall, check_messages, check_tools
 
 BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>"
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
+CALL_MARKS = (*BEFORE, AFTER, CALL_ID, ARGS)
+MARKS = (*CALL_MARKS, "<think>", "</think>", "[THINK]", "[/THINK]")  # of calls and thoughts, in a model's own text
 BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 
@@ -243,8 +245,7 @@ def call_marks(tokenizer: Tokenizer) -> dict[int, str]:
 
     To recognize calls after other text, insert the string for the id into the text for `ToolCallStream`.
     """
-    marks = (*BEFORE, AFTER, CALL_ID, ARGS)
-    found = {tokenizer.control[mark]: mark for mark in marks if mark in tokenizer.control}
+    found = {tokenizer.control[mark]: mark for mark in CALL_MARKS if mark in tokenizer.control}
     return {id: mark for id, mark in found.items() if not tokenizer.token_bytes(id)}
 
 

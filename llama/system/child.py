@@ -27,7 +27,7 @@ from typing import Any
 
 PER_MEGABYTE = 1.0  # additional seconds for each megabyte of the request
 COPIES = 16  # additional memory, in sizes of the request: it is parsed and changed, and a character may take four bytes
-OUTPUT = 2**20  # bytes that a reply may have in addition to four times the request
+OUTPUT = 2**20  # bytes that a reply may have in addition to COPIES times the request
 WAIT = 60.0  # seconds of real time, in case CPU time can't be limited (Windows) or the machine is very busy
 
 NO_MEMORY = 77  # exit code
@@ -87,7 +87,7 @@ class Child:
             try:
                 process.stdin.write(b"%r %d\n%b\n" % (seconds, space, data))
                 process.stdin.flush()
-                most = OUTPUT + 4 * len(data)
+                most = OUTPUT + COPIES * len(data)
                 reply = process.stdout.readline(most)
                 if len(reply) == most:
                     raise ChildError(f"it wrote more than {most:,} bytes")

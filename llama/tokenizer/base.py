@@ -78,6 +78,7 @@ class Tokenizer(ABC):
     bos_id, eos_id        ids of begin and end of text, or None if the vocabulary has none
     add_bos               True if the model was trained with bos before every text
     control               control string -> id, for code that appends control ids
+    special               the same with the token of unknown characters, whose id a text may contain too
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
     strips                control string -> (whether a chat drops the white space before it, and after it)
@@ -92,6 +93,7 @@ class Tokenizer(ABC):
     eos_id: int | None
     add_bos: bool
     control: Mapping[str, int]
+    special: Mapping[str, int]
     stop_ids: frozenset[int]
     strips_leading_space = False
     strips: Mapping[str, tuple[bool, bool]] = MappingProxyType({})
@@ -174,11 +176,11 @@ class Tokenizer(ABC):
         return [self._required(self.bos_id, "begin"), *ids] if add_bos and ids[:1] != [self.bos_id] else ids
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
-        """Split a text at its control strings: (part, whether it is one). The first match wins, then the longest."""
-        return split_at(text, self.control)
+        """Split a text at its special strings: (part, whether it is one). The first match wins, then the longest."""
+        return split_at(text, self.special)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
-        """Encode the parts of a text: a control string as its control id, other text as plain ids.
+        """Encode the parts of a text: a special string as its id, other text as plain ids.
 
         White space next to a control string is dropped as `strips` requires.
         """
@@ -186,7 +188,7 @@ class Tokenizer(ABC):
         neither = (False, False)
         for i, (piece, is_control) in enumerate(pieces):
             if is_control:
-                ids.append(self.control[piece])
+                ids.append(self.special[piece])
                 continue
             if i and self.strips.get(pieces[i - 1][0], neither)[1]:
                 piece = piece.lstrip(WHITE_SPACE)

@@ -24,6 +24,8 @@ PRE, SUF, MID, EOT = "\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>"
 # messages of Code Llama 70B Instruct.
 CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
 
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, which may also be special
+
 # Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
 END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>", EOT, "<step>",
@@ -91,13 +93,27 @@ def added_by_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     As in transformers: first those of added_tokens_decoder, by id, then those that are only named.
     """
     listed = settings.get("added_tokens_decoder") or {}
-    found = {listed[id]["content"]: {**listed[id], "id": int(id)} for id in sorted(listed, key=int)}
-    names = [named_token(settings, key) for key in ("bos_token", "eos_token")]
+    found = added_tokens({**listed[id], "id": int(id)} for id in sorted(listed, key=int))
+    names = [named_token(settings, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(key) or []
+        if not isinstance(more, list | Mapping):
+            raise TypeError(f"{key} of tokenizer_config.json is {more!r:.80}, expected a list of tokens")
         names += [named_token({key: one}, key) for one in (more.values() if isinstance(more, Mapping) else more)]
     for name in filter(None, names):
         found.setdefault(name, {"content": name})["special"] = True
+    return found
+
+
+def added_tokens(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The entries of added tokens by their text. Raises TypeError for a value of another type."""
+    found = {}
+    for entry in entries:
+        if not isinstance(content := entry["content"], str):
+            raise TypeError(f"the content of an added token is {content!r:.80}, expected a string")
+        if wrong := [flag for flag in ("special", *FLAGS) if not isinstance(entry.get(flag), bool | None)]:
+            raise TypeError(f"{wrong[0]} of the added token {content!r:.80} must be true or false")
+        found[content] = dict(entry)
     return found
 
 

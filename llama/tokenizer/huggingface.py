@@ -22,9 +22,11 @@ from .base import Tokenizer
 from .common import (
     BYTE_OF,
     CODE_LLAMA_CONTROL,
+    FLAGS,
     NOTHING,
     Named,
     added_by_settings,
+    added_tokens,
     byte_level_bytes,
     library_errors,
     looks_control,
@@ -39,7 +41,6 @@ EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 
 AFTER = ("post_processor", "decoder")  # the steps after the model
 ONE_TOKEN = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 
 
@@ -117,7 +118,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _source(self) -> dict[str, Any]:
         """The content of the file, with the tokens that tokenizer_config.json adds."""
         source = parse_json(self.data, self._where) if isinstance(self.data, bytes) else self.data
-        added = {token["content"]: token for token in source.get("added_tokens") or []}
+        added = added_tokens(source.get("added_tokens") or [])
         for name, token in added_by_settings(self.settings).items():
             listed = added.get(name, {})
             added[name] = {**token, **listed, "special": bool(token.get("special") or listed.get("special"))}
@@ -150,6 +151,7 @@ class HuggingFaceTokenizer(Tokenizer):
             source["model"] = {**model, "unk_token": self.unknown}
         else:
             self.unknown = self.token_of.get(model.get("unk_id"))
+        self.special = {**self.control, **{token: ids[token] for token in (self.unknown,) if token in ids}}
         self.control = {token: id for token, id in self.control.items() if token != self.unknown}
         self._control_ids = frozenset(self.control.values())
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
@@ -173,8 +175,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        if "\uffff" in text and ("Unigram" in self.kind or not self._control_ids.isdisjoint(ids)):  # see `build`
-            raise TokenizerError(f"{self._where}: the text has U+FFFF, with which the names of hidden tokens begin")
+        if not self._control_ids.isdisjoint(ids) or ("\uffff" in text and "Unigram" in self.kind):  # see `build`
+            raise TokenizerError(f"{self._where}: the text or a step of the file writes U+FFFF, as hidden tokens begin")
         if lost := self._missing.intersection(text.encode()):  # unless a longer token contains such a byte
             encoded = b"".join(map(self.token_bytes, ids))
             for byte in lost:

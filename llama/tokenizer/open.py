@@ -19,16 +19,20 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
     settings  the parsed tokenizer_config.json of the folder, if there is one
     named     what the other files of the checkpoint say about its tokens
     """
-    data = read_file(path, LARGEST_TOKENIZER)
+    data, settings = read_file(path, LARGEST_TOKENIZER), settings or {}
     where, start = str(path), data[:256]
+    if settings.get("added_tokens_decoder") is None:  # it replaces the files in which older versions list the tokens
+        settings = {**settings, **_read_beside(path, "special_tokens_map.json")}
+        listed = {str(id): {"content": token} for token, id in _read_beside(path, "added_tokens.json").items()}
+        settings |= {"added_tokens_decoder": listed} if listed else {}
     if huggingface.recognizes(start):
         return huggingface.HuggingFaceTokenizer(data, where, settings, named)
     if tiktoken.recognizes(start):
         return tiktoken.TiktokenTokenizer(data, where, named)
     if sentencepiece.recognizes(start):
-        more = path.with_name("added_tokens.json")
-        if more.is_file():  # token -> id; newer files list the same tokens in tokenizer_config.json
-            listed = {str(id): {"content": token} for token, id in read_json(more).items()}
-            settings = {"added_tokens_decoder": listed, **(settings or {})}
         return sentencepiece.SentencePieceModelTokenizer(data, where, named, settings)
     raise TokenizerError(f"{path} begins with {data[:8]!r}, expected a tokenizer.json or tokenizer.model of a LLaMA")
+
+
+def _read_beside(path: Path, name: str) -> dict[str, Any]:
+    return read_json(file) if (file := path.with_name(name)).is_file() else {}

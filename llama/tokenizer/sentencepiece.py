@@ -136,7 +136,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         pieces = library.id_to_piece(list(range(len(messages[PIECE]))))  # fails on a piece that is not UTF-8
 
         more = added_by_settings(settings)
-        ids = number_tokens({piece: id for id, piece in enumerate(pieces)}, more)
+        listed = {token: flags["id"] for token, flags in more.items() if flags.get("id", -1) >= len(pieces)}
+        ids = number_tokens({**listed, **{piece: id for id, piece in enumerate(pieces)}}, more)
+        if len({*listed.values()}) < len(listed):
+            raise ValueError("two added tokens have the same id")
         added = {piece: {"special": True} for id, piece in enumerate(pieces) if library.is_control(id)}
         for piece, message in zip(pieces, messages[PIECE], strict=True):
             shown = looks_control(piece) or piece in named.template  # then a user-defined piece may be a control token
@@ -145,22 +148,33 @@ class SentencePieceModelTokenizer(Tokenizer):
         ends = [pieces[id] if id >= 0 else None for id in (library.bos_id(), library.eos_id())]
         self._name_tokens(ids, {**added, **more}, settings, named, (ends[0], ends[1]), CODE_LLAMA_CONTROL & ids.keys())
 
-        disguised = {id for id in self.control.values() if id < len(pieces) and not library.is_control(id)}
-        if library.unk_id() in disguised:
+        if library.unk_id() in {self.bos_id, *self.stop_ids}:
             raise ValueError("the token of unknown characters begins or ends a text, expected a control token")
-        self.library = SentencePieceProcessor(model_proto=with_control(data, disguised)) if disguised else library
-        self.added = {token: ids[token] for token in more if ids[token] >= len(pieces)}
-        self._plain = self.added.keys() - self.control.keys()
-        setting = settings.get("add_bos_token")
-        self.add_bos = library.bos_id() >= 0 if setting is None else boolean("add_bos_token", setting, TokenizerError)
-        self.strips_leading_space = bool(last_number(normalizer, ADD_DUMMY_PREFIX, 1))
-        self._space_after_control = bool(settings.get("legacy", not settings))
-        self._bytes = [self._bytes_of(id, token) for id, token in self.token_of.items()]
+        unknown = pieces[library.unk_id()]
+        self.special = {**self.control, unknown: library.unk_id()}
+        self.control = {token: id for token, id in self.control.items() if token != unknown}
+        disguised = {id for id in self.control.values() if id < len(pieces) and not library.is_control(id)}
+        self.added = {token: ids[token] for token in more.keys() - self.special.keys()}
+        keys = ("add_bos_token", "legacy", "add_prefix_space")  # of the last two, null counts as true
+        given = {
+            key: boolean(f"{self._where}: {key}", settings[key], TokenizerError)
+            for key in keys
+            if settings.get(key) is not None
+        }
+        self.add_bos = given.get("add_bos_token", library.bos_id() >= 0)
+        self._space_after_control = given.get("legacy", True)
+        prefix = self._space_after_control or given.get("add_prefix_space", True)
+        self.strips_leading_space = prefix and bool(last_number(normalizer, ADD_DUMMY_PREFIX, 1))
+        spaces = b"" if prefix else write_field(NORMALIZER, write_field(ADD_DUMMY_PREFIX, 0))
+        if disguised or spaces:
+            library = SentencePieceProcessor(model_proto=with_control(data, disguised) + spaces)
+        self.library = library
+        self._bytes = {id: self._bytes_of(id, token) for id, token in self.token_of.items()}
 
     def _bytes_of(self, id: int, token: str) -> bytes:
         if token in self.control and token not in self.visible:
             return b""
-        if token in self.added:
+        if id >= self.library.vocab_size():
             return token.encode()
         if self.library.is_unknown(id):
             return self.library.decode([id]).encode()  # the model defines how an unknown character is shown
@@ -169,7 +183,7 @@ class SentencePieceModelTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = []
-            for part, is_token in split_at(text, self._plain):
+            for part, is_token in split_at(text, self.added):
                 if is_token:
                     ids.append(self.added[part])
                 else:
@@ -180,4 +194,4 @@ class SentencePieceModelTokenizer(Tokenizer):
         return self._encode(text) if self._space_after_control else self._encode_joined(text)
 
     def token_bytes(self, id: int) -> bytes:
-        return self._bytes[self._check_id(id)]
+        return self._bytes.get(self._check_id(id), b"")

@@ -86,7 +86,7 @@ class TiktokenTokenizer(Tokenizer):
         self.data, self._where = data, where
         rank_of = parse(data, where)
         self._tokens = list(rank_of)
-        self.control = {f"<|{name}|>": len(rank_of) + i for i, name in enumerate((*NAMED, *UNNAMED))}
+        self.special = self.control = {f"<|{name}|>": len(rank_of) + i for i, name in enumerate((*NAMED, *UNNAMED))}
         self.n_vocab = len(rank_of) + N_CONTROL
         self.bos_id, self.eos_id = self.control["<|begin_of_text|>"], self.control["<|end_of_text|>"]
         self.add_bos = True
