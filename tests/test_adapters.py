@@ -292,7 +292,8 @@ def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: 
             module, which = key.removesuffix(".weight").rsplit(".", 1)
             ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES, "model.layers")
             name = f"{to_file_name(str(ours), GGUF_NAMES, 'blk')}.{which.lower()}"
-            if module.endswith(("q_proj", "k_proj")) and which == "lora_B":
+            rotated = module.endswith(("q_proj", "k_proj")) and which == "lora_B"
+            if rotated and metadata.get("general.architecture", "llama") == "llama":
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
         else:
             name = f"token_embd.weight.lora_{key[-1].lower()}"
@@ -309,6 +310,14 @@ def test_a_gguf_adapter_is_the_peft_adapter_it_was_made_of(bases, tmp_path: Path
     assert torch.allclose(logits(base, adapters=file), logits(base, adapters=path), atol=1e-5)
     without = gguf_adapter(tmp_path / "without.gguf", lora, alpha=None)  # llama.cpp then takes the scale 1
     assert torch.allclose(logits(base, adapters=without), logits(base, adapters=f"{path}:0.5"), atol=1e-5)
+
+
+def test_a_gguf_adapter_of_qwen2_has_the_rows_of_hugging_face(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    test_huggingface.write(base, family="Qwen2")
+    path, lora = simple(base, tmp_path / "adapter")
+    file = gguf_adapter(tmp_path / "adapter.gguf", lora, **{"general.architecture": "qwen2"})
+    assert torch.allclose(logits(base, adapters=file), logits(base, adapters=path), atol=1e-5)
 
 
 def test_a_piece_of_a_merged_weight_is_a_part_of_it(bases, tmp_path: Path) -> None:

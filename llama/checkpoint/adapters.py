@@ -80,7 +80,8 @@ class AdaptedCheckpoint(Checkpoint):
         low_rank = {name for adapter, _ in adapters for name in adapter.low_rank}
         self._changed = low_rank | self._whole.keys()
         replaced = [self._whole[name] for name in ENDS if name in self._whole]
-        equal = not replaced or (len(replaced) == 2 and torch.equal(*(one.float() for one in replaced)))
+        same_type = len({weight.dtype for weight in replaced}) < 2
+        equal = len(replaced) != 1 and same_type and (not replaced or torch.equal(*replaced))
         if tied and equal and not low_rank & {*ENDS}:
             del self.shapes[OUTPUT]
         elif tied:

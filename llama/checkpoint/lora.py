@@ -19,6 +19,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError
 from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
+from .architectures import GGUF_LAYOUTS, known
 from .base import to_file_name, to_model_name
 from .huggingface import LAYERS, NAMES
 
@@ -92,7 +93,8 @@ def _read_gguf(path: Path) -> Adapter:
     """NAME.lora_a (r, in) and NAME.lora_b (out, r); of the embedding, lora_a is stored as (V, r)."""
     file = gguf.GGUFFile(path)
     fields = Fields(file.metadata, "metadata")
-    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora"), ("general.architecture", "llama")):
+    layout = GGUF_LAYOUTS[known(fields, "general.architecture", GGUF_LAYOUTS)]
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
         if (found := fields.get(key, str, "")) != expected:
             raise CheckpointError(
                 f"adapter {path} is not a LoRA for LLaMA: {key} is {found!r:.40}, expected {expected!r}"
@@ -109,7 +111,7 @@ def _read_gguf(path: Path) -> Adapter:
         if name == EMBEDDING:
             down, up = up.transpose(0, -1), down
         low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha
-    return Adapter(path, "interleaved", low_rank)
+    return Adapter(path, layout, low_rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------- PEFT
