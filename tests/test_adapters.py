@@ -235,7 +235,7 @@ def test_the_tokenizer_of_a_resized_vocabulary_is_the_adapters(bases, tmp_path: 
     for module in (EMBED, HEAD):
         lora.whole(module, 328)
     path = lora.write(folder)
-    with pytest.raises(TokenizerError, match=r"resized from 320 to 328 tokens.*--tokenizer"):
+    with pytest.raises(TokenizerError, match=r"resizes the vocabulary from 320 to 328 tokens.*--tokenizer"):
         loader.load(base, device="cpu", adapters=path)
     assert loader.load(base, device="cpu", adapters=path, tokenizer=base).tokenizer.n_vocab == 320
     write_tokenizer(folder, 328)

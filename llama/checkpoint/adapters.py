@@ -187,8 +187,8 @@ class AdaptedCheckpoint(Checkpoint):
         before, after = self.base.config.vocab_size, self.config.vocab_size
         if before != after and self.base.tokenizer_override is None:
             raise TokenizerError(
-                f"{'; '.join(self.adapters)}: the vocabulary was resized from {before} to {after} tokens, and the"
-                " adapter's folder has no tokenizer; name the one that it was trained with (--tokenizer)"
+                f"adapter {'; '.join(self.adapters)} resizes the vocabulary from {before} to {after} tokens, but has no"
+                " tokenizer in its folder; name the one that it was trained with (--tokenizer)"
             )
         return self.base.tokenizer()
 
