@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -23,7 +25,8 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.adapters import with_adapters
 from llama.checkpoint.base import GGUF_NAMES, HUGGING_FACE_NAMES, to_file_name, to_model_name
 from llama.engine import kernels
-from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.engine.parallel import ShardedCheckpoint
+from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.tools.convert import convert, quantize
 
 from . import test_huggingface, tiny
@@ -31,7 +34,7 @@ from .test_gguf import finish
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENS = torch.randint(320, (1, 30), generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randint(312, (1, 30), generator=torch.Generator().manual_seed(2))
 LAYERS = 2
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 MODULES = [f"model.layers.{i}.{part}.{name}" for i in range(LAYERS)
@@ -49,6 +52,15 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """A byte-level tokenizer.json with this number of tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([f"<|{id}|>" for id in range(len(alphabet), size)])
+    backend.save(str(folder / "tokenizer.json"))
 
 
 class Lora:
@@ -73,6 +85,19 @@ class Lora:
             self.tensors[f"{module}.lora_A.weight"], self.tensors[f"{module}.lora_B.weight"] = a, b
             self.state[f"{module}.weight"] += scale * (b.double() @ a.double()).float()
 
+    def whole(self, module: str, rows: int | None = None) -> None:
+        """A weight of modules_to_save."""
+        weight = noise(rows or len(self.state[f"{module}.weight"]), *self.state[f"{module}.weight"].shape[1:], seed=7)
+        self.tensors[f"{module}.weight"], self.state[f"{module}.weight"] = weight, weight.clone()
+
+    def copy(self, module: str, rows: int = 320) -> None:
+        """The base's weight, perhaps resized, as PEFT writes it beside the LoRA of an embedding or output."""
+        weight = self.state[f"{module}.weight"]
+        weight = torch.cat((weight, noise(8, 64, seed=8)))[:rows]
+        self.tensors[f"{module}.base_layer.weight"] = weight
+        for one in (EMBED, HEAD) if self.tied else (module,):
+            self.state[f"{one}.weight"] = weight.clone()
+
     def write(self, folder: Path, **config: Any) -> Path:
         folder.mkdir()
         save_file({f"base_model.model.{key}": value.contiguous() for key, value in self.tensors.items()},
@@ -85,7 +110,10 @@ class Lora:
 
     def logits(self, base: Path) -> Tensor:
         """The logits of the merged model, by transformers."""
-        model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32, tie_word_embeddings=False)
+        config = LlamaConfig.from_pretrained(
+            base, tie_word_embeddings=False, vocab_size=len(self.state[f"{HEAD}.weight"])
+        )
+        model = LlamaForCausalLM(config)
         model.load_state_dict(self.state)
         return model.eval()(TOKENS).logits
 
@@ -128,6 +156,95 @@ def test_merged_logits_are_those_of_transformers(bases, tmp_path: Path, case: st
     path = lora.write(tmp_path / "adapter", **config)
     check(lora, bases(kind), path)
     assert (logits(bases(kind), adapters=path) - logits(bases(kind))).abs().max() > 0.1
+
+
+# (modules that are replaced, modules with a copy of the base's weight, modules with a LoRA, the rows of all embeddings)
+REPLACED: dict[str, tuple[list[str], list[str], list[str], int]] = {
+    "head": ([HEAD], [], MODULES[:2], 320),
+    "embedding": ([EMBED], [], MODULES[:2], 320),
+    "both": ([EMBED, HEAD], [], [], 328),
+    "fewer": ([EMBED, HEAD], [], MODULES[:2], 312),
+    "layers": (["model.norm", MODULES[0], MODULES[8]], [], [MODULES[1], MODULES[8]], 320),
+    "copies": ([], [EMBED, HEAD], [*MODULES, EMBED, HEAD], 320),
+    "resized": ([], [EMBED, HEAD], [EMBED, HEAD], 328),
+    "tied": ([], [HEAD], [HEAD], 328),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize("case", REPLACED)
+def test_replaced_and_resized_weights_are_those_of_transformers(bases, tmp_path: Path, case: str, kind: str) -> None:
+    lora, (replaced, copied, low_rank, rows) = Lora(bases(kind)), REPLACED[case]
+    for module in replaced:
+        lora.whole(module, rows if module in (EMBED, HEAD) else None)
+    for module in copied:
+        lora.copy(module, rows)
+    for module in low_rank:
+        lora.low_rank(module, 4, 2.0)
+    path = lora.write(tmp_path / "adapter", modules_to_save=[module.rpartition(".")[2] for module in replaced] or None)
+    if case == "tied" and kind == "plain":  # the rows of the embedding are missing
+        with pytest.raises(CheckpointError, match=r"shape \(328, 64\), but the model has \(320, 64\);.*save_embedding"):
+            with_adapters(open_checkpoint(bases(kind)), path)
+        return
+    check(lora, bases(kind), path)
+    merged = convert(bases(kind), tmp_path / "merged", "hf", adapters=path).path
+    model = LlamaForCausalLM.from_pretrained(merged)
+    assert (model.config.vocab_size, len(model.lm_head.weight)) == (rows, rows)
+    assert model.config.tie_word_embeddings == (kind == "tied" and case in ("both", "fewer", "layers"))
+    assert (model(TOKENS).logits - lora.logits(bases(kind))).abs().max() < 1e-4
+    file = convert(bases(kind), tmp_path / "base.gguf", "gguf").path  # another order of rows
+    assert (logits(file, adapters=path) - lora.logits(bases(kind))).abs().max() < 1e-4
+    with pytest.raises(UsageError, match="only with scale 1") if replaced or rows != 320 else nullcontext():
+        logits(bases(kind), adapters=f"{path}:0.5")
+
+
+def test_biases_are_replaced(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    test_huggingface.write(base, attention_bias=True)
+    lora, module = Lora(base), MODULES[1]
+    lora.low_rank(module, 4, 2.0)
+    for part, kind in ((f"{module}.base_layer", "q"), (MODULES[2], "all")):
+        lora.tensors[f"{part}.bias"] = noise(32, seed=len(kind))
+        lora.state[f"{part.removesuffix('.base_layer')}.bias"] = lora.tensors[f"{part}.bias"]
+    check(lora, base, lora.write(tmp_path / "adapter", bias="all"))
+
+
+@pytest.mark.parametrize("type", [None, "Q8_0", "Q4_0"])
+def test_a_copy_shows_whether_the_base_is_the_right_one(bases, tmp_path: Path, type: str | None) -> None:
+    lora = Lora(bases("plain"))
+    lora.copy(HEAD)
+    lora.low_rank(HEAD, 4, 2.0)
+    path = lora.write(tmp_path / "adapter")
+    lora.tensors[f"{HEAD}.base_layer.weight"] = lora.tensors[f"{HEAD}.base_layer.weight"].bfloat16()
+    rounded = lora.write(tmp_path / "rounded")
+    base = convert(bases("plain"), tmp_path / "a.gguf", "gguf", quantize=type and type.lower()).path
+    expected = logits(base, adapters=path)
+    assert torch.equal(logits(base, adapters=rounded), expected)
+    if type is None:
+        assert (expected - lora.logits(bases("plain"))).abs().max() < 1e-4
+    lora.tensors[f"{HEAD}.base_layer.weight"] = lora.tensors[f"{HEAD}.base_layer.weight"].roll(1, 0)
+    with pytest.raises(CheckpointError, match=r"was trained on another model: its copy of output.weight differs"):
+        logits(base, adapters=lora.write(tmp_path / "other"))
+
+
+def test_the_tokenizer_of_a_resized_vocabulary_is_the_adapters(bases, tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(bases("tied"), base)
+    write_tokenizer(base, 320)
+    lora = Lora(base)
+    for module in (EMBED, HEAD):
+        lora.whole(module, 328)
+    path = lora.write(folder)
+    with pytest.raises(TokenizerError, match=r"resizes the vocabulary from 320 to 328 tokens.*--tokenizer"):
+        loader.load(base, device="cpu", adapters=path)
+    assert loader.load(base, device="cpu", adapters=path, tokenizer=base).tokenizer.n_vocab == 320
+    write_tokenizer(folder, 328)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    llm = loader.load(base, device="cpu", adapters=path)
+    assert (llm.tokenizer.n_vocab, llm.chat_template) == (328, "{{ messages[0].content }}")
+    assert llm.adapters == (f"{path}, scale 1, with its tokenizer",)
+    merged = convert(base, tmp_path / "merged", "hf", adapters=path).path
+    assert loader.load(merged, device="cpu").tokenizer.n_vocab == 328
 
 
 def test_patterns_choose_rank_and_alpha_as_in_peft(bases, tmp_path: Path) -> None:
@@ -175,7 +292,8 @@ def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: 
             module, which = key.removesuffix(".weight").rsplit(".", 1)
             ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES, "model.layers")
             name = f"{to_file_name(str(ours), GGUF_NAMES, 'blk')}.{which.lower()}"
-            if module.endswith(("q_proj", "k_proj")) and which == "lora_B":
+            rotated = module.endswith(("q_proj", "k_proj")) and which == "lora_B"
+            if rotated and metadata.get("general.architecture", "llama") == "llama":
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
         else:
             name = f"token_embd.weight.lora_{key[-1].lower()}"
@@ -194,8 +312,22 @@ def test_a_gguf_adapter_is_the_peft_adapter_it_was_made_of(bases, tmp_path: Path
     assert torch.allclose(logits(base, adapters=without), logits(base, adapters=f"{path}:0.5"), atol=1e-5)
 
 
+def test_a_gguf_adapter_of_qwen2_has_the_rows_of_hugging_face(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    test_huggingface.write(base, family="Qwen2")
+    path, lora = simple(base, tmp_path / "adapter")
+    file = gguf_adapter(tmp_path / "adapter.gguf", lora, **{"general.architecture": "qwen2"})
+    assert torch.allclose(logits(base, adapters=file), logits(base, adapters=path), atol=1e-5)
+
+
 def test_a_piece_of_a_merged_weight_is_a_part_of_it(bases, tmp_path: Path) -> None:
-    path, _ = simple(bases("tied"), tmp_path / "adapter", modules=[*MODULES, EMBED])
+    lora = Lora(bases("tied"))
+    lora.copy(HEAD, 328)
+    for module in (MODULES[0], "model.norm"):
+        lora.whole(module)
+    for module in (*MODULES[1:], EMBED):
+        lora.low_rank(module, 4, 2.0)
+    path = lora.write(tmp_path / "adapter")
     for base in (bases("tied"), convert(bases("tied"), tmp_path / "a.gguf", "gguf").path):  # two orders of rows
         whole = with_adapters(open_checkpoint(base), path)
         for name, shape in whole.shapes.items():
@@ -204,6 +336,8 @@ def test_a_piece_of_a_merged_weight_is_a_part_of_it(bases, tmp_path: Path) -> No
             assert torch.allclose(whole.piece(name, rows, columns), part, atol=1e-6)
             if whole.changed(name):
                 assert (whole.blocks(name), whole.tiles(name)) == (None, None)
+            for part in (ShardedCheckpoint(whole, rank, 2) for rank in range(2)):
+                assert torch.allclose(part.tensor(name), full[part.cut(name)[: full.dim()]], atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------- quantizing and converting
@@ -261,13 +395,21 @@ Q = "model.layers.0.self_attn.q_proj"
 REFUSALS: list[tuple[dict[str, Any], Change | None, str]] = [
     ({"peft_type": "IA3"}, None, "has the PEFT type 'IA3'"),
     *(({key: ["lm_head"]}, None, f"sets {key}, which is not supported; merge it")
-      for key in ("use_dora", "modules_to_save", "anything")),
+      for key in ("use_dora", "lora_bias", "trainable_token_indices", "anything")),
     ({"init_lora_weights": "pissa_niter_4"}, None, "'pissa_niter_4' also changed the weights of its base"),
     ({"lora_alpha": 10**400}, None, "too large"),
     ({"rank_pattern": {"(": 4}}, None, "unterminated subpattern"),
     ({}, lambda state: state.pop(f"base_model.model.{Q}.lora_A.weight"), f"{Q} has up .*, expected two matrices"),
     *(({}, put(name, torch.ones(64)), f"{name} is not a LoRA matrix .*; merge it into its base")
-      for name in (f"{Q}.base_layer.bias", f"{Q}.lora_magnitude_vector", "model.embed_tokens.weight")),
+      for name in (f"{Q}.lora_B.bias", f"{Q}.lora_magnitude_vector", "score.weight", f"{Q}.other.weight")),
+    *(({}, put(f"{name}.{end}", torch.ones(shape)), says) for name, end, shape, says in (
+        (Q, "bias", 64, r"changes model.layers.0.self_attn.q_proj.bias .* has None"),
+        ("model.embed_tokens", "weight", 64, r"shape \(64,\), but the model has \(320, 64\)"),
+        ("model.norm", "weight", (64, 2), r"shape \(64, 2\), but the model has \(64,\)"),
+        ("lm_head", "base_layer.weight", (320, 32), "its copy of lm_head.weight differs"),
+        ("lm_head", "base_layer.weight", (), "its copy of lm_head.weight differs"),
+    )),
+    ({}, put("model.norm.weight", torch.full((64,), math.inf)), "not finite"),
     ({}, put(f"{Q}.lora_B.weight", torch.ones(32, 4)), "pass the model that it was trained on"),
     ({}, put(f"{Q}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
 ]  # fmt: skip

@@ -6,13 +6,19 @@ import json
 import keyword
 import re
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, Literal, Union
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils import get_json_schema
 
 from llama.chat import check_messages
+from llama.chat.functions import schema_of
 from llama.chat.messages import ToolCall
 from llama.chat.tool_calls import ToolCallStream, call_marks, parse_tool_calls
 from llama.errors import UsageError
@@ -217,3 +223,100 @@ def test_marks_are_the_control_tokens_without_text() -> None:
     assert call_marks(tokenizer) == {ids[0]: "<|python_tag|>", ids[1]: "[TOOL_CALLS]"}
     assert [tokenizer.decode([id]) for id in ids] == ["", "", "<tool_call>", ""]
     assert ids[3] in tokenizer.stop_ids
+
+
+# ------------------------------------------------------------------------------------------- functions as tools
+class Color(Enum):
+    RED, BLUE, NONE = "red", 2, None
+
+
+class Empty(Enum):
+    pass
+
+
+class Weather:
+    """A forecast."""
+
+    def method(self, city: str, days: int = 1) -> None:
+        """Forecast the weather,
+        roughly.
+
+        A second paragraph.
+
+        Args:
+            city (str): the city: its name,
+                or a part of it
+            days:
+                how many, unit: days
+
+        Returns:
+            city: nothing
+        """
+
+    @classmethod
+    def of_class(cls, *, city: str | None) -> None:
+        """Forecast.
+
+        Args:
+            city: its name
+        """
+
+
+@dataclass
+class Point:
+    """A point.
+    Args:
+    x: not indented
+    y: nor is this,
+    which goes on
+    """
+
+    x: int
+    y: float = 0.0
+
+
+def typed(hint: Any) -> Callable[..., None]:
+    def function(x: Any) -> None:
+        """Do something.
+
+        Args:
+            x: a value
+        """
+
+    function.__annotations__["x"] = hint
+    return function
+
+
+def variadic(city: str, *cities: str, **more: int) -> None:
+    """Forecast.
+
+    Args:
+        city: its name
+        *cities: more names
+        **more: more numbers
+    """
+
+
+HINTS: list[Any] = [
+    str, int, float, bool, list, dict, tuple, Any, None, list[int], list[list[str]], dict[str, list[float]],
+    tuple[int, str], Union[int, None], Union[int, str], int | list | None, list[int] | str | None, list | dict,  # noqa: UP007
+    Literal["a", "b"], Literal[None, 1], Literal[1, "a", True], Literal["a"] | None, list[Color], Color | None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [*map(typed, HINTS), Weather.method, Weather().method, Weather.of_class, Point])
+def test_the_schema_of_a_function_is_that_of_transformers(function: Callable[..., Any]) -> None:
+    expected = get_json_schema(function)["function"]
+    expected.pop("return", None)
+    expected["parameters"] = {"required": [], **expected["parameters"], "additionalProperties": False}
+    assert schema_of(function)["function"] == expected
+
+
+def test_a_schema_has_what_can_be_passed_by_name() -> None:
+    city = {"type": "string", "description": "its name"}
+    assert schema_of(variadic)["function"]["parameters"]["properties"] == {"city": city}
+    wrong: list[Callable[..., Any]] = [partial(variadic), Weather(), typed("Unknown")]  # type: ignore[list-item]
+    wrong += map(typed, (bytes, Point, Empty, [int], tuple[int, ...], Sequence[int], Literal[b"x"], list[set]))
+    for function in wrong:
+        with pytest.raises(UsageError, match=r"has no JSON schema.*pass"):
+            schema_of(function)

@@ -19,13 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DamagedError, UsageError
+from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
 from ..quant.blocks import Blocks
 from ..tokenizer import Tokenizer
-from .base import PIECE, Checkpoint
+from .base import FLOATS, PIECE, Checkpoint
+from .huggingface import read_chat_template, read_tokenizer
 from .lora import EMBEDDING, OUTPUT, Adapter, read
 from .write import raw_bytes, to_layout
 
+ENDS = EMBEDDING, OUTPUT  # they may be tied, and may get more rows
 # A path, "PATH:SCALE", or (path, scale); or several of them
 OneAdapter = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 Adapters = OneAdapter | Sequence[OneAdapter]
@@ -58,8 +60,7 @@ def _parse(adapter: OneAdapter) -> tuple[Path, float]:
 class AdaptedCheckpoint(Checkpoint):
     """A checkpoint with adapters merged into its weights. See Checkpoint for the members.
 
-    If the base ties embedding and output and an adapter changes one of them, they are untied: the adapter was trained
-    with the other one unchanged.
+    If the base ties embedding and output and adapters make them differ, they are untied: PEFT trains each on its own.
     """
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
@@ -67,27 +68,67 @@ class AdaptedCheckpoint(Checkpoint):
         self.path, self.format, self.layout, self.config = base.path, base.format, base.layout, base.config
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
         self.warnings, self.notes = base.warnings, base.notes
-        self.shapes = dict(base.shapes)
-        self._changed = {name for one, _ in adapters for name in one.low_rank}
-        if self.config.tie_embeddings and self._changed & {EMBEDDING, OUTPUT}:
-            self.config = dataclasses.replace(self.config, tie_embeddings=False)
-            self.shapes[OUTPUT] = self.shapes[EMBEDDING]
+        self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
+        if tied:
+            self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())
+        self._whole: dict[str, Tensor] = {}  # the weights that replace the base's, in its layout
+        for adapter, scale in adapters:
+            self._replace(adapter, scale)
         for adapter, _ in adapters:
-            self._check(adapter)
-        self.adapters = [f"{one.path}, scale {scale:g}" for one, scale in adapters]
-        self.adapters_hash = _hash(adapters)
+            for name, low in adapter.low_rank.items():
+                self._check(adapter, name, low.shape, low.down, low.up)
+        low_rank = {name for adapter, _ in adapters for name in adapter.low_rank}
+        self._changed = low_rank | self._whole.keys()
+        replaced = [self._whole[name] for name in ENDS if name in self._whole]
+        same_type = len({weight.dtype for weight in replaced}) < 2
+        equal = len(replaced) != 1 and same_type and (not replaced or torch.equal(*replaced))
+        if tied and equal and not low_rank & {*ENDS}:
+            del self.shapes[OUTPUT]
+        elif tied:
+            self.config = dataclasses.replace(self.config, tie_embeddings=False)
+        if replaced:
+            self.config = dataclasses.replace(self.config, vocab_size=len(replaced[0]))
+        files = [one.path / name for one, _ in adapters for name in ("tokenizer.model", "tokenizer.json")]
+        self._tokenizer = next((file for file in reversed(files) if file.is_file()), None)
+        if self._tokenizer is not None:
+            self.chat_template = read_chat_template(self._tokenizer.parent) or base.chat_template
+        tokenizer = {None if self._tokenizer is None else self._tokenizer.parent: ", with its tokenizer"}
+        self.adapters = [f"{one.path}, scale {scale:g}{tokenizer.get(one.path, '')}" for one, scale in adapters]
+        self.adapters_hash = _hash(adapters, self._whole)
 
-    def _check(self, adapter: Adapter) -> None:
-        """Raise CheckpointError unless an adapter fits the base and is finite."""
-        where = f"adapter {adapter.path}"
-        for name, low in adapter.low_rank.items():
-            if low.shape != self.shapes.get(name):
+    def _replace(self, adapter: Adapter, scale: float) -> None:
+        """Collect the weights that an adapter replaces. Raises LlamaError if they do not fit the base."""
+        whole: dict[str, Tensor] = {}
+        for name, copy in adapter.copies.items():
+            if not _is_copy(copy, self.base, self._source(name)):
                 raise CheckpointError(
-                    f"{where} changes {self.file_name(name)} as a weight of shape {low.shape}, but the model"
-                    f" has {self.shapes.get(name)}; pass the model that it was trained on with --model"
+                    f"adapter {adapter.path} was trained on another model: its copy of {self.file_name(name)} differs"
+                    " from the weight of this one; pass the model that it was trained on with --model"
                 )
-            if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in (low.down, low.up)):
-                raise DamagedError(f"{where} has values that are not finite floating-point numbers")
+            if len(copy) != self.base.shapes[self._source(name)][0]:  # resized, but not trained: still tied
+                whole |= dict.fromkeys(ENDS if self.config.tie_embeddings else (name,), copy)
+        whole |= adapter.whole
+        shapes = {tuple(whole[name].shape) if name in whole else self.shapes.get(name) for name in ENDS}
+        if len(shapes) == 1 and (shape := shapes.pop()) and shape[1:] == (self.config.dim,):  # V may be another
+            self.shapes = {**self.shapes, **dict.fromkeys(ENDS, shape)}
+        for name, weight in whole.items():
+            self._check(adapter, name, tuple(weight.shape), weight)
+            if scale != 1 or name in self._whole:
+                where = f"adapter {adapter.path} replaces {self.file_name(name)}"
+                raise UsageError(f"{where}, which only one adapter can do, and only with scale 1")
+            self._whole[name] = to_layout(name, weight, self.config.head_dim, adapter.layout, self.layout)
+
+    def _check(self, adapter: Adapter, name: str, shape: tuple[int, ...], *parts: Tensor) -> None:
+        """Raise CheckpointError unless a change of a weight fits the base and is finite."""
+        where = f"adapter {adapter.path}"
+        if shape != self.shapes.get(name):
+            raise CheckpointError(
+                f"{where} changes {self.file_name(name)} as a weight of shape {shape}, but the model"
+                f" has {self.shapes.get(name)}; pass the model that it was trained on with --model; if the adapter"
+                " resized the vocabulary, save embed_tokens and lm_head with it (save_embedding_layers=True)"
+            )
+        if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in parts):
+            raise DamagedError(f"{where} has values that are not finite floating-point numbers")
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -105,8 +146,12 @@ class AdaptedCheckpoint(Checkpoint):
         return self.piece(name, everything, everything) if self.changed(name) else self.base.tensor(self._source(name))
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        weight = self.base.piece(self._source(name), rows, columns)
-        if not self.changed(name):
+        weight = self._whole.get(name)
+        if weight is None:
+            weight = self.base.piece(self._source(name), rows, columns)
+        else:
+            weight = weight[rows] if weight.dim() == 1 else weight[rows, columns]
+        if not any(name in one.low_rank for one, _ in self._adapters):
             return weight
         merged = weight.to(torch.float32, copy=True)
         for one, scale in self._adapters:
@@ -137,15 +182,35 @@ class AdaptedCheckpoint(Checkpoint):
         self.base.release(self._source(name))
 
     def own_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is not None and self.base.tokenizer_override is None:
+            return read_tokenizer(self._tokenizer)
+        before, after = self.base.config.vocab_size, self.config.vocab_size
+        if before != after and self.base.tokenizer_override is None:
+            raise TokenizerError(
+                f"adapter {'; '.join(self.adapters)} resizes the vocabulary from {before} to {after} tokens, but has no"
+                " tokenizer in its folder; name the one that it was trained with (--tokenizer)"
+            )
         return self.base.tokenizer()
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         return self.base.chat_format(tokenizer)
 
 
-def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
+def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a weight of the base, rounded, and maybe with another number of rows."""
+    if name not in base.shapes or copy.shape[-1:] != base.shapes[name][-1:]:
+        return False
+    weight = base.piece(name, slice(len(copy)), slice(None)).float()
+    limit = 2**-8 if base.stored(name) in FLOATS.values() else 0.5  # the largest relative error of a row
+    return bool(((copy[: len(weight)] - weight).norm(dim=-1) <= limit * weight.norm(dim=-1) + 1e-5).all())
+
+
+def _hash(adapters: Sequence[tuple[Adapter, float]], whole: Mapping[str, Tensor]) -> str:
     """A hash of the adapters' contents and scales; it does not depend on their paths."""
     digest = hashlib.sha256()
+    for name, weight in sorted(whole.items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        digest.update(raw_bytes(weight).data)
     for adapter, scale in adapters:
         digest.update(f"{adapter.layout} {scale!r}\n".encode())
         for name, low in sorted(adapter.low_rank.items()):

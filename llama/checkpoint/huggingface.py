@@ -226,7 +226,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
-        self.chat_template = self._chat_template()
+        self.chat_template = read_chat_template(folder)
         tensors = open_weights(folder)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._tensors: dict[str, dict[str, StoredTensor]] = {}  # weight -> suffix -> tensor
@@ -264,9 +264,8 @@ class HuggingFaceCheckpoint(Checkpoint):
 
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
         settings = self.tokenizer_settings or read_optional(path.with_name("tokenizer_config.json"))
-        template = self.chat_template or ""
-        text = template if isinstance(template, str) else "\n".join(template.values())
-        return open_tokenizer(path, settings, Named(self._ids("bos_token_id"), self._ids("eos_token_id"), text))
+        bos_ids, stop_ids = self._ids("bos_token_id"), self._ids("eos_token_id")
+        return open_tokenizer(path, settings, Named(bos_ids, stop_ids, self.chat_template or ""))
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _first(self, name: str) -> StoredTensor:
@@ -331,19 +330,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             return {}
         return options
 
-    def _chat_template(self) -> str | Mapping[str, str] | None:
-        """The chat template, or several by name. Files of their own replace those in tokenizer_config.json."""
-        files = {"default": self.path / "chat_template.jinja"}
-        files |= {path.stem: path for path in sorted((self.path / "additional_chat_templates").glob("*.jinja"))}
-        templates = {name: _read_template(path) for name, path in files.items() if path.exists()}
-        if not templates:
-            fields = Fields(self.tokenizer_settings, "tokenizer_config.json")
-            if not isinstance(listed := fields.get("chat_template", object, None), list):
-                return fields.get("chat_template", str, None)
-            entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
-            templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
-        return templates["default"] if templates.keys() == {"default"} else templates or None
-
 
 def read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
@@ -354,3 +340,25 @@ def _read_template(path: Path) -> str:
         return read_file(path, LARGEST).decode()
     except UnicodeDecodeError:
         raise DamagedError(f"{path} is not UTF-8") from None
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer in a file, with the settings and the chat template beside it."""
+    from ..tokenizer import Named, open_tokenizer
+
+    settings = read_optional(file.with_name("tokenizer_config.json"))
+    return open_tokenizer(file, settings, Named(template=read_chat_template(file.parent) or ""))
+
+
+def read_chat_template(folder: Path) -> str | Mapping[str, str] | None:
+    """The chat template, or several by name. Files of their own replace those in tokenizer_config.json."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    templates = {name: _read_template(path) for name, path in files.items() if path.exists()}
+    if not templates:
+        fields = Fields(read_optional(folder / "tokenizer_config.json"), "tokenizer_config.json")
+        if not isinstance(listed := fields.get("chat_template", object, None), list):
+            return fields.get("chat_template", str, None)
+        entries = [Fields(item if isinstance(item, dict) else {}, "chat_template") for item in listed]
+        templates = {entry.get("name", str): entry.get("template", str) for entry in entries}
+    return templates["default"] if templates.keys() == {"default"} else templates or None

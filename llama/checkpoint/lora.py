@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError
 from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
+from .architectures import GGUF_LAYOUTS, known
 from .base import to_file_name, to_model_name
 from .huggingface import LAYERS, NAMES
 
@@ -27,15 +28,20 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and load the result"
 
-# A tensor's key in PEFT's files: the module, and which tensor of it
-KEY = re.compile(r"base_model\.model\.(.+?)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+# End of a tensor's key in PEFT's files -> one of the two matrices, a weight that replaces the base's, or a copy of it
+PARTS = {
+    "lora_A.weight": "down", "lora_B.weight": "up", "lora_embedding_A": "up", "lora_embedding_B": "down",
+    "weight": "whole", "bias": "whole", "modules_to_save.weight": "whole", "base_layer.bias": "whole",
+    "base_layer.weight": "copy", "original_module.weight": "copy",
+}  # fmt: skip
+KEY = re.compile(rf"base_model\.model\.(.+?)\.({'|'.join(map(re.escape, PARTS))})")
 # Entries of adapter_config.json that do not change the merged weights, or only say which tensors the file has. Another
-# entry that is set, such as use_dora or modules_to_save, changes the result in a way that is not supported.
+# entry that is set, such as use_dora, changes the result in a way that is not supported.
 NO_EFFECT = {
     "auto_mapping", "peft_version", "revision", "inference_mode", "task_type", "lora_dropout", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
     "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "base_model_name_or_path", "bias",
+    "base_model_name_or_path", "bias", "modules_to_save", "fan_in_fan_out",
 }  # fmt: skip
 # Initializations that leave the base's weights unchanged. Others, such as pissa, belong to a changed base.
 UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -60,11 +66,13 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: the changes of matrices, by the model's tensor names. layout: the order of the rows of wq and wk."""
+    """An adapter: the changes of weights, by the model's tensor names. layout: the order of the rows of wq and wk."""
 
     path: Path
     layout: Layout
     low_rank: Mapping[str, LowRank]
+    whole: Mapping[str, Tensor] = field(default_factory=dict)  # weights that replace the base's
+    copies: Mapping[str, Tensor] = field(default_factory=dict)  # of the base's weights, maybe resized
 
 
 def read(path: Path) -> Adapter:
@@ -85,7 +93,8 @@ def _read_gguf(path: Path) -> Adapter:
     """NAME.lora_a (r, in) and NAME.lora_b (out, r); of the embedding, lora_a is stored as (V, r)."""
     file = gguf.GGUFFile(path)
     fields = Fields(file.metadata, "metadata")
-    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora"), ("general.architecture", "llama")):
+    layout = GGUF_LAYOUTS[known(fields, "general.architecture", GGUF_LAYOUTS)]
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
         if (found := fields.get(key, str, "")) != expected:
             raise CheckpointError(
                 f"adapter {path} is not a LoRA for LLaMA: {key} is {found!r:.40}, expected {expected!r}"
@@ -102,7 +111,7 @@ def _read_gguf(path: Path) -> Adapter:
         if name == EMBEDDING:
             down, up = up.transpose(0, -1), down
         low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha
-    return Adapter(path, "interleaved", low_rank)
+    return Adapter(path, layout, low_rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------- PEFT
@@ -120,16 +129,17 @@ def _read_peft(folder: Path) -> Adapter:
     for key in fields.unknown():
         if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, ""):
             raise CheckpointError(f"adapter {folder}: {CONFIG} sets {key:.60}, which is not supported; {MERGE}")
-    low_rank = {}
-    for name, pair in _read_pairs(folder).items():
+    low_rank, parts = {}, _read_parts(folder)
+    for name in {**parts["down"], **parts["up"]}:
         module = to_file_name(name, NAMES, LAYERS).removesuffix(".weight")
+        pair = {part: parts[part][name] for part in ("down", "up") if name in parts[part]}
         r = _by_pattern(ranks, module, int, rank)
-        if pair.keys() != {"down", "up"} or r < 1 or pair["down"].shape[:1] != (r,):
+        if len(pair) < 2 or r < 1 or pair["down"].shape[:1] != (r,):
             found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in pair.items())
             raise DamagedError(f"adapter {folder}: {module} has {found}, expected two matrices of rank {r!r:.20}")
         scale = _by_pattern(alphas, module, float, alpha) / (math.sqrt(r) if root else r)
         low_rank[name] = LowRank(pair["down"], pair["up"], scale)
-    return Adapter(folder, "half", low_rank)
+    return Adapter(folder, "half", low_rank, parts["whole"], parts["copy"])
 
 
 def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
@@ -138,18 +148,17 @@ def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
     return default if key is None else patterns.get(key, type)
 
 
-def _read_pairs(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """{name in the model: {"down": matrix, "up": matrix}}."""
+def _read_parts(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """{what a tensor is, as in PARTS: {name in the model: tensor}}."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists()), folder / WEIGHTS[0])
-    pairs: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS.values()}
     for key, stored in huggingface.open_file(path).items():
         match = KEY.fullmatch(key)
-        name = to_model_name(f"{match[1]}.weight", NAMES, LAYERS) if match else None
+        kind = "bias" if key.endswith(".bias") else "weight"
+        name = to_model_name(f"{match[1]}.{kind}", NAMES, LAYERS) if match else None
         if match is None or name is None:
-            raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix of a LLaMA; {MERGE}")
+            raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix or weight of a LLaMA; {MERGE}")
         tensor = stored.read()
-        if match[2]:
-            pairs.setdefault(name, {})["down" if match[2] == "A" else "up"] = tensor
-        else:  # an embedding is (V, C): A (r, V) transposed is up, B (C, r) transposed is down
-            pairs.setdefault(name, {})["up" if match[3] == "A" else "down"] = tensor.transpose(0, -1)
-    return pairs
+        # an embedding is (V, C): A (r, V) transposed is up, B (C, r) transposed is down
+        parts[PARTS[match[2]]][name] = tensor.transpose(0, -1) if "embedding" in match[2] else tensor
+    return parts

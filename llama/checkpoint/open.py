@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
 from ..system.documents import Fields, read_json, start_of
-from ..tokenizer import Tokenizer, open_tokenizer
+from ..tokenizer import Tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized
 from .architectures import window_warnings
 from .base import Checkpoint
@@ -48,7 +48,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     except CheckpointError:
         for file in [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]:
             if file.is_file() and file.suffix != ".gguf":
-                return open_tokenizer(file, huggingface.read_optional(file.with_name("tokenizer_config.json")))
+                return huggingface.read_tokenizer(file)
         raise
     return checkpoint.tokenizer()
 

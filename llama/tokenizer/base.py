@@ -141,6 +141,7 @@ class Tokenizer(ABC):
         marks = marks | {self.token_of[id] for id in (*ends, *stops) if id is not None}
         control = marks | {token for token, flags in added.items() if flags.get("special") or looks_control(token)}
         template = named.template or settings.get("chat_template")
+        template = "\n".join(template.values()) if isinstance(template, Mapping) else template
         self.visible = written_by(template, added.keys() - control) if isinstance(template, str) else set()
         self.control = {token: ids[token] for token in sorted(control | self.visible, key=ids.__getitem__)}
         self.strips = {token: (bool(flags.get("lstrip")), bool(flags.get("rstrip"))) for token, flags in added.items()}

@@ -38,14 +38,14 @@ class Named:
 
     bos_ids   bos ids of config.json and generation_config.json; the first is used if the vocabulary names none
     stop_ids  ids of these files that end an answer
-    template  the chat template
+    template  the chat template, or several by name
 
     These ids, and the tokens that the template writes (see `written_by`), are control ids: no text becomes one.
     """
 
     bos_ids: Sequence[int] = ()
     stop_ids: Sequence[int] = ()
-    template: str = ""
+    template: str | Mapping[str, str] = ""
 
 
 NOTHING = Named()
