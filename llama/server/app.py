@@ -69,7 +69,7 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 STREAM_HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}  # a proxy must not delay events
-SILENCE = 15.0  # seconds without an event after which a stream sends a comment, since proxies close silent connections
+PAUSE = 15.0  # seconds between the comments in a stream, since proxies close silent connections
 SINGLE = ((b"authorization",), (b"content-type",), (b"content-length", b"transfer-encoding"))  # h11 checks Host
 PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
@@ -226,7 +226,7 @@ class Server:
         try:
             await asyncio.wait((whole, gone), timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
-                raise ClientDisconnect if gone.done() else _too_long(self.limits)
+                raise ClientDisconnect if gone.done() else TimeoutError
             return whole.result()
         finally:
             whole.cancel()
@@ -303,10 +303,7 @@ class Answers:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events, then `end`. If the client disconnects, even before the first event, `cancel` is called.
-
-    ended  is called at last with the status: 200, that of an error event, or DISCONNECTED
-    """
+    """Server-sent events, then `end`. However it ends, it calls `cancel`, and `ended` with the status for the log."""
 
     def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], limits: Limits, end: bytes = b""):
         self.events, self.cancel, self.status = self._events(values, limits, end), cancel, DISCONNECTED
@@ -314,30 +311,34 @@ class Stream(StreamingResponse):
         super().__init__(self.events, 200, STREAM_HEADERS, "text/event-stream")
 
     async def _events(self, values: AsyncIterator[Any], limits: Limits, end: bytes) -> AsyncGenerator[bytes]:
-        late, value = time.monotonic() + limits.seconds, asyncio.ensure_future(anext(values, None))
-        try:  # no timeout may span a `yield`: it would end what waits for the client
+        late = time.monotonic() + limits.seconds
+        try:
             while (left := late - time.monotonic()) > 0:
-                if not (await asyncio.wait([value], timeout=min(left, SILENCE)))[0]:
-                    yield b": waiting for the model\n\n"
-                elif (found := value.result()) is not None:
-                    yield f"data: {json.dumps(found, ensure_ascii=False)}\n\n".encode()
-                    value = asyncio.ensure_future(anext(values, None))
-                else:
+                async with asyncio.timeout(left):  # it must not span a `yield`, where the client may be what is late
+                    value = await anext(values, None)
+                if value is None:
                     yield end
                     self.status = 200
                     return
-            raise _too_long(limits)
+                yield f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+            raise TimeoutError
         except Exception as failed:  # the status has been sent already
             refusal = _refusal(failed)
             yield b"data: " + bytes(refusal.body) + b"\n\n"
             self.status = refusal.status_code
-        finally:
-            value.cancel()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def comments() -> None:
+            while True:
+                await asyncio.sleep(PAUSE)
+                if self.status == DISCONNECTED:  # not ended
+                    await send({"type": "http.response.body", "body": b": in progress\n\n", "more_body": True})
+
+        commenting = asyncio.create_task(comments())
         try:
             await super().__call__(scope, receive, send)
         finally:
+            commenting.cancel()
             self.cancel()
             await self.events.aclose()
             self.ended(self.status)
@@ -355,10 +356,6 @@ def one_value(app: ASGIApp) -> ASGIApp:
     return handle
 
 
-def _too_long(limits: Limits) -> HTTPException:
-    return HTTPException(504, f"the answer took more than {limits.seconds:g} s; lower max_tokens")
-
-
 async def _disconnected(request: Request) -> None:
     """Wait until the client disconnects. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -373,6 +370,8 @@ def _refusal(failed: Exception) -> Response:
     elif isinstance(failed, LlamaError):
         status = 404 if isinstance(failed, UnknownModel) else 400 if isinstance(failed, REFUSED) else 500
         message = str(failed)
+    elif isinstance(failed, TimeoutError):
+        status, message = 504, "the answer took more time than this server allows (--timeout); lower max_tokens"
     else:
         log.error("a request failed: %s", type(failed).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
         status, message = 500, f"the server failed: {type(failed).__name__}"

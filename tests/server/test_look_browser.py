@@ -41,9 +41,9 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def server(tiny_llm: Llama) -> Iterator[Running]:
-    """Its streams have comments in each pause, which the page skips."""
+    """Its streams have a comment each millisecond, which the page skips."""
     with pytest.MonkeyPatch.context() as patch, running(tiny_llm) as found:
-        patch.setattr(app, "SILENCE", 0.001)
+        patch.setattr(app, "PAUSE", 0.001)
         yield found
 
 
