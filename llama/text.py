@@ -388,7 +388,7 @@ class Llama:
                     text = answer.feed(event.token)
                     if answer.done:
                         answer.prompt.cancelled.set()
-                    if not event.token.stop:
+                    if text is not None:
                         yield answer.prompt, Piece(text, token=event.token)
                 case Ended():
                     del running[event.number]

@@ -65,10 +65,9 @@ def run(args: argparse.Namespace) -> int:
     loading.set_chat_form(args, llm)
     name = args.name or loading.model_name(args.model)
     engine = Engine(llm, args.parallel, args.queue)
-    app = Server(llm, engine, name, key, Limits(seconds=args.timeout)).app(
-        ["localhost", "127.0.0.1", "[::1]"] if local else None, args.cors_origin
-    )
-    server = uvicorn.Server(configuration(app, args.parallel + args.queue))
+    limits, hosts = Limits(seconds=args.timeout), ["localhost", "127.0.0.1", "[::1]"] if local else None
+    app = Server(llm, engine, name, key, limits).app(hosts, args.cors_origin)
+    server = uvicorn.Server(configuration(app, args.parallel + args.queue, limits))
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect

@@ -180,14 +180,14 @@ class Answer:
         """Add the tokens of the prompt, with their log-probabilities."""
         self._prompt_scores = [token.logprob for token in prompt]
 
-    def feed(self, token: Token) -> str:
-        """Add a token; return the text that is certain now, which may be empty."""
+    def feed(self, token: Token) -> str | None:
+        """Add a token; return the text that is certain now, which may be empty, or None for a stop id."""
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
         if token.stop or token.id in self._stop_ids:
             self.done = True
-            return ""
+            return None
         self.ids.append(token.id)
         if token.logprob is not None:
             self._scores.append(token.logprob)

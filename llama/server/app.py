@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -52,6 +52,7 @@ RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
+COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
 PARSED, COMPILED = 4, 2  # requests at once, of the 5 or more threads of asyncio.to_thread
 # The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
 MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
@@ -67,6 +68,9 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+STREAM_HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}  # a proxy must not delay events
+PAUSE = 15.0  # seconds between the comments in a stream, since proxies close silent connections
+SINGLE = ((b"authorization",), (b"content-type",), (b"content-length", b"transfer-encoding"))  # h11 checks Host
 PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -101,7 +105,7 @@ class Server:
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
         app.router.redirect_slashes = False  # a redirection would use the address in the client's request
-        app.add_middleware(one_length)
+        app.add_middleware(one_value)
         if hosts is not None:  # against DNS rebinding: a host name of a web page that resolves to this server
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         if origins:
@@ -112,6 +116,11 @@ class Server:
         """Wrap an endpoint: check the API key, return errors as JSON, count statuses, and write a line to the log."""
 
         async def handle(request: Request) -> Response:
+            def ended(status: int) -> None:
+                self.statuses[path, status] += 1
+                if request.method == "POST":
+                    log.info("POST %s %d %.2f s", path, status, time.perf_counter() - began)
+
             began = time.perf_counter()
             try:
                 if path != "/health" and path not in PAGE:
@@ -121,9 +130,10 @@ class Server:
                 response = Response(status_code=DISCONNECTED)
             except Exception as failed:
                 response = _refusal(failed)
-            self.statuses[path, response.status_code] += 1
-            if request.method == "POST":
-                log.info("POST %s %d %.2f s", path, response.status_code, time.perf_counter() - began)
+            if isinstance(response, Stream):
+                response.ended = ended
+            else:
+                ended(response.status_code)
             return response
 
         return handle
@@ -152,7 +162,7 @@ class Server:
         lines = ["# TYPE clearllama_requests_total counter"]
         for (path, status), count in sorted(self.statuses.items()):
             lines.append(f'clearllama_requests_total{{path="{path}",status="{status}"}} {count}')
-        for name in ("prompt_tokens", "cached_tokens", "new_tokens"):
+        for name in COUNTED:
             lines += [f"# TYPE clearllama_{name}_total counter", f"clearllama_{name}_total {self.tokens[name]}"]
         waiting = self.engine.queue.qsize()
         for name, value in (("running", len(self.engine.listeners) - waiting), ("waiting", waiting)):
@@ -164,8 +174,8 @@ class Server:
         call = await self._call(request, parse)
         answers = Answers(self, call, chat=parse is parse_chat)
         if call.stream:
-            return Stream(answers.chunks(), answers.cancel, b"data: [DONE]\n\n")
-        return JSONResponse(await _undisturbed(request, answers.whole(), answers.cancel))
+            return Stream(answers.chunks(), answers.cancel, self.limits, b"data: [DONE]\n\n")
+        return JSONResponse(await self._undisturbed(request, answers.whole(), answers.cancel))
 
     async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
         """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""
@@ -197,26 +207,31 @@ class Server:
 
     async def look_answer(self, request: Request) -> Response:
         look = self._look(self.looks.answer(**await self._call(request, parse_answer)))
-        return Stream(self.in_time(look.results()), look.cancelled.set)
+        return Stream(look.results(), look.cancelled.set, self.limits)
 
     async def look_inside(self, request: Request) -> Response:
         look = self._look(self.looks.inside(**await self._call(request, parse_inspection)))
-        return JSONResponse(await _undisturbed(request, look.last(), look.cancelled.set))
+        return JSONResponse(await self._undisturbed(request, look.last(), look.cancelled.set))
 
     async def look_page(self, request: Request) -> Response:
         ids = await self._call(request, parse_page)
         async with self.tracing:
             look = self._look(self.looks.page(ids))
-            render = await _undisturbed(request, look.last(), look.cancelled.set)
+            render = await self._undisturbed(request, look.last(), look.cancelled.set)
             return Response(await asyncio.to_thread(render), media_type="text/html")
 
-    async def in_time(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def _undisturbed(self, request: Request, result: Coroutine[Any, Any, T], cancel: Callable[[], object]) -> T:
+        """The result, unless the client disconnects or the time ends before it. At the end, call `cancel`."""
+        whole, gone = asyncio.create_task(result), asyncio.create_task(_disconnected(request))
         try:
-            async with asyncio.timeout(self.limits.seconds):
-                async for one in results:
-                    yield one
-        except TimeoutError:
-            raise HTTPException(504, f"the answer took more than {self.limits.seconds:g} s; lower max_tokens") from None
+            await asyncio.wait((whole, gone), timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                raise ClientDisconnect if gone.done() else TimeoutError
+            return whole.result()
+        finally:
+            whole.cancel()
+            gone.cancel()
+            cancel()
 
     def _look(self, steps: Steps) -> Look:
         look = Look(steps)
@@ -227,20 +242,6 @@ class Server:
         return look
 
 
-async def _undisturbed(request: Request, result: Coroutine[Any, Any, T], cancel: Callable[[], object]) -> T:
-    """The result, unless the client disconnects before it: then raise ClientDisconnect. At the end, call `cancel`."""
-    whole, gone = asyncio.create_task(result), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not whole.done():
-            raise ClientDisconnect
-        return whole.result()
-    finally:
-        whole.cancel()
-        gone.cancel()
-        cancel()
-
-
 class Answers:
     """The answers to one call. The constructor queues them; `cancel` ends them, and may be called at any time."""
 
@@ -248,10 +249,14 @@ class Answers:
         loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[Prompt, Piece | LlamaError]]()
 
         def deliver(prompt: Prompt, piece: Piece | LlamaError) -> None:
+            if isinstance(piece, Piece) and piece.completion is not None:  # perhaps the client has disconnected
+                stats, once = piece.completion.stats, self.choices[prompt].index % call.n == 0  # n answers, one prompt
+                for counts in (self.tokens, server.tokens):
+                    counts.update({name: getattr(stats, name) for name in COUNTED if once or name == "new_tokens"})
             with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
                 loop.call_soon_threadsafe(self.arrived.put_nowait, (prompt, piece))
 
-        self.server, self.call, self.chat = server, call, chat
+        self.server, self.call, self.chat, self.tokens = server, call, chat, Counter[str]()
         self.choices = {prompt: Choice(call, i, server.spelling, chat) for i, prompt in enumerate(call.prompts)}
         kind = ("chat.completion.chunk" if call.stream else "chat.completion") if chat else "text_completion"
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -276,18 +281,13 @@ class Answers:
                 yield part
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens, and add the counts to the server's totals. The prompt of n answers counts once."""
-        stats = [choice.completion.stats for choice in self.choices.values() if choice.completion is not None]
-        prompts, totals = stats[:: self.call.n], self.server.tokens
-        prompt, new = sum(one.prompt_tokens for one in prompts), sum(one.new_tokens for one in stats)
-        cached = sum(one.cached_tokens for one in prompts)
-        totals.update({"prompt_tokens": prompt, "new_tokens": new, "cached_tokens": cached})
+        prompt, cached, new = (self.tokens[name] for name in COUNTED)
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     async def whole(self) -> dict[str, Any]:
         """The body of a response that is not a stream."""
-        choices = [choice async for choice in self.server.in_time(self.parts())]
+        choices = [choice async for choice in self.parts()]
         return {**self.head, "choices": sorted(choices, key=itemgetter("index")), "usage": self.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -296,42 +296,62 @@ class Answers:
         for i in range(len(self.choices) * self.chat):
             opening = {"index": i, "delta": {"role": "assistant", "content": ""}}
             yield {**self.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}], **extra}
-        async for part in self.server.in_time(self.parts()):
+        async for part in self.parts():
             yield {**self.head, "choices": [part], **extra}
-        counts = self.usage()
         if self.call.usage:
-            yield {**self.head, "choices": [], "usage": counts}
+            yield {**self.head, "choices": [], "usage": self.usage()}
 
 
 class Stream(StreamingResponse):
-    """Server-sent events, then `end`. If the client disconnects, even before the first event, `cancel` is called."""
+    """Server-sent events, then `end`. However it ends, it calls `cancel`, and `ended` with the status for the log."""
 
-    def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], end: bytes = b""):
-        super().__init__(self._events(values, end), 200, {"Cache-Control": "no-store"}, "text/event-stream")
-        self.cancel = cancel
+    def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], limits: Limits, end: bytes = b""):
+        self.events, self.cancel, self.status = self._events(values, limits, end), cancel, DISCONNECTED
+        self.ended: Callable[[int], object] = lambda status: None
+        super().__init__(self.events, 200, STREAM_HEADERS, "text/event-stream")
 
-    async def _events(self, values: AsyncIterator[Any], end: bytes) -> AsyncIterator[bytes]:
+    async def _events(self, values: AsyncIterator[Any], limits: Limits, end: bytes) -> AsyncGenerator[bytes]:
+        late = time.monotonic() + limits.seconds
         try:
-            async for value in values:
+            while (left := late - time.monotonic()) > 0:
+                async with asyncio.timeout(left):  # it must not span a `yield`, where the client may be what is late
+                    value = await anext(values, None)
+                if value is None:
+                    yield end
+                    self.status = 200
+                    return
                 yield f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
-            yield end
+            raise TimeoutError
         except Exception as failed:  # the status has been sent already
-            yield b"data: " + bytes(_refusal(failed).body) + b"\n\n"
+            refusal = _refusal(failed)
+            yield b"data: " + bytes(refusal.body) + b"\n\n"
+            self.status = refusal.status_code
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def comments() -> None:
+            while True:
+                await asyncio.sleep(PAUSE)
+                if self.status == DISCONNECTED:  # not ended
+                    await send({"type": "http.response.body", "body": b": in progress\n\n", "more_body": True})
+
+        commenting = asyncio.create_task(comments())
         try:
             await super().__call__(scope, receive, send)
         finally:
+            commenting.cancel()
             self.cancel()
+            await self.events.aclose()
+            self.ended(self.status)
 
 
-def one_length(app: ASGIApp) -> ASGIApp:
-    """Middleware that rejects a request with two lengths, since a proxy may use the other one."""
+def one_value(app: ASGIApp) -> ASGIApp:
+    """Middleware that rejects a request with two keys, types or lengths, since a proxy may use the other one."""
 
     async def handle(scope: Any, receive: Any, send: Any) -> None:
-        both = {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
-        refused = HTTPException(400, "got both Content-Length and Transfer-Encoding", {"Connection": "close"})
-        await (_refusal(refused) if both else app)(scope, receive, send)
+        given = [name for name, _ in scope["headers"]]
+        several = [b" or ".join(names).decode() for names in SINGLE if sum(map(given.count, names)) > 1]
+        refused = HTTPException(400, f"expected one header {', '.join(several)}, got several", {"Connection": "close"})
+        await (_refusal(refused) if several else app)(scope, receive, send)
 
     return handle
 
@@ -350,6 +370,8 @@ def _refusal(failed: Exception) -> Response:
     elif isinstance(failed, LlamaError):
         status = 404 if isinstance(failed, UnknownModel) else 400 if isinstance(failed, REFUSED) else 500
         message = str(failed)
+    elif isinstance(failed, TimeoutError):
+        status, message = 504, "the answer took more time than this server allows (--timeout); lower max_tokens"
     else:
         log.error("a request failed: %s", type(failed).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
         status, message = 500, f"the server failed: {type(failed).__name__}"
@@ -360,6 +382,6 @@ def _refusal(failed: Exception) -> Response:
 
 
 async def _no_endpoint(request: Request, raised: Exception) -> Response:
-    status = getattr(raised, "status_code", 404)
-    what = f"{request.method} {request.scope['path']!r:.80}: no such endpoint"
-    return _refusal(HTTPException(status, what, getattr(raised, "headers", None)))
+    status, headers = getattr(raised, "status_code", 404), getattr(raised, "headers", None) or {}
+    wrong = f"use {headers['Allow']}" if "Allow" in headers else "no such endpoint"
+    return _refusal(HTTPException(status, f"{request.method} {request.scope['path']!r:.80}: {wrong}", headers))

@@ -33,19 +33,27 @@ class Limits:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol, with limits on incomplete requests and on the number of connections."""
+    """uvicorn's protocol, with limits on incomplete requests, on clients that do not read, and on connections."""
+
+    def __init__(self, limits: Limits, **options: Any):
+        super().__init__(**options)
+        self.limits = limits
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.deadline = self.loop.call_later(Limits.receive, self._late)
+        self.end, self.deadline = math.inf, self.loop.call_later(self.limits.receive, self._late)
         if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
             transport.abort()  # before the limit on open files is reached, which affects the whole program
 
     def handle_events(self) -> None:
+        before = self.cycle
         super().handle_events()
         if self.cycle is None or self.cycle.response_complete:
             return  # the head of the next request is incomplete, or a body that is no longer needed
-        self.deadline.cancel()
+        if self.cycle is not before:  # the application ends the response in time, unless the client does not read
+            self.deadline.cancel()
+            self.end = self.loop.time() + self.limits.receive + self.limits.seconds
+            self.deadline = self.loop.call_at(self.end, self.transport.abort)
         if not self.cycle.more_body:  # keep reading, to notice that the client disconnects
             if len(self.conn.trailing_data[0]) > HEAD:
                 self.transport.abort()
@@ -53,13 +61,13 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.deadline.cancel()
-        self.deadline = self.loop.call_later(Limits.receive, self._late)
+        self.deadline = self.loop.call_later(self.limits.receive, self._late)
         super().on_response_complete()
 
     def _late(self, before: float = math.inf) -> None:
         """Close the connection, unless the client has read more of the last response since `before` bytes were left."""
-        if 0 < (left := self.transport.get_write_buffer_size()) < before:
-            self.deadline = self.loop.call_later(Limits.receive, self._late, left)
+        if 0 < (left := self.transport.get_write_buffer_size()) < before and self.loop.time() < self.end:
+            self.deadline = self.loop.call_later(self.limits.receive, self._late, left)
         else:
             self.transport.abort()
 
@@ -87,12 +95,12 @@ def raise_open_files(most: int = 2**14) -> int:
     return most
 
 
-def configuration(app: ASGIApp, answers: int) -> Config:
+def configuration(app: ASGIApp, answers: int, limits: Limits) -> Config:
     """uvicorn's configuration for a server with at most `answers` answers in progress or waiting."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it writes 2,000 tracebacks/s if descriptors run out
     return Config(
         app,
-        http=Protocol,
+        http=lambda **options: Protocol(limits, **options),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

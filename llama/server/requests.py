@@ -49,6 +49,7 @@ NAMED_SCHEMA: Known = {"name": str, "description": str, "schema": dict, "strict"
 ANSWER_FIELDS: Known = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **GENERATION}
 INSIDE_FIELDS: Known = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
+ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head)
@@ -239,7 +240,11 @@ def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     if not all(re.fullmatch("0|[1-9][0-9]{0,8}", key) for key in bias):
         raise UsageError("the keys of logit_bias must be token ids")
     options["logit_bias"] = {checks.integer("an id of logit_bias", int(key), 0, last): bias[key] for key in bias}
+    if (stop := options.get("stop")) == "" or isinstance(stop, list):  # lm-eval sends "", which llama-server ignores
+        options["stop"] = [text for text in stop if text != ""]
     more = _entries(body.get("stream_options", {}), STREAM_OPTIONS, "stream_options.")
+    if more and not body.get("stream"):
+        raise UsageError("stream_options needs stream: true")
     return options, Call(body.get("n", 1), body.get("stream", False), more.get("include_usage", False))
 
 
@@ -305,8 +310,8 @@ def _message(message: Any) -> dict[str, Any]:
     """A message without nulls and unused keys, with its text parts joined. `encode_chat` checks it."""
     checks.instance("a message", message, dict, "an object")
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
-    unused = ("annotations",) if role in ("tool", "ipython") else ("annotations", "name")
-    message = {key: value for key, value in message.items() if value is not None and key not in unused}
+    unused = () if role in ("tool", "ipython") else ("name",)
+    message = {key: item for key, item in _without_added(message).items() if item is not None and key not in unused}
     if role is not None:
         message["role"] = role
     if role == "assistant":
@@ -317,6 +322,15 @@ def _message(message: Any) -> dict[str, Any]:
             raise UsageError(f"each part of content must be {{type: text, text: ..}}, got {shown(message['content'])}")
         message["content"] = "".join(part["text"] for part in parts)
     return message
+
+
+def _without_added(value: Any) -> Any:
+    """A message, or the calls in it, without the fields that OpenAI's client adds to those it has received."""
+    if isinstance(value, list):
+        return [_without_added(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_added(item) if key in INNER else item for key, item in value.items() if key not in ADDED}
 
 
 # ------------------------------------------------------------------------------------------------- tools and schemas

@@ -45,7 +45,7 @@ class Choice:
         self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet, like tokens and calls
         self.tokens: list[Token] = []
         self.calls: list[dict[str, Any]] = []
-        self.count = 0  # calls found so far
+        self.count, self.cut = 0, False  # calls found so far; whether the answer ends within one
         before = () if chat or call.echoed else call.prompts[index].prompt
         self.decoder, self.offset = Decoder(spelling.tokenizer, before), 0  # where in the text the next token begins
         self.completion: Completion | None = None
@@ -53,8 +53,7 @@ class Choice:
     def add(self, piece: Piece) -> dict[str, Any] | None:
         """The next `choice` object, or None if there is nothing to send yet."""
         self.tokens += piece.prompt or []
-        if piece.token is not None and not (piece.token.stop and self.chat):
-            self.tokens.append(piece.token)
+        self.tokens += [piece.token] if piece.token is not None else []
         self.completion = piece.completion
         for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
             if isinstance(event, str):
@@ -63,17 +62,17 @@ class Choice:
                 arguments = json.dumps(event["function"]["arguments"], ensure_ascii=False)
                 function = {"name": event["function"]["name"], "arguments": arguments}
                 index = {"index": self.count} if self.call.stream else {}
-                self.calls.append(
-                    {**index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-                )
+                id = event.get("id") or uuid.uuid4().hex[:9]  # Mistral's templates require nine letters and digits
+                self.calls.append({**index, "id": id, "type": "function", "function": function})
                 self.count += 1
         if self.completion is None and not (self.call.stream and (self.text or self.calls)):
             return None
         text, calls = self.text, {"tool_calls": self.calls} if self.calls else {}
-        logprobs, reason = self._logprobs(self.tokens) if self.call.logprobs else None, None
+        logprobs = self._logprobs(self.tokens) if self.call.logprobs else None
         self.text, self.tokens, self.calls = "", [], []
-        if self.completion is not None:
-            reason = "tool_calls" if self.count else self.completion.finish_reason
+        reason: str | None = None if self.completion is None else self.completion.finish_reason
+        if reason == "stop" and self.count and not self.cut:  # the model ended the answer after complete calls
+            reason = "tool_calls"
         content: dict[str, Any] = {"text": text}
         if self.chat and self.call.stream:
             content = {"delta": {**({"content": text} if text else {}), **calls}}
@@ -84,7 +83,9 @@ class Choice:
 
     def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
         mark = "" if piece.token is None else self.spelling.call_marks.get(piece.token.id, "")
-        return [*calls.feed(mark + piece.text), *(calls.end() if piece.completion is not None else [])]
+        events, rest = calls.feed(mark + piece.text), calls.end() if piece.completion is not None else []
+        self.cut = any(isinstance(event, str) and event.strip("; \n") for event in rest)  # a stop string in a call
+        return events + rest
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         top = self.call.top

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -102,9 +103,8 @@ def server(llm: Llama, passes: Passes) -> Iterator[Running]:
 
 
 @pytest.fixture
-def impatient(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def impatient(llm: Llama) -> Iterator[Running]:
     """A server that waits a second for a client. Others wait longer, for clients on a busy machine."""
-    monkeypatch.setattr(Limits, "receive", 1.0)
     with running(llm, limits=Limits(receive=1.0)) as found:
         yield found
 
@@ -272,6 +272,7 @@ INNER: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "differ"),
     ({"top_logprobs": 2}, "logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
 ]
 
 
@@ -296,7 +297,8 @@ def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
     fields = ["user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort"]
     assert all(parsed(**{field: value}) == parsed() for field in fields for value in ("x", True, {}, None))
     options = {"include_usage": True, "include_obfuscation": False}
-    for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream_options": options}, {"max_completion_tokens": 9}):
+    for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream": True, "stream_options": options},
+                 {"max_completion_tokens": 9}, {"stop": ""}, {"stop": [""]}):  # fmt: skip
         assert parsed(**more) == parsed()
     assert parsed([{**HELLO[0], "name": "Ann", "annotations": []}]) == parsed()
     assert parsed([{"role": "developer", "content": "x"}]) == parsed([{"role": "system", "content": "x"}])
@@ -425,10 +427,12 @@ def test_a_request_that_takes_too_long_is_ended(llm: Llama, passes: Passes) -> N
         passes.allow(0)
         status, text, _ = ask(server, TEXT, LONG)
         assert (status, json.loads(text)["error"]["type"]) == (504, "server_error")
-        status, text, _ = ask(server, TEXT, {**LONG, "stream": True})
-        assert (status, "took more than" in json.loads(text.split("data: ")[-1])["error"]["message"]) == (200, True)
+        for path, body in ((TEXT, {**LONG, "stream": True}), ("/look/answer", {"ids": [5]})):
+            status, text, _ = ask(server, path, body)
+            assert (status, "took more time" in json.loads(text.split("data: ")[-1])["error"]["message"]) == (200, True)
+        assert [ask(server, path, {"ids": [5]})[0] for path in ("/look/inside", "/look/page")] == [504, 504]
         passes.allow(float("inf"))
-        until(lambda: gauges(server) == (0, 0))
+        until(lambda: gauges(server) == (0, 0) and not server.engine.queue.looks)
 
 
 # ------------------------------------------------------------------------------- L04: what a request must not control
@@ -500,9 +504,13 @@ def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
         assert (status, headers["Location"]) == (404, None), path
         refusal(status, text, "unknown model" if path.startswith("/v1/models/") else "no such endpoint")
     for method in ("GET", "OPTIONS", "X" * 100):
-        status, text, headers = ask(server, CHAT, b"", method)
-        assert (status, headers["Allow"]) == (405, "POST")
-        refusal(status, text, "no such endpoint")
+        for path in (CHAT, "/look/answer"):
+            status, text, headers = ask(server, path, b"", method)
+            assert (status, headers["Allow"]) == (405, "POST")
+            refusal(status, text, f"{path}': use POST")
+    for method, status in (("HEAD", 200), ("POST", 405), ("OPTIONS", 405)):
+        found, text, headers = ask(server, "/v1/models", b"", method)
+        assert (found, {*(headers["Allow"] or "GET, HEAD").split(", ")}) == (status, {"GET", "HEAD"})
 
 
 def test_host_names_of_other_machines_are_refused(server: Running) -> None:
@@ -533,6 +541,13 @@ def test_only_the_key_opens_the_endpoints(llm: Llama) -> None:
         assert ask(server, "/health", b"", "GET")[0] == 200
         for given in ("Bearer s3cret", "bearer s3cret"):
             assert ask(server, "/v1/models", b"", "GET", Authorization=given)[0] == 200
+        head, right = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n" + HOST, b"Authorization: Bearer s3cret\r\n"
+        for other in (right, right.replace(b"s3", b"S3"), b"authorization: Basic czNjcmV0\r\n", b"AUTHORIZATION:\r\n"):
+            for keys in (right + other, other + right):
+                found = replies(server, head + keys + b"\r\n")
+                assert found.startswith(b"HTTP/1.1 400")
+                assert b"one header authorization" in found
+        assert ask(server, "/v1/models?api_key=s3cret&key=s3cret", b"", "GET")[0] == 401
 
 
 def test_a_full_queue_refuses_and_the_accepted_answers_arrive(server: Running, passes: Passes, llm: Llama) -> None:
@@ -731,9 +746,10 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\n" + HOST + b"\r\n"
         (b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", CHUNKED),
         (b"Content-Length: 32\r\nContent-Length: 5\r\n", BODY_ONE),
         (b"Transfer-Encoding : chunked\r\n", CHUNKED),
+        (b"Content-Type: text/plain\r\nContent-Length: 32\r\n", BODY_ONE),
     ],
 )
-def test_a_length_that_a_proxy_may_read_otherwise_is_refused(server: Running, header: bytes, body: bytes) -> None:
+def test_a_header_that_a_proxy_may_read_otherwise_is_refused(server: Running, header: bytes, body: bytes) -> None:
     found = replies(server, POST + header + b"\r\n" + body + SMUGGLED)
     assert found.startswith(b"HTTP/1.1 400")
     assert b"smuggled" not in found
@@ -748,6 +764,122 @@ def test_a_client_that_reads_no_response_is_disconnected(impatient: Running) -> 
         client.sendall(raw({**LONG, "max_tokens": 100, "n": 3, "logprobs": 20}))
         until(lambda: any(one.transport.get_write_buffer_size() for one in [*connections]))
         until(lambda: len(connections) == 0)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+
+
+@pytest.mark.parametrize(("path", "trickle"), [(TEXT, GET[:1]), ("/look/answer", b"")])
+def test_a_stream_that_its_client_does_not_read_ends_in_time(
+    llm: Llama, passes: Passes, path: str, trickle: bytes
+) -> None:
+    """Its place, task and descriptor are free, though the model still runs. Bytes that the client sends don't help."""
+    body = {"max_tokens": 200, "temperature": 0, "logit_bias": {"2": -100}}
+    body |= {**LONG, "stream": True, "logprobs": 20} if path == TEXT else {"ids": [5], "top": 20}
+    before = open_files()
+    with running(llm, limits=Limits(seconds=2, receive=0.2)) as server:
+        connections, tasks = server.uvicorn.server_state.connections, server.uvicorn.server_state.tasks
+        server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        passes.allow(150)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(raw(body).replace(TEXT.encode(), path.encode(), 1))
+            until(lambda: any(one.flow.write_paused for one in [*connections]))
+            (stalled,) = connections
+            began = time.monotonic()
+            with ThreadPoolExecutor() as pool:
+                other = pool.submit(ask, server, TEXT, {"prompt": "a", "max_tokens": 3})
+                passes.wait()
+                passes.allow(20)
+                assert other.result()[0] == 200
+            answers, looks = [*server.engine.listeners], [*server.engine.queue.looks]
+            while stalled in connections:
+                assert time.monotonic() < began + 60
+                with contextlib.suppress(OSError):
+                    client.sendall(trickle)
+                time.sleep(0.02)
+            until(lambda: not tasks)
+            assert all(one.cancelled.is_set() for one in [*answers, *looks])
+            assert len([*answers, *looks]) == 1
+            passes.allow(float("inf"))
+            until(lambda: gauges(server) == (0, 0) and not server.engine.queue.looks)
+    assert open_files() <= before
+
+
+def test_a_client_that_reads_a_response_slowly_is_disconnected_in_time(llm: Llama) -> None:
+    with running(llm, limits=Limits(seconds=0.5, receive=0.3)) as server:
+        size = len(ask(server, "/page.js", b"", "GET")[1].encode())
+        server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(GET.replace(b"/health", b"/page.js") + b"\r\n")
+            received = len(client.recv(2000))
+            with contextlib.suppress(ConnectionResetError):
+                while part := client.recv(500):
+                    received += len(part)
+                    time.sleep(0.02)
+        assert 2000 < received < size
+
+
+def test_a_stream_sends_comments_while_the_model_is_silent(
+    server: Running, llm: Llama, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "PAUSE", 0.02)
+    body = {**LONG, "stream": True, "max_tokens": 3}
+    with ThreadPoolExecutor() as pool:
+        passes.allow(0)
+        answer = pool.submit(ask, server, TEXT, body)
+        options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 9, "temperature": 0}
+        chat = pool.submit(lambda: [*server.client().chat.completions.create(**options, stream=True)])
+        passes.wait()
+        time.sleep(0.2)
+        passes.allow(float("inf"))
+        _, text, headers = answer.result()
+        first, *events = text.removesuffix("\n\n").split("data: ")
+        assert first.count(": in progress\n\n") > 3
+        assert [event.strip() for event in events][-1] == "[DONE]"
+        assert (headers["X-Accel-Buffering"], "no-cache" in headers["Cache-Control"]) == ("no", True)
+        joined = "".join(chunk.choices[0].delta.content or "" for chunk in chat.result())
+    assert joined == llm.chat(HELLO, max_new_tokens=9).text
+
+
+def counters(server: Running) -> dict[str, int]:
+    text = ask(server, "/metrics", b"", "GET")[1]
+    return {name: int(value) for name, value in re.findall(r"^clearllama_(\S+) (\d+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_counted_and_logged_at_its_end(
+    llm: Llama, passes: Passes, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """Also one that the client leaves: /metrics has its tokens and status. The prompt of n answers counts once."""
+    caplog.set_level("INFO", "llama.server.app")
+    gone, complete = (f'requests_total{{path="{TEXT}",status="{status}"}}' for status in (499, 200))
+    with running(llm) as server:
+        passes.allow(0)
+        began = time.monotonic()
+        with connect(server, raw({**LONG, "n": 2, "stream": stream})):
+            passes.wait()
+            passes.allow(8)
+            passes.wait()
+            time.sleep(0.3)
+        until(lambda: all(prompt.cancelled.is_set() for prompt in [*server.engine.listeners]))
+        passes.allow(float("inf"))
+        until(lambda: gauges(server) == (0, 0) and gone in counters(server) and caplog.messages)
+        status, seconds = re.search(r"POST \S+ (\d+) (\S+) s", caplog.messages[-1]).groups()  # type: ignore[union-attr]
+        assert (status, 0.3 <= float(seconds) <= time.monotonic() - began) == ("499", True)
+        left = counters(server)
+        assert left["prompt_tokens_total"] == len(llm.tokenizer.encode_prompt("hello"))
+        assert 2 <= left["new_tokens_total"] <= 18
+        assert complete not in left
+        assert ask(server, TEXT, {**LONG, "max_tokens": 5, "n": 3, "stream": stream})[0] == 200
+        until(lambda: counters(server).get(complete) == 1)
+        found = counters(server)
+        assert found["new_tokens_total"] == left["new_tokens_total"] + 15
+        assert found["prompt_tokens_total"] == 2 * left["prompt_tokens_total"]
 
 
 # ------------------------------------------------------------------------------------------------- L09: processes

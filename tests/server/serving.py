@@ -27,7 +27,7 @@ class Running:
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         app = self.server.app(["127.0.0.1", "localhost"])
-        self.uvicorn = uvicorn.Server(configuration(app, slots + waiting))
+        self.uvicorn = uvicorn.Server(configuration(app, slots + waiting, limits))
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
         self.thread.start()
         while not self.uvicorn.started:

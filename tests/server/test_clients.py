@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import openai
 import pytest
+import requests
 import torch
 from starlette.testclient import TestClient
 
@@ -96,6 +98,36 @@ def test_each_field_has_the_effect_of_the_librarys_option(client: openai.OpenAI,
         expected = tiny_llm.generate("abc", max_new_tokens=20, **options)
         assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
         assert expected.tokens != free.tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_token_of_an_answer_has_one_log_probability(client: openai.OpenAI, tiny_llm: Llama, stream: bool) -> None:
+    """Not the stop id, which is no part of the answer: that of a stop token, or of a stop string with its name."""
+    free = tiny_llm.generate("abc", max_new_tokens=12)
+    id = free.tokens[7]
+    (name, control), *_ = tiny_llm.tokenizer.control.items()
+    ends: list[dict[str, Any]] = [
+        {"stop_token_ids": [id]},
+        {"stop": [name], "logit_bias": {str(control): 100}},
+        {"stop": [free.text[4:6]]},
+        {"stop_token_ids": [free.tokens[0]]},
+        {},
+    ]
+    chat: dict[str, Any] = {"messages": [*MESSAGES, {"role": "assistant", "content": "abc"}], "logprobs": True}
+    for end in ends:
+        for path, asked in (("completions", {"prompt": "abc", "logprobs": 0}), ("chat/completions", chat)):
+            body = {"model": "tiny", **asked, "max_tokens": 12, "temperature": 0, **end, "stream": stream}
+            body |= {"stream_options": {"include_usage": True}} if stream else {}
+            answer = requests.post(f"{client.base_url}{path}", json=body, timeout=60).text
+            parts = [json.loads(part[6:]) for part in answer.split("\n\n")[:-2]] if stream else [json.loads(answer)]
+            found = [choice["logprobs"] for part in parts for choice in part["choices"] if choice["logprobs"]]
+            scores = [score for one in found for score in one.get("token_logprobs", one.get("content"))]
+            assert len(scores) == parts[-1]["usage"]["completion_tokens"]
+            if path == "completions":
+                options = {**end, "logit_bias": {control: 100}} if "logit_bias" in end else end
+                expected = tiny_llm.generate("abc", max_new_tokens=12, logprobs=True, **options)
+                assert scores == pytest.approx(expected.logprobs, abs=1e-4)
+                assert len(scores) < 12 or not end
 
 
 def test_echo_gives_the_log_probabilities_of_one_pass(client: openai.OpenAI, tiny_llm: Llama) -> None:

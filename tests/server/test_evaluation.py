@@ -58,3 +58,11 @@ def test_likelihoods_through_the_server_are_those_of_hflm(folder: Path, server: 
         request_type="generate_until", doc={}, arguments=(TEXT[:40], {"until": ["."], "max_gen_toks": 12}), idx=0
     )
     assert client.generate_until([generate], disable_tqdm=True) == oracle.generate_until([generate], disable_tqdm=True)
+    open_ends = [
+        Instance(
+            request_type="generate_until", doc={}, arguments=(TEXT[:40], {"until": until, "max_gen_toks": 12}), idx=0
+        )
+        for until in ([""], [])
+    ]
+    (found, expected) = client.generate_until(open_ends, disable_tqdm=True)
+    assert found == expected != ""

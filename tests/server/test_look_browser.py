@@ -25,6 +25,7 @@ from playwright.sync_api import Browser, Page
 from llama import loader
 from llama.generate import generate
 from llama.sampling import SamplingParams
+from llama.server import app
 from llama.server.look import Looks
 from llama.study.intervene import ablated
 from llama.text import Llama
@@ -40,7 +41,9 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def server(tiny_llm: Llama) -> Iterator[Running]:
-    with running(tiny_llm) as found:
+    """Its streams have a comment each millisecond, which the page skips."""
+    with pytest.MonkeyPatch.context() as patch, running(tiny_llm) as found:
+        patch.setattr(app, "PAUSE", 0.001)
         yield found
 
 

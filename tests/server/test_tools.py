@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,12 +99,14 @@ def test_a_required_call_has_no_endless_white_space(tiny_llm: Llama) -> None:
             assert piece.completion.text == json.dumps(json.loads(piece.completion.text))
 
 
-def parts(llm: Llama, pieces: list[Any], stream: bool = False, several: bool = True, mark: str = "") -> list[Any]:
+def parts(
+    llm: Llama, pieces: list[Any], stream: bool = False, several: bool = True, mark: str = "", finish: Any = "stop"
+) -> list[Any]:
     """The choices of an answer that the model gives in these pieces. The token 7 has the text of `mark`."""
     call, spelling = Call(1, stream, False, tools=TOOLS, several_calls=several), Spelling(llm.tokenizer)
     spelling.call_marks |= {7: mark}
     choice = Choice(call, 0, spelling, chat=True)
-    end = Completion("", [], "stop", None, Stats(1, 0, 0, 0, 0, 0))
+    end = Completion("", [], finish, None, Stats(1, 0, 0, 0, 0, 0))
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
     return [part for piece in given if (part := choice.add(piece)) is not None]
 
@@ -127,6 +130,71 @@ def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
             ("now", {}),
         ][: 1 + several]
         assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
+ONE = '{"name": "now", "parameters": {}}'
+ENDED = {  # what a model writes before a stop id or a stop string -> whether it ends within a call, or has none
+    **dict.fromkeys((ONE, f"{ONE};", f"{ONE}; {ONE}", f"{ONE} That is all.", f"<tool_call>{ONE}"), "tool_calls"),
+    **dict.fromkeys((f'{ONE}; {{"na', f"{ONE}; {ONE[:-2]}", f"<tool_call>{ONE}</tool_call>\n<tool_call>"), "stop"),
+    **dict.fromkeys(("Hello", ONE.replace("now", "then"), ONE[:-1], f"<think>I call {ONE}", ""), "stop"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ENDED)
+def test_the_reason_is_calls_only_if_the_answer_ended_after_complete_calls(
+    tiny_llm: Llama, text: str, stream: bool
+) -> None:
+    for finish, reason in (("stop", ENDED[text]), ("length", "length")):
+        for several in (False, True):
+            found = parts(tiny_llm, [*text], stream=stream, several=several, finish=finish)
+            assert found[-1]["finish_reason"] == reason
+            assert not any(part["finish_reason"] for part in found[:-1])
+
+
+# As the templates of Mistral's models check and write calls
+MISTRAL = """{% for message in messages %}{% for call in message.tool_calls or [] %}
+{%- if call.id is not defined or call.id | length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}
+{{- '[{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}, "id": {{ call.id }}}]
+{%- endfor %}{% if message.role == "tool" %}{% if message.tool_call_id | length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}
+{{- '{"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
+{%- else %}{{ message.content }}{% endif %}{% endfor %}
+{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_can_send_its_calls_back_to_a_template_that_checks_ids(tiny_llm: Llama, stream: bool) -> None:
+    with running(Llama(tiny_llm.model, tiny_llm.tokenizer, MISTRAL)) as server:
+        client, seen = server.client(), set()
+        options: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "max_tokens": 150, "temperature": 1.5}
+        messages = [*MESSAGES]
+        for seed in range(3):
+            asked: Any = {**options, "messages": messages, "tool_choice": "required", "seed": seed}
+            if stream:
+                with client.chat.completions.stream(**asked) as events:
+                    found = events.get_final_completion().choices[0]
+            else:
+                found = client.chat.completions.create(**asked).choices[0]
+            (call,) = found.message.tool_calls
+            assert re.fullmatch("[a-zA-Z0-9]{9}", call.id)
+            seen.add(call.id)
+            result = {"role": "tool", "tool_call_id": call.id, "content": '"12:00"'}
+            messages = [*MESSAGES, found.message.model_dump(exclude_none=True, exclude={"refusal"}), result]
+        assert len(seen) == 3
+        assert client.chat.completions.create(messages=messages, **{**options, "max_tokens": 3}).choices
+
+
+def test_the_id_that_a_model_writes_is_kept(tiny_llm: Llama) -> None:
+    call = '[{"name": "now", "arguments": {}, "id": "a1"}, {"name": "now", "arguments": {}}]'
+    for text, ids in ((call, ["a1", None]), ("[TOOL_CALLS]now[CALL_ID]b2[ARGS]{}", ["b2"])):
+        for stream in (False, True):
+            first = parts(tiny_llm, [text], stream=stream)[0]
+            calls = first["delta" if stream else "message"]["tool_calls"]
+            assert [call["id"] if id else len(call["id"]) for call, id in zip(calls, ids, strict=True)] == [
+                id or 9 for id in ids
+            ]
 
 
 def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) -> None:
