@@ -7,12 +7,13 @@ Query head h reads key/value head h // (H / KV): grouped-query attention, arXiv:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache import KeysOrValues, QuantizedKV
+from .cache import KeysOrValues, QuantizedKV, hadamard
 
 
 def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -25,9 +26,11 @@ def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
     return mask.unsqueeze(1) if mask.dim() == 3 else mask
 
 
-def dequantized(x: KeysOrValues, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, KV, S, D) as a tensor: quantized ones in `dtype`, others as they are."""
-    return x.dequantize(dtype) if isinstance(x, QuantizedKV) else x
+def dequantized(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, H, T, D), k and v (B, KV, S, D) as tensors; if k is quantized, q is rotated as its keys are."""
+    if isinstance(k, QuantizedKV):
+        return hadamard(q.float()).type_as(q), k.dequantize(q.dtype), v.dequantize(q.dtype)
+    return q, k, v
 
 
 def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
@@ -39,7 +42,7 @@ def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None
     is_causal is never used: PyTorch aligns that triangle top-left, so with T queries and S > T cached keys the first
     query would see the first key only.
     """
-    k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
+    q, k, v = dequantized(q, k, v)
     if q.shape[2] == 1:  # one query: the heads of a group become queries of one head, so keys are not repeated
         y = F.scaled_dot_product_attention(q.reshape(*k.shape[:2], -1, q.shape[-1]), k, v, mask)  # (B, KV, H / KV, D)
         return y.reshape(q.shape)  # (B, H, 1, D)
@@ -60,9 +63,9 @@ def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tenso
 
 def reference(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
     """`sdpa` written out: the formula that the fused kernels are tested against."""
-    k, v = dequantized(k, torch.float32), dequantized(v, torch.float32)
+    x, k, v = dequantized(q.float(), k, v)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
-    return (reference_weights(q, k, mask) @ v.float()).type_as(q)  # (B, H, T, D)
+    return (reference_weights(x, k, mask) @ v.float()).type_as(q)  # (B, H, T, D)
 
 
 AttentionFunction = Callable[[Tensor, KeysOrValues, KeysOrValues, Tensor | None], Tensor]

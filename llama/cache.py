@@ -22,7 +22,10 @@ LARGEST_STEP = 4096
 
 
 class QuantizedKV(NamedTuple):
-    """Keys or values in 8 bits: `values` (B, KV, S, D) int8, `scale` (B, KV, S) float32, one per head and token."""
+    """Keys or values in 8 bits: `values` (B, KV, S, D) int8, `scale` (B, KV, S) float32, one per head and token.
+
+    Keys are those that `QuantizedLayerCache` stores: to compute scores, apply `hadamard` to the queries.
+    """
 
     values: Tensor
     scale: Tensor
@@ -38,9 +41,12 @@ KeysOrValues = Tensor | QuantizedKV
 class LayerCache:
     """The keys and values of one layer, (B, KV, slots, D) each. Slot s holds position s.
 
-    buffers  k and v; axis 2 of each is the slots
-    visible  number of slots that `update` returns; None: all of them
+    buffers     k and v; axis 2 of each is the slots
+    visible     number of slots that `update` returns; None: all of them
+    key_offset  see `QuantizedLayerCache`
     """
+
+    key_offset: Tensor | None = None
 
     def __init__(self, buffers: Sequence[Tensor], parent: LayerCache | None = None, rows: slice = slice(None)):
         self._buffers, self._parent, self._rows = list(buffers), parent, rows
@@ -54,7 +60,9 @@ class LayerCache:
 
     def rows(self, rows: slice) -> LayerCache:
         """Some rows of the batch, as a view. It takes the buffers from this cache, so it stays valid when they grow."""
-        return type(self)([], self, rows)
+        part = type(self)([], self, rows)
+        part.key_offset = self.key_offset
+        return part
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -97,8 +105,14 @@ class QuantizedLayerCache(LayerCache):
     """A LayerCache in 8 bits, which takes about half the memory of bfloat16.
 
     `buffers` are k, v and their scales. Each head of each token has its own scale, so a rounding error is at most 1/254
-    of the head's largest entry. The C++ kernels read the integers; `attention.sdpa` dequantizes all of them in each
-    pass.
+    of the largest entry. Two exact steps keep the largest entry of a key small; without them, a key with a few very
+    large entries (Qwen2.5 has biases above 100) would lose the others:
+
+    key_offset (KV, 1, D)  subtracted from every key, which changes each score of a query by the same amount, and so no
+                           weight (arXiv:2410.02367); `Attention.key_offset` computes it. None: 0
+    hadamard               applied to keys and queries, which leaves their products unchanged (arXiv:2404.00456)
+
+    The C++ kernels read the integers; `attention.sdpa` dequantizes all of them in each pass.
     """
 
     @classmethod
@@ -107,13 +121,16 @@ class QuantizedLayerCache(LayerCache):
         return cls([*values, *(_zeros(shape[:3], torch.float32, device) for _ in range(2))])
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
-        (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
+        k = k.float() if self.key_offset is None else k.float() - self.key_offset
+        (k, k_scale), (v, v_scale) = quantize_kv(hadamard(k)), quantize_kv(v)
         k, v, k_scale, v_scale = self.write([k, v, k_scale, v_scale], positions)
         return QuantizedKV(k, k_scale), QuantizedKV(v, v_scale)
 
     def floats(self) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = self.buffers
-        return QuantizedKV(k, k_scale).dequantize(torch.float32), QuantizedKV(v, v_scale).dequantize(torch.float32)
+        keys = hadamard(QuantizedKV(k, k_scale).dequantize(torch.float32))  # its own inverse
+        keys = keys if self.key_offset is None else keys + self.key_offset
+        return keys, QuantizedKV(v, v_scale).dequantize(torch.float32)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -127,6 +144,18 @@ def quantize_kv(x: Tensor) -> QuantizedKV:
     scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN if x holds one, so that dequantizing returns NaN too
     steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)  # (B, KV, T, 1)
     return QuantizedKV((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate the last axis by a Hadamard matrix over sqrt(n), in runs of n entries: (.., D) -> (.., D).
+
+    n is the largest power of two that divides D. The rotation is its own inverse; it distributes a large entry over n.
+    """
+    step, n = 1, x.shape[-1] & -x.shape[-1]
+    while step < n:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)  # (.., D / (2 step), step) twice
+        x, step = torch.stack((a + b, a - b), dim=-2).flatten(-3), 2 * step  # (.., D)
+    return x * n**-0.5
 
 
 KINDS: dict[str, type[LayerCache]] = {"model": LayerCache, "int8": QuantizedLayerCache}  # "model": the model's dtype
@@ -173,6 +202,7 @@ class KVCache:
         device: torch.device | str | Sequence[torch.device] = "cpu",
         fixed: bool = False,
         kind: str = "model",
+        key_offsets: Sequence[Tensor | None] | None = None,
         check_memory: MemoryCheck | None = None,
     ):
         self.sizes = n_layers, n_kv_heads, head_dim, dtype
@@ -188,6 +218,8 @@ class KVCache:
         self._check_memory = check_memory
         self._check_free(slots, slots, devices)
         self.layers = [layer_cache.empty(shape, dtype, devices[i]) for i in range(n_layers)]
+        for layer, offset in zip(self.layers, key_offsets or [None] * n_layers, strict=True):
+            layer.key_offset = offset
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
         # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
         self.device = self.layers[-1].buffers[0].device

@@ -80,6 +80,14 @@ class Attention(nn.Module):
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
         return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, H, D), (B, T, H * D), then (B, T, C)
 
+    def key_offset(self, rope: Rope) -> Tensor | None:
+        """The mean of what wk's bias adds to keys, (KV, 1, D), or None: see cache.QuantizedLayerCache."""
+        bias: Tensor | None = self.wk.bias
+        if bias is None:
+            return None
+        k = bias.float().view(1, 1, -1, self.head_dim)  # (B, T, KV, D)
+        return self.apply_rotary_emb(k, k, rope.mean_freqs_cis(k.device))[1][0].transpose(0, 1)
+
 
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202): w_down(silu(w_gate x) * w_up x). (.., C) -> (.., C)."""
@@ -230,8 +238,11 @@ class Runner:
         max_len = model.max_seq_len if max_len is None else max_len
         fixed = self.fixed_cache if fixed is None else fixed
         devices = [next(block.parameters()).device for block in model.layers]
+        attentions: list[Any] = [block.attention for block in model.layers]
+        offsets = [a.key_offset(model.rope) for a in attentions] if self.cache_kind == "int8" else None
         how: dict[str, Any] = {"fixed": fixed, "kind": self.cache_kind, "check_memory": self.check_memory}
-        return KVCache(n_layers, n_kv_heads, head_dim, max_len, batch=batch, dtype=dtype, device=devices, **how)
+        sizes = n_layers, n_kv_heads, head_dim, max_len
+        return KVCache(*sizes, batch=batch, dtype=dtype, device=devices, key_offsets=offsets, **how)
 
     def cache_sizes(self, model: Transformer) -> tuple[int, int, int, torch.dtype]:
         """Layers, key/value heads, head_dim and dtype of the model's caches."""

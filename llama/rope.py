@@ -237,6 +237,12 @@ class Rope:
             rows = tuple(t[positions] for t in table)  # each (T, D/2) or (B, T, D/2); half: D
         return rows[0] if len(rows) == 1 else rows
 
+    def mean_freqs_cis(self, device: torch.device) -> FreqsCis:
+        """The mean of freqs_cis over the first 1,024 positions, (1, D/2): near 0 for pairs that turn quickly."""
+        mean = freqs_cis_at(torch.arange(1024), *self.frequencies(1024)).mean(0, keepdim=True)  # (1, D/2)
+        rows = tuple(row.to(device) for row in FORMS[self.form].make_table(mean))  # each (1, D/2); half: D
+        return rows[0] if len(rows) == 1 else rows
+
     def _table(self, end: int) -> tuple[Tensor, ...]:
         with torch.device("cpu"):  # the model may be under construction on the meta device
             return FORMS[self.form].make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))

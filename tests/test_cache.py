@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from llama.attention import reference, sdpa
-from llama.cache import FIRST_SLOTS, KVCache, QuantizedKV, quantize_kv
+from llama.cache import FIRST_SLOTS, KVCache, QuantizedKV, hadamard, quantize_kv
+from llama.checkpoint.write import to_layout
 from llama.engine import kernels
 from llama.errors import UsageError
 from llama.generate import prefill
+from llama.model import Transformer
+from llama.rope import FORMS
 
 from . import tiny
 
@@ -47,15 +50,16 @@ def test_a_cache_in_8_bits_stores_keys_and_values_at_any_position() -> None:
     keys, values = cache.layers[0].update(k, v, cache.place(3))
     cache.commit()
     assert isinstance(keys, QuantizedKV)
-    torch.testing.assert_close(keys.dequantize(torch.float32), k, rtol=0, atol=float(k.abs().max()) / 254 * 1.001)
+    largest = hadamard(k).abs().max()
+    torch.testing.assert_close(keys.dequantize(torch.float32), hadamard(k), rtol=0, atol=float(largest) / 254 * 1.001)
     torch.testing.assert_close(values.dequantize(torch.float32), v, rtol=0, atol=float(v.abs().max()) / 254 * 1.001)
     rows = cache.place(1, torch.tensor([[3], [1]]))  # each row of the batch at its own position
     one = torch.randn(2, 2, 1, 8)
     keys, _ = cache.layers[0].update(one, one, rows)
-    got = keys.dequantize(torch.float32)
-    torch.testing.assert_close(got[0, :, 3], one[0, :, 0], rtol=0, atol=0.02)
-    torch.testing.assert_close(got[1, :, 1], one[1, :, 0], rtol=0, atol=0.02)
-    torch.testing.assert_close(got[1, :, 2], k[1, :, 2], rtol=0, atol=0.02)
+    got = hadamard(keys.dequantize(torch.float32))  # its own inverse
+    for found, stored in ((got[0, :, 3], one[0, :, 0]), (got[1, :, 1], one[1, :, 0]), (got[1, :, 2], k[1, :, 2])):
+        torch.testing.assert_close(found, stored, rtol=0, atol=0.03)
+    torch.testing.assert_close(cache.layers[0].floats()[0][:, :, :4], got, rtol=0, atol=1e-6)
     cache.commit()
     before = tiny.contents(cache, 3)
     cache.place(FIRST_SLOTS + 5, torch.arange(3, FIRST_SLOTS + 8))  # grows
@@ -76,10 +80,37 @@ def test_logits_differ_only_by_the_rounding_error(attention: str) -> None:
     assert 1e-5 < error < 0.02  # not 0; an entry is off by up to 1/254 of the largest of its head
 
 
+@pytest.mark.parametrize("D", [2, 12, 16, 48, 64, 96, 128])
+def test_the_hadamard_rotation_changes_no_product_and_spreads_large_entries(D: int) -> None:
+    matrix, n = hadamard(torch.eye(D)), D & -D
+    torch.testing.assert_close(matrix @ matrix, torch.eye(D), rtol=0, atol=1e-6)  # its own inverse
+    torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=0)  # so q and k keep their products
+    assert matrix.abs().unique().tolist() == pytest.approx([n**-0.5] if n == D else [0, n**-0.5])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_large_biases_of_keys_cost_the_other_entries_no_precision(form: str) -> None:
+    """As in Qwen2.5: biases above 100 in the pairs that turn slowly. The second layer has no RoPE."""
+    config = dataclasses.replace(tiny.WIDE, qkv_bias=True, rope_theta=1e6, no_rope_layers=(1,))
+    state, tokens, logits, keys = tiny.weights(config), tiny.random_tokens(60), {}, {}
+    for layer in range(config.n_layers):
+        state[f"layers.{layer}.attention.wk.bias"].view(-1, 32)[:, -4:] += torch.tensor([150.0, -90.0, 60.0, 120.0])
+    net = Transformer(config, rope=form).requires_grad_(False)
+    net.load_state_dict({n: to_layout(n, x, 32, "interleaved", net.rope.layout) for n, x in state.items()})
+    for net.runner.cache_kind in ("model", "int8"):
+        cache = net.new_cache()
+        steps = [tokens[:, :40], *tokens[:, 40:].split(1, dim=1)]
+        logits[cache.kind] = torch.cat([net(ids, cache=cache) for ids in steps], dim=1)
+        keys[cache.kind] = cache.layers[0].floats()[0][:, :, :60]
+    torch.testing.assert_close(keys["int8"], keys["model"], rtol=0, atol=0.15)  # with a scale for 150, up to 0.6
+    assert float((logits["int8"] - logits["model"]).norm() / logits["model"].norm()) < 0.02
+
+
 def test_attention_uses_the_dequantized_values() -> None:
     q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
     quantized_k, quantized_v = quantize_kv(k), quantize_kv(v)
-    expected = reference(q, quantized_k.dequantize(torch.float32), quantized_v.dequantize(torch.float32))
+    # The cache holds rotated keys; hadamard is its own inverse.
+    expected = reference(q, hadamard(quantized_k.dequantize(torch.float32)), quantized_v.dequantize(torch.float32))
     for attend in (sdpa, reference):
         torch.testing.assert_close(attend(q, quantized_k, quantized_v), expected, rtol=0, atol=1e-5)
 

@@ -15,7 +15,7 @@ FEW_KEYS = 32  # two vectors of the widest kind: PyTorch's kernel loses NaN belo
 
 def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
     """`attention.sdpa`, but NaN in q or k gives NaN; PyTorch alone returns 0 if all scores of few keys are NaN."""
-    k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
+    q, k, v = dequantized(q, k, v)
     y = sdpa(q, k, v, mask)
     compiling = torch.compiler.is_compiling()  # a compiled step must not branch on the number of keys: it serves any
     if q.shape[2] == 1 and not compiling and k.shape[2] < FEW_KEYS:
@@ -35,7 +35,7 @@ def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor |
     if D % 16 == 0 and D <= 256 and (q.dtype == torch.bfloat16 or (few and q.dtype == torch.float32)):
         if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
             return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
-        return kernels.attend(q, dequantized(k, q.dtype), dequantized(v, q.dtype), mask)
+        return kernels.attend(*dequantized(q, k, v), mask)
     return cpu_sdpa(q, k, v, mask)
 
 

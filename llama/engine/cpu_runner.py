@@ -195,7 +195,8 @@ def nine_operations(
         keys, values = (x.new_empty(len(x), x.shape[-1] // D, T, D) for x in (k, v))
         q = ops.rotate(q, k, v, *inputs.angles, None, keys, values)  # (B, T, H, D)
     else:  # the kernel writes to the cache, in 8 bits if it has scales
-        q = ops.rotate(q, k, v, *inputs.angles, inputs.positions, *cache.buffers)
+        buffers = cache.buffers if len(cache.buffers) == 4 else (*cache.buffers, None, None)
+        q = ops.rotate(q, k, v, *inputs.angles, inputs.positions, *buffers, cache.key_offset)
         keys, values, *scales = (buffer[:, :, : cache.visible] for buffer in cache.buffers)
         if scales:
             keys, values = QuantizedKV(keys, scales[0]), QuantizedKV(values, scales[1])

@@ -209,14 +209,14 @@ class Pattern:
 
     def __call__(self, attend: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
         q, k, v, mask = inputs
-        first = weights = reference_weights(q, dequantized(k, torch.float32), mask)  # (B, H, T, S)
+        q, k, v = dequantized(q.float(), k, v)
+        first = weights = reference_weights(q, k, mask)  # (B, H, T, S)
         for visit in list(self.visits):
             new = visit(weights)
             weights = weights if new is None else new
         if weights is first:
             return None
-        values = dequantized(v, torch.float32).float()
-        values = values.repeat_interleave(q.shape[1] // values.shape[1], dim=1)  # (B, H, S, D)
+        values = v.float().repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
         return (weights @ values).type_as(y)  # (B, H, T, D)
 
 

@@ -176,10 +176,10 @@ struct Queries<int8_t, VECTORS, QUERIES> {
             Largest<f32x16> largest;
             for (int i = 0; i < VECTORS; i++) largest.see(load<f32x16>(from + 16 * i));
             scale[r] = largest.get() / 127;
-            const float inverse = scale[r] > 0 ? 1 / scale[r] : 0;
+            const float inverse = scale[r] > 0 ? std::min(1 / scale[r], 1e38f) : 0;  // denormal numbers become 0
             i32x16 total[2] = {};
             for (int i = 0; i < VECTORS; i++) {
-                const f32x16 x = load<f32x16>(from + 16 * i) * inverse;
+                const f32x16 x = scale[r] < INFINITY ? load<f32x16>(from + 16 * i) * inverse : f32x16{};
                 const i32x16 high = to_integers(x), low = to_integers((x - __builtin_convertvector(high, f32x16)) * 254.0f);
                 const i8x16 bytes[2] = {__builtin_convertvector(high, i8x16), __builtin_convertvector(low, i8x16)};
                 total[0] += high, total[1] += low;
@@ -215,7 +215,7 @@ struct Queries<int8_t, VECTORS, QUERIES> {
             Largest<f32x16> largest;
             for (int64_t j = 0; j < p.n; j += 16) largest.see(load<f32x16>(weights[r] + j));
             unit[r] = largest.get() / 32767;
-            const float inverse = unit[r] > 0 ? 1 / unit[r] : 0;
+            const float inverse = unit[r] > 0 ? std::min(1 / unit[r], 1e38f) : 0;
             for (int64_t j = 0; j < p.n; j += 16) {
                 typedef int16_t i16x16 __attribute__((vector_size(32)));
                 const i16x16 w = __builtin_convertvector(to_integers(load<f32x16>(weights[r] + j) * inverse), i16x16);
@@ -328,6 +328,7 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
             const int64_t h = head * G + r / TOKENS, t = r % TOKENS;
             const T* from = q_data + b * q.stride(0) + h * q.stride(1) + t * q.stride(2);
             for (int64_t i = 0; i < D; i++) query[r * D + i] = to_float(from[i]) / std::sqrt(float(D));
+            if (k_scale) hadamard(&query[r * D], D);  // as the keys were
             seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
         }
         int64_t n = std::min(CHUNK, S - first);

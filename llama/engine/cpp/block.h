@@ -30,7 +30,8 @@ Tensor block(Tensor h, std::optional<Tensor> added, std::vector<Tensor> norms, d
     const int64_t B = keys.size(0), T = h.size(0) / B, KV = keys.size(1) * keys.size(3);
     Tensor qkv = torch::stable::view(linear(add_norm(h, added, norms[0], eps), 0), {B, T, formats[5]});
     const int64_t H = formats[5] - 2 * KV, F = formats[17] / 2;
-    Tensor q = rotate(narrow(qkv, 2, 0, H), narrow(qkv, 2, H, KV), narrow(qkv, 2, H + KV, KV), cos, sin, positions, keys, values, k_scale, v_scale);
+    Tensor q = rotate(narrow(qkv, 2, 0, H), narrow(qkv, 2, H, KV), narrow(qkv, 2, H + KV, KV), cos, sin, positions, keys, values, k_scale, v_scale,
+                      std::nullopt);  // only a bias makes an offset, and these layers have none
     Tensor k = narrow(keys, 2, 0, end), v = narrow(values, 2, 0, end);
     for (auto* scale : {&k_scale, &v_scale})
         if (*scale) *scale = narrow(**scale, 2, 0, end);

@@ -372,11 +372,12 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, int8_t
         const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
         Largest<floats> largest;
         for (int64_t i = 0; i < s.group; i += LANES) largest.see(to_floats(from + i));
-        const float most = largest.get(), inverse = most > 0 ? 127 / most : 0;
+        const float most = largest.get(), inverse = most > 0 ? std::min(127 / most, 1e38f) : 0;  // denormal numbers become 0
+        const bool finite = most < INFINITY;
         scale[g] = most / 127;
         ints totals{};
         for (int64_t i = 0; i < s.group; i += LANES) {
-            const ints v = to_integers(to_floats(from + i) * inverse);
+            const ints v = finite ? to_integers(to_floats(from + i) * inverse) : ints{};
             totals += v;
             if (f.pairs) {
                 int16_t* to = (int16_t*)q;

@@ -76,7 +76,7 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
 
 // Stores a head (D) in keys or values: as it is, or with scales in 8 bits, as cache.quantize_kv does.
 template <typename T>
-inline void store_head(const T* head, int64_t b, int64_t h, int64_t position, const Tensor& to, const std::optional<Tensor>& scales) {
+void store_head(const T* head, int64_t b, int64_t h, int64_t position, const Tensor& to, const std::optional<Tensor>& scales) {
     const int64_t D = to.size(3), at = b * to.stride(0) + h * to.stride(1) + position * to.stride(2);
     if (!scales) return void(std::memcpy((T*)to.mutable_data_ptr() + at, head, D * sizeof(T)));
     float most = 0, finite = 0;
@@ -89,10 +89,11 @@ inline void store_head(const T* head, int64_t b, int64_t h, int64_t position, co
 // Rotates queries and keys, and stores keys and values for attention.
 //
 // q (B, T, H D), k and v (B, T, KV D), whose tokens may be apart; cos and sin (T, D/2) or (B, T, D/2), with any stride on the last axis;
-// keys and values (B, KV, slots, D), in 8 bits with scales (B, KV, slots), written at positions (T) or (B, T), or at 0, 1, 2, .. without positions
+// keys and values (B, KV, slots, D), written at positions (T) or (B, T), or at 0, 1, 2, .. without positions; in 8 bits with scales (B, KV, slots):
+// then k_offset (KV, 1, D) is subtracted from the keys, and they are multiplied by the Hadamard matrix, as in cache.QuantizedLayerCache
 // -> rotated queries (B, T, H, D). Entries 2i and 2i + 1 of a head are rotated by angle i.
 Tensor rotate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin, std::optional<Tensor> positions,
-              Tensor keys, Tensor values, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
+              Tensor keys, Tensor values, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, std::optional<Tensor> k_offset) {
     require(q.dim() == 3 && keys.dim() == 4, "q (B, T, H D) and keys (B, KV, slots, D)");
     const int64_t B = q.size(0), T = q.size(1), KV = keys.size(1), slots = keys.size(2), D = keys.size(3), H = q.size(2) / D;
     const ScalarType dtype = q.scalar_type();
@@ -106,6 +107,7 @@ Tensor rotate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& c
     check_rows(values, "values", v_scale ? ScalarType::Char : dtype, {B, KV, slots, D});
     for (const auto* scale : {&k_scale, &v_scale})
         if (*scale) check_rows(**scale, "the scales of keys and values", ScalarType::Float, {B, KV, slots});
+    if (k_offset) check(*k_offset, "the offset of keys", ScalarType::Float, {KV, 1, D});
     require(cos.scalar_type() == ScalarType::Float && sin.scalar_type() == ScalarType::Float, "cos and sin in float32");
     require((has_sizes(cos, {T, D / 2}) && has_sizes(sin, {T, D / 2})) || (has_sizes(cos, {B, T, D / 2}) && has_sizes(sin, {B, T, D / 2})),
             "cos and sin (T, D/2) or (B, T, D/2)");
@@ -135,9 +137,17 @@ Tensor rotate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& c
             for (int64_t h = 0; h < H; h++) turn(query + h * D, (N*)y.mutable_data_ptr() + (row * H + h) * D);
             const N *key = (const N*)k.const_data_ptr() + b * k.stride(0) + t * k.stride(1), *value = (const N*)v.const_data_ptr() + b * v.stride(0) + t * v.stride(1);
             std::vector<N> turned(D);
+            std::vector<float> spread(D);
             for (int64_t h = 0; h < KV; h++) {
                 turn(key + h * D, turned.data());
-                store_head(turned.data(), b, h, position, keys, k_scale);
+                if (k_scale) {
+                    const float* offset = k_offset ? (const float*)k_offset->const_data_ptr() + h * D : nullptr;
+                    for (int64_t i = 0; i < D; i++) spread[i] = to_float(turned[i]) - (offset ? offset[i] : 0);
+                    hadamard(spread.data(), D);
+                    store_head(spread.data(), b, h, position, keys, k_scale);
+                } else {
+                    store_head(turned.data(), b, h, position, keys, k_scale);
+                }
                 store_head(value + h * D, b, h, position, values, v_scale);
             }
         });

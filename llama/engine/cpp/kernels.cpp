@@ -35,7 +35,7 @@ STABLE_TORCH_LIBRARY(clearllama, m) {
     m.def("add_norm(Tensor(a!) h, Tensor? delta, Tensor weight, float eps) -> Tensor");
     m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
     m.def("rotate(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) keys, Tensor(b!) values,"
-          " Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> Tensor");
+          " Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, Tensor? k_offset=None) -> Tensor");
     m.def("block(Tensor(a!) h, Tensor? added, Tensor[] norms, float eps, Tensor[] tiles, int[] formats, Tensor cos, Tensor sin,"
           " Tensor positions, Tensor? mask, Tensor(b!) keys, Tensor(c!) values, Tensor(d!)? k_scale, Tensor(e!)? v_scale, int end) -> Tensor");
 }

@@ -89,7 +89,12 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
         int64_t end = mask_data ? 0 : S;  // keys from here on are seen by no query
         for (int64_t r = 0; r < n; r++) {
             const int64_t h = head * (H / KV) + (first + r) / T, t = (first + r) % T;
-            std::memcpy(&query[r * stride], (const bf16*)q.const_data_ptr() + b * q.stride(0) + h * q.stride(1) + t * q.stride(2), D * sizeof(bf16));
+            const bf16* from = (const bf16*)q.const_data_ptr() + b * q.stride(0) + h * q.stride(1) + t * q.stride(2);
+            float spread[WIDEST];
+            for (int64_t i = 0; i < D && k_scale; i++) spread[i] = to_float(from[i]);
+            if (k_scale) hadamard(spread, D);  // as the keys were
+            for (int64_t i = 0; i < D && k_scale; i += 16) store(load<f32x16>(spread + i), &query[r * stride + i]);
+            if (!k_scale) std::memcpy(&query[r * stride], from, D * sizeof(bf16));
             seen[r] = mask_data ? mask_data + ((mask_by_row ? b * T : 0) + t) * S : nullptr;
             if (const void* last = seen[r] ? memrchr(seen[r], 1, S) : nullptr) end = std::max(end, (const bool*)last - seen[r] + 1);
             state.largest[r] = -INFINITY, state.total[r] = 0;
@@ -126,7 +131,7 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
 }  // namespace
 
 // -> (B, T, H, D). q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
-// be 8-bit integers with a float32 scale for each key (B, KV, S). More than FEW_QUERIES must be in bfloat16.
+// be 8-bit integers with a float32 scale for each key (B, KV, S): then q is multiplied by the Hadamard matrix, as the keys were. More than FEW_QUERIES must be in bfloat16.
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
               std::optional<Tensor> v_scale) {
     require(q.dim() == 4 && k.dim() == 4, "q (B, H, T, D) and k (B, KV, S, D)");

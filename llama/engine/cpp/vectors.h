@@ -224,4 +224,16 @@ inline void transpose(u32x16* v) {
     }
 }
 
+// Multiplies x (D) by a Hadamard matrix / sqrt(n) in runs of n, the largest power of two that divides D, as cache.hadamard does.
+inline void hadamard(float* x, int64_t D) {
+    const int64_t n = D & -D;
+    for (int64_t step = 1; step < n; step *= 2)
+        for (int64_t first = 0; first < D; first += 2 * step)
+            for (int64_t i = first; i < first + step; i++) {
+                const float a = x[i], b = x[i + step];
+                x[i] = a + b, x[i + step] = a - b;
+            }
+    for (int64_t i = 0; i < D; i++) x[i] *= float(1 / std::sqrt(double(n)));
+}
+
 }  // namespace
