@@ -766,9 +766,9 @@ loader.load = load
 class Command:
     """`clearllama serve` in a process of its own, with a slow model."""
 
-    def __init__(self, forked: Forked, model: Path, before: str = SLOW, seconds: int = 300):
+    def __init__(self, forked: Forked, model: Path, before: str = SLOW, seconds: int = 300, host: str = "127.0.0.1"):
         # In bfloat16, oneDNN keeps about .3 MB of code for each number of rows in a product, which looks like a leak.
-        options = "--device cpu --threads 1 --dtype float32 --port 0 --parallel 2 --queue 9"
+        options = f"--device cpu --threads 1 --dtype float32 --host {host} --port 0 --parallel 2 --queue 9"
         args = ("serve", "-m", str(model), *options.split())
         self.forked, self.pid = forked, forked.start(args, before=before, seconds=seconds)
         until(lambda: "Ctrl-C" in self.errors)
@@ -791,6 +791,23 @@ def refused(server: Running) -> bool:
     except ConnectionRefusedError:
         return True
     return False
+
+
+def test_a_server_on_the_loopback_address_of_ipv6_answers_to_its_names(forked: Forked, tiny_gguf: Path) -> None:
+    try:
+        serve.bind("::1", 0).close()
+    except UsageError:
+        pytest.skip("this machine has no address ::1")
+    server = Command(forked, tiny_gguf, before="", host="::1")
+    accepted = {}
+    for host in ("[::1]", f"[::1]:{server.port}", "localhost", "LOCALHOST:1", "[::2]", "[::1].evil.example", "::1"):
+        connection = http.client.HTTPConnection("::1", server.port, timeout=300)
+        connection.request("GET", "/v1/models", headers={"Host": host})
+        accepted[host] = connection.getresponse().status == 200
+        connection.close()
+    assert list(accepted.values()) == [True] * 4 + [False] * 3, accepted
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.end()[0] == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
