@@ -34,6 +34,7 @@ from llama.tokenizer.common import BYTE_OF
 from . import tiny
 from .conftest import Run
 from .forked import Forked
+from .patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +68,7 @@ class Terminal:
         streams: dict[int, str | None] = dict.fromkeys(range(3), os.ttyname(self.side))
         missing = "import sys; sys.modules['prompt_toolkit'] = None" if editor == "readline" else ""
         self.pid = forked.start(("chat", *args), streams=streams, env=env, seconds=60, before=missing)
-        self.child = fdspawn(main, encoding="utf-8", timeout=30)
+        self.child = fdspawn(main, encoding="utf-8", timeout=PATIENCE)
         self.prompt()
 
     def prompt(self, text: str = ">") -> str:

@@ -26,7 +26,7 @@ from llama.system.temporary import own_temporary
 
 from . import tiny
 from .forked import Forked
-from .patience import LONG, until
+from .patience import PATIENCE, until
 
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
 
@@ -674,7 +674,7 @@ def test_a_build_that_is_interrupted_or_killed_leaves_no_process(tmp_path: Path,
     build = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=-3)
     until(lambda: started.exists() or build.poll() is not None)
     build.send_signal(number)
-    assert build.wait(LONG) != 0
+    assert build.wait(PATIENCE) != 0
     stat = Path(f"/proc/{started.read_text().strip()}/stat")
     until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")  # perhaps not yet reaped
     with own_temporary(cache / "kernels", ".build") as work:

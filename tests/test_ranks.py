@@ -17,6 +17,8 @@ import pytest
 from llama.cli import build_parser, ranks
 from llama.errors import UsageError
 
+from .patience import PATIENCE
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun on one Linux host")
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = pytest.mark.slow
@@ -38,7 +40,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 def end(process: subprocess.Popen[str], text: str | None = None) -> tuple[str, list[str], list[str]]:
     """Wait until all processes have ended: stdout, our lines on stderr, and those that are errors."""
-    out, err = process.communicate(text, timeout=100)
+    out, err = process.communicate(text, timeout=PATIENCE)
     lines = [line for line in err.splitlines() if line.startswith("clearllama: ")]
     return out, lines, [line for line in lines if "error" in line or "interrupted" in line]
 

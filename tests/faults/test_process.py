@@ -16,6 +16,7 @@ import pytest
 
 from llama.cli import answers, streams
 
+from ..patience import PATIENCE
 from ..scripts import make_tiny
 from .conftest import Try
 
@@ -74,7 +75,9 @@ def test_a_closed_or_endless_stdin_is_refused(attempt: Try, model: Path, args: t
 
 
 def test_the_command_does_not_wait_for_a_prompt_from_a_terminal(model: Path) -> None:
-    child = pexpect.spawn(sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=60)
+    child = pexpect.spawn(
+        sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=PATIENCE
+    )
     child.expect('clearllama generate "your text"')
     child.expect(pexpect.EOF)
     child.close()

@@ -40,6 +40,7 @@ from llama.text import Llama
 
 from .. import tiny
 from ..forked import Forked
+from ..patience import PATIENCE, until
 from ..server.serving import Running, running, with_tools
 from .test_soak import GROWTH, slope
 
@@ -118,13 +119,6 @@ def _idle(server: Running, passes: Passes) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------------ clients
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
-
-
 def ask(server: Running, path: str, body: object, method: str = "POST", **headers: str) -> tuple[int, str, Any]:
     """The status, text and headers of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
@@ -486,7 +480,7 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, server, CHAT, body) for body in (chat, escaped, wide, chat)]
         try:
-            assert all(begun.acquire(timeout=120) for _ in range(app.COMPILED))
+            assert all(begun.acquire(timeout=PATIENCE) for _ in range(app.COMPILED))
             assert ask(server, TEXT, {"prompt": 'the "tool_choice": é', "max_tokens": 1})[0] == 200
             assert not begun.acquire(blocking=False)  # the others wait for these
         finally:
