@@ -94,9 +94,9 @@ with own_temporary(pathlib.Path(sys.argv[1]), ".build") as work:
 
 def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     """That of a process that still runs is kept, and so are all other files."""
-    for name in (".build-notes", ".pull-abc.tmp"):
+    for name in (".build-notes", ".build-abc.tmp", ".pull-abc.tmp"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "part").touch()
+        (tmp_path / name / ("part" if name == ".build-abc.tmp" else ".lock")).touch()
     processes = [
         subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
@@ -106,7 +106,8 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_pat
         processes[1].wait()
         assert (tmp_path / left / "part").exists()
         with own_temporary(tmp_path, ".build") as work:
-            assert {path.name for path in tmp_path.iterdir()} == {".build-notes", ".pull-abc.tmp", kept, work.name}
+            others = {".build-notes", ".build-abc.tmp", ".pull-abc.tmp"}
+            assert {path.name for path in tmp_path.iterdir()} == others | {kept, work.name}
             assert (tmp_path / kept / "part").exists()
     finally:
         for process in processes:

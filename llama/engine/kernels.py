@@ -199,12 +199,10 @@ def _build(form: str, library: Path) -> None:
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
     flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
     objects = [library.with_name(f"{source.stem}.o") for source in sorted(SOURCE.parent.glob("*.cpp"), reverse=True)]
-    # The compilers and all that they start form a process group, which is killed when the pipe `ours` closes: as this
-    # process leaves the block below, or ends in any other way.
+    # The end of the pipe, which even the death of this process brings, kills the compilers and all that they started
     script = "exec 3<&0; { read end <&3; kill -KILL 0; } 2> /dev/null &\n"
     for i, made in enumerate(objects):  # one shell runs the compilers, each on its own core
-        source = SOURCE.parent / f"{made.stem}.cpp"
-        compile = [*flags, f"-I{root / 'include'}", "-c", str(source), "-o", str(made)]
+        compile = [*flags, f"-I{root / 'include'}", "-c", f"{SOURCE.parent / made.stem}.cpp", "-o", str(made)]
         script += f"{shlex.join(compile)} & p{i}=$!\n"
     script += "".join(f"wait $p{i} && " for i in range(len(objects)))
     script += shlex.join([*flags, "-shared", *map(str, objects), "-o", str(library), *link])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -42,13 +43,11 @@ def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]
     if not is_private(folder):
         raise OSError(f"other users can write to {folder}; run chmod 700 on it, or set CLEARLLAMA_CACHE to your own")
     if path.is_file():
-        try:
+        with contextlib.suppress(OSError, RuntimeError):
             content = path.read_bytes()
-            if content[-32:] != hashlib.sha256(content[:-32]).digest():
-                raise OSError(f"{path} is incomplete")
-            return load(str(path))
-        except (OSError, RuntimeError):
-            path.unlink(missing_ok=True)
+            if content[-32:] == hashlib.sha256(content[:-32]).digest():
+                return load(str(path))
+        path.unlink(missing_ok=True)
     with own_temporary(folder, ".build") as work:
         made = work / path.name
         make(made)

@@ -9,39 +9,31 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 @contextlib.contextmanager
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
     """Make a temporary folder in `folder` and remove it on exit. Remove those of killed processes, too."""
-    for left in folder.glob(f"{prefix}-*.tmp"):
-        with contextlib.suppress(ImportError, OSError), _locked(left):
-            # A new one is empty until it is locked
-            if any(left.iterdir()) or time.time() - left.stat().st_mtime > 60:
-                shutil.rmtree(left)
-    with (
-        tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as work,
-        contextlib.ExitStack() as lock,
-    ):
-        with contextlib.suppress(ImportError, OSError):  # Windows and some network disks have no such lock
-            lock.enter_context(_locked(Path(work)))
+    for left in folder.glob(f"{prefix}-*.tmp/.lock"):
+        with contextlib.suppress(ImportError, OSError), open(left, "r+") as file:
+            _lock(file)
+            shutil.rmtree(left.parent)
+    unique = tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True)
+    with unique as work, open(Path(work, ".new"), "w") as file:
+        with contextlib.suppress(ImportError, OSError):  # without a lock, no other process removes the folder
+            _lock(file)
+            os.rename(file.name, Path(work, ".lock"))
         yield Path(work)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder; a killed process loses its lock. Raises OSError if another process has locked it."""
-    import fcntl
+def _lock(file: TextIO) -> None:
+    """Lock a file until it is closed or the process is killed. Raises OSError if another process has locked it."""
+    import fcntl  # not on Windows
 
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(opened)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_atomically(target: Path, content: bytes) -> None:
