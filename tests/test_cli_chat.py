@@ -154,6 +154,21 @@ def test_a_pasted_text_is_one_turn_and_later_chats_remember_it(start: Start, let
     assert kept == {path: path.read_bytes() for path in kept}
 
 
+@pytest.mark.parametrize("fault", ["zeros", "a folder", "a broken link"])
+def test_a_chat_runs_whatever_the_file_of_earlier_input_is(
+    start: Start, letters: Path, tmp_path: Path, fault: str
+) -> None:
+    history = tmp_path / "state" / "clearllama" / "chat-history"
+    history.parent.mkdir(0o700, parents=True)
+    if fault == "zeros":
+        history.write_bytes(bytes(5000))
+    else:
+        history.mkdir() if fault == "a folder" else history.symlink_to("/nonexistent/x")
+    chat = start("-m", letters, *GREEDY, "-n", "3")
+    assert "aaa" in chat.enter("x")
+    assert chat.end() == 0
+
+
 def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     start: Start, letters: Path, tmp_path: Path
 ) -> None:

@@ -8,11 +8,12 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from llama.errors import UsageError
+from llama.system import temporary
 from llama.system.folders import cache_folder, is_private, load_code
 from llama.system.temporary import own_temporary
 
@@ -138,6 +139,23 @@ def test_code_that_others_could_replace_is_not_loaded(tmp_path: Path, owner: int
     else:
         with pytest.raises(OSError, match=f"other users can write to {tmp_path}; run chmod 700 on it"):
             load_code(code, good, read)
+
+
+def test_a_temporary_folder_in_which_a_program_still_writes_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process may leave a program that writes into the folder while it is being removed."""
+    left, remove = tmp_path / ".build-abc.tmp", temporary.shutil.rmtree
+    left.mkdir()
+    (left / ".lock").touch()
+
+    def removes_the_lock_alone(path: Path | str, **options: Any) -> None:
+        (left / ".lock").unlink() if Path(path) == left else remove(path, **options)
+
+    for function in (removes_the_lock_alone, remove):
+        monkeypatch.setattr(temporary.shutil, "rmtree", function)
+        with own_temporary(tmp_path, ".build"):
+            assert left.exists() == (function is not remove)
 
 
 def test_the_cache_folder_is_the_variable_or_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

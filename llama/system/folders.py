@@ -34,9 +34,8 @@ def is_private(folder: Path) -> bool:
 def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]) -> T:
     """Load a file of code in the cache folder with `load`; if there is none or it does not load, `make` it first.
 
-    The file ends with its SHA-256, since to load a truncated library can end the process. `load` raises OSError or
-    RuntimeError if the file is damaged. Raises OSError also if the folder is not writable, or if other users can write
-    to it: their code would run.
+    The file ends with its SHA-256, since loading a truncated library can end the process. `load` may raise OSError or
+    RuntimeError. Raises OSError if the folder is not writable, or if other users can write to it: their code would run.
     """
     folder = path.parent
     folder.mkdir(0o700, parents=True, exist_ok=True)
