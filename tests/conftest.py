@@ -30,6 +30,7 @@ from llama.text import Llama
 
 from . import tiny
 from .forked import Forked
+from .patience import PATIENCE
 
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary on shared machines
@@ -102,7 +103,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         context = browser.new_context(reduced_motion=reduced_motion, **how)
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(20_000)
+        tab.set_default_timeout(PATIENCE * 1000)
 
         def note(text: str) -> None:
             if not re.search(expected, text):
@@ -169,7 +170,7 @@ def clearllama(request: pytest.FixtureRequest) -> Run:
             stdin=subprocess.DEVNULL if stdin is None else None,
             capture_output=True,
             env={**os.environ, **(env or {})},
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
             **more,
         )

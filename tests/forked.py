@@ -32,7 +32,8 @@ class Forked:
     `start` returns the child's process id at once; `finish` waits for the child. There is one child at a time.
 
     stdin      bytes, or the path of a file to open
-    seconds    time limit, after which SIGALRM kills the child (exit code -14)
+    seconds    limit of CPU time, after which SIGPROF kills the child (exit code -27). SIGALRM (-14) kills one that
+               waits for ever, after PATIENCE seconds of real time or more
     memory     limit of address space in bytes, beyond what the server uses after its imports
     file_size  limit of a file's size in bytes, to simulate a full disk
     env        variables to add to this process' environment
@@ -86,6 +87,10 @@ class Forked:
             "memory": memory,
             **more,
         }
+        if seconds:
+            from .patience import PATIENCE  # the program has no package
+
+            request["real_seconds"] = max(seconds, PATIENCE)
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
         self.server.stdin.flush()
@@ -173,7 +178,9 @@ def run_child(request: dict, writer: int) -> None:
         setattr(sys, name, io.TextIOWrapper(stream, encoding, write_through=number == 2))
     os.chdir(request["cwd"])
     sys.argv = ["clearllama", *request["args"]]
-    signal.alarm(request["seconds"])  # has no handler, so it also ends a child that hangs in C
+    # Neither signal has a handler, so that they also end a child that hangs in C
+    signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+    signal.alarm(request.get("real_seconds", 0))
     if request["memory"]:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + request["memory"]

@@ -6,13 +6,14 @@ import hashlib
 import json
 import re
 import threading
-import time
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from .patience import PATIENCE
 
 SHA = "1234567890abcdef1234567890abcdef12345678"
 LARGE = (".gguf", ".safetensors", ".bin", ".pth")  # stored with a sha256; other files have git's object id
@@ -100,7 +101,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             self.server.halfway.set()
-            time.sleep(30)
+            self.connection.settimeout(PATIENCE)
+            self.connection.recv(1)  # returns when the client leaves
             self.close_connection = True  # the client is gone: reading from it again would print a traceback
             return
         self.answer(200, body, ETag=f'"{etag(name, body)}"', X_Repo_Commit=self.server.commit)

@@ -34,6 +34,7 @@ from llama.tokenizer.common import BYTE_OF
 from . import tiny
 from .conftest import Run
 from .forked import Forked
+from .patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +68,7 @@ class Terminal:
         streams: dict[int, str | None] = dict.fromkeys(range(3), os.ttyname(self.side))
         missing = "import sys; sys.modules['prompt_toolkit'] = None" if editor == "readline" else ""
         self.pid = forked.start(("chat", *args), streams=streams, env=env, seconds=60, before=missing)
-        self.child = fdspawn(main, encoding="utf-8", timeout=30)
+        self.child = fdspawn(main, encoding="utf-8", timeout=PATIENCE)
         self.prompt()
 
     def prompt(self, text: str = ">") -> str:
@@ -153,6 +154,21 @@ def test_a_pasted_text_is_one_turn_and_later_chats_remember_it(start: Start, let
     assert kept == {path: path.read_bytes() for path in kept}
 
 
+@pytest.mark.parametrize("fault", ["zeros", "a folder", "a broken link"])
+def test_a_chat_runs_whatever_the_file_of_earlier_input_is(
+    start: Start, letters: Path, tmp_path: Path, fault: str
+) -> None:
+    history = tmp_path / "state" / "clearllama" / "chat-history"
+    history.parent.mkdir(0o700, parents=True)
+    if fault == "zeros":
+        history.write_bytes(bytes(5000))
+    else:
+        history.mkdir() if fault == "a folder" else history.symlink_to("/nonexistent/x")
+    chat = start("-m", letters, *GREEDY, "-n", "3")
+    assert "aaa" in chat.enter("x")
+    assert chat.end() == 0
+
+
 def test_ctrl_c_stops_the_answer_and_a_signal_restores_the_terminal(
     start: Start, letters: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +214,8 @@ def test_ctrl_c_keeps_the_lines_typed_during_an_answer(start: Start, letters: Pa
     chat.child.expect_exact("aaaa")
     chat.child.send(f"/save {tmp_path / 'talk'}{ENTER}")
     chat.child.send("\x03")  # from the keyboard, so that the terminal may discard its input
+    os.kill(chat.pid, signal.SIGINT)  # it is not the terminal of the process, so it sends no signal
+    chat.child.expect_exact("clearllama: stopped")
     chat.child.expect_exact("saved")
 
 

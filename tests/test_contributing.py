@@ -23,6 +23,8 @@ import llama
 from llama.checkpoint.base import Checkpoint
 from llama.study.perplexity import tiny_folder
 
+from .patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NAME = (ROOT / "CONTRIBUTING.md").read_text(), r"`([A-Z]\w+)`"
 RECIPES = PAGE.split("## Four recipes")[1].split("\n## ")[0]
@@ -78,7 +80,7 @@ def start(root: Path, *args: str) -> subprocess.Popen[str]:
 
 def output(root: Path, *args: str) -> str:
     process = start(root, *args)
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     return out
 
@@ -120,8 +122,8 @@ def test_server(copy: Path, expected: str) -> None:
     headers = {"Content-Type": "application/json"}
     try:
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             assert json.load(response)["choices"][0]["text"] == expected
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)

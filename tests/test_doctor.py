@@ -19,6 +19,7 @@ from llama.tools import doctor, selftest
 from llama.tools.doctor import Finding
 
 from .conftest import Run
+from .patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,7 +92,7 @@ def test_wrong_products_of_the_kernels_fail(factor: float, monkeypatch: pytest.M
 def test_a_child_that_ends_early_is_one_finding(how: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps(["ok", "a", "b", "c"])
     monkeypatch.setattr(doctor, "CHILD", f"import os, signal, time; print({line!r}, flush=True); {how} # {{}}")
-    monkeypatch.setattr(doctor, "SECONDS", 3)
+    monkeypatch.setattr(doctor, "SECONDS", 3 if "sleep" in how else PATIENCE)
     *_, first, last = doctor.examine()
     assert (first, last.status) == (Finding("ok", "a", "b", "c"), "fail")
     assert ending in last.message

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
+import subprocess
+import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from llama.errors import UsageError
+from llama.system import temporary
 from llama.system.folders import cache_folder, is_private, load_code
+from llama.system.temporary import own_temporary
 
 NOBODY = 65534
 only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="changes owners")
 
 
 def read(path: str) -> bytes:
-    return Path(path).read_bytes()
+    """Read a file without the checksum at its end."""
+    return Path(path).read_bytes()[:-32]
 
 
 def good(path: Path) -> None:
@@ -48,7 +54,66 @@ def test_what_does_not_load_is_made_again_and_never_kept(tmp_path: Path, error: 
         load_code(code, lambda path: path.write_bytes(b"junk"), load)
     assert list(code.parent.iterdir()) == []
     code.write_bytes(b"junk")
-    assert load_code(code, good, load) == code.read_bytes() == b"good"
+    assert load_code(code, good, load) == read(str(code)) == b"good"
+
+
+SIZE = 20_000
+
+
+@pytest.mark.parametrize("kept", [0, 1, 31, 32, 33, 4095, 4096, 4097, 8192, SIZE - 32, SIZE - 1, SIZE, SIZE + 31])
+@pytest.mark.parametrize("filled", [False, True], ids=["truncated", "zeros"])
+def test_what_a_crash_damaged_is_made_again_without_being_loaded(tmp_path: Path, kept: int, filled: bool) -> None:
+    """To load a truncated library ends the process with SIGBUS. After a power cut, the rest can be zeros."""
+    content = random.Random(1).randbytes(SIZE)
+    made, loaded = [], []
+
+    def make(path: Path) -> None:
+        path.write_bytes(content)
+        made.append(path)
+
+    def load(path: str) -> None:
+        loaded.append(read(path))
+
+    code = tmp_path / "avx.so"
+    load_code(code, make, load)
+    whole = code.read_bytes()
+    code.write_bytes(whole[:kept] + bytes(len(whole) - kept if filled else 0))
+    load_code(code, make, load)
+    assert (len(made), loaded) == (2, [content] * 2)
+    assert code.read_bytes() == whole
+
+
+KILLED = """
+import os, pathlib, sys, time
+from llama.system.temporary import own_temporary
+with own_temporary(pathlib.Path(sys.argv[1]), ".build") as work:
+    (work / "part").write_text("x")
+    print(work.name, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    """That of a process that still runs is kept, and so are all other files."""
+    for name in (".build-notes", ".build-abc.tmp", ".pull-abc.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("part" if name == ".build-abc.tmp" else ".lock")).touch()
+    processes = [
+        subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    try:
+        kept, left = (process.stdout.readline().strip() for process in processes if process.stdout)
+        processes[1].kill()
+        processes[1].wait()
+        assert (tmp_path / left / "part").exists()
+        with own_temporary(tmp_path, ".build") as work:
+            others = {".build-notes", ".build-abc.tmp", ".pull-abc.tmp"}
+            assert {path.name for path in tmp_path.iterdir()} == others | {kept, work.name}
+            assert (tmp_path / kept / "part").exists()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +129,7 @@ def test_what_does_not_load_is_made_again_and_never_kept(tmp_path: Path, error: 
 )
 def test_code_that_others_could_replace_is_not_loaded(tmp_path: Path, owner: int, mode: int, private: bool) -> None:
     code = tmp_path / "avx.so"
-    code.write_bytes(b"kept")
+    load_code(code, lambda path: path.write_bytes(b"kept"), read)
     if owner:
         os.chown(tmp_path, owner, owner)
     tmp_path.chmod(mode)
@@ -74,6 +139,23 @@ def test_code_that_others_could_replace_is_not_loaded(tmp_path: Path, owner: int
     else:
         with pytest.raises(OSError, match=f"other users can write to {tmp_path}; run chmod 700 on it"):
             load_code(code, good, read)
+
+
+def test_a_temporary_folder_in_which_a_program_still_writes_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process may leave a program that writes into the folder while it is being removed."""
+    left, remove = tmp_path / ".build-abc.tmp", temporary.shutil.rmtree
+    left.mkdir()
+    (left / ".lock").touch()
+
+    def removes_the_lock_alone(path: Path | str, **options: Any) -> None:
+        (left / ".lock").unlink() if Path(path) == left else remove(path, **options)
+
+    for function in (removes_the_lock_alone, remove):
+        monkeypatch.setattr(temporary.shutil, "rmtree", function)
+        with own_temporary(tmp_path, ".build"):
+            assert left.exists() == (function is not remove)
 
 
 def test_the_cache_folder_is_the_variable_or_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from llama.errors import CheckpointError, UsageError
 from llama.hub import models as hub
 from llama.system.folders import cache_folder
 
+from .patience import PATIENCE
+
 CONTENT = b"GGUF" + bytes(range(256)) * 1000
 
 
@@ -151,7 +153,7 @@ def test_an_interrupted_pull_leaves_no_files(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert files_in(cache), "the download has begun"
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, stderr
     assert files_in(cache) == []
     with pytest.raises(ProcessLookupError):

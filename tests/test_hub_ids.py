@@ -21,6 +21,7 @@ from llama.hub.repository import HubId, choose, choose_gguf, hub_id
 
 from . import hub_server, test_huggingface, tiny
 from .hub_server import SHA, Files, Hub
+from .patience import PATIENCE
 from .scripts import make_tiny
 
 NEXT = "abcdef1234567890abcdef1234567890abcdef12"  # a later commit
@@ -120,9 +121,9 @@ def test_an_interrupted_pull_ends_at_once_and_the_next_fetches_the_rest(server: 
     env = {**os.environ, **hub_server.environment(server.url, tmp_path)}
     command = [sys.executable, "-m", "llama", "pull", "org/sharded"]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert server.halfway.wait(20)
+    assert server.halfway.wait(PATIENCE)
     process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=5)
+    stdout, _ = process.communicate(timeout=PATIENCE / 2)  # the server waits longer
     assert (process.returncode, stdout) == (130, b"")
     with down():
         expected = "the Hugging Face cache has no complete copy of org/sharded; unset HF_HUB_OFFLINE"

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,9 +23,11 @@ from llama.engine.linears import TileLinear
 from llama.errors import UsageError
 from llama.quant.blocks import BlockFormat, Blocks
 from llama.quant.tiles import pack
+from llama.system.temporary import own_temporary
 
 from . import tiny
 from .forked import Forked
+from .patience import PATIENCE, until
 
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
 
@@ -659,28 +660,44 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         kernels._build("avx2", tmp_path / "x.so")
 
 
-def test_an_interrupted_build_leaves_no_process(tmp_path: Path) -> None:
-    """A compiler starts other programs. Ctrl-C ends them all."""
-    script, started = tmp_path / "compiler", tmp_path / "started"
-    script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {started}.new\nmv {started}.new {started}\nwait\n")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_build_that_is_interrupted_or_killed_leaves_no_process(tmp_path: Path, number: int) -> None:
+    """A compiler starts other programs. Ctrl-C ends them all, and so does the death of the process."""
+    script, started, cache = tmp_path / "compiler", tmp_path / "started", tmp_path / "cache"
+    begun = f"echo $! > {started}.new\nmv {started}.new {started}\n"
+    script.write_text(f'#!/bin/sh\n: > "$TMPDIR/part.s"\nsleep 1000 &\n{begun}wait\n')
     script.chmod(0o755)
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever the tests' process ignores
         "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\n"
-        "from llama.engine import kernels; kernels._build('avx2', kernels.Path('unused.so'))"
+        "from llama.engine import kernels; kernels.load('avx2')"
     )
-    build = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "CXX": str(script)}, stderr=-3)
-    while not started.exists():
-        assert build.poll() is None
-        time.sleep(0.05)
-    time.sleep(0.5)  # now it waits for the compilers
-    build.send_signal(signal.SIGINT)
-    assert build.wait(20) != 0
+    env = {**os.environ, "CLEARLLAMA_CACHE": str(cache), "CXX": str(script)}
+    build = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=-3)
+    until(lambda: started.exists() or build.poll() is not None)
+    build.send_signal(number)
+    assert build.wait(PATIENCE) != 0
     stat = Path(f"/proc/{started.read_text().strip()}/stat")
-    end = time.monotonic() + 10  # a killed process ends when the system runs it again
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # ended, perhaps not yet reaped
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")  # perhaps not yet reaped
+    with own_temporary(cache / "kernels", ".build") as work:
+        assert [*work.parent.iterdir()] == [work]
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [0, 4096, -4096, -33, -1])
+def test_a_truncated_library_is_built_again(run: Python, tmp_path: Path, size: int) -> None:
+    """To load it would end the process with SIGBUS."""
+    built = kernels.built(kernels.pick_form() or "")
+    assert built is not None
+    script, folder = tmp_path / "compiler", tmp_path / "cache" / "kernels"
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {built} "$2"\n')
+    script.chmod(0o755)
+    folder.mkdir(0o700, parents=True)
+    (folder / built.name).write_bytes(built.read_bytes()[:size])
+    done = run(READY, CLEARLLAMA_CACHE=str(tmp_path / "cache"), CXX=str(script))
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [path.name for path in folder.iterdir()] == [built.name]
+    assert built.read_bytes() in (folder / built.name).read_bytes()
 
 
 @pytest.mark.slow  # builds twice

@@ -81,7 +81,7 @@ def history_file(args: argparse.Namespace) -> Path | None:
         if not args.no_history:
             folder = platformdirs.user_state_path("clearllama").expanduser()
             folder.mkdir(0o700, parents=True, exist_ok=True)
-            (folder / "chat-history").touch(0o600)
+            os.close(os.open(folder / "chat-history", os.O_RDWR | os.O_CREAT, 0o600))  # fails for a folder, too
             return folder / "chat-history"
     return None
 

@@ -23,10 +23,8 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -200,29 +198,26 @@ def _build(form: str, library: Path) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
     flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    with tempfile.TemporaryDirectory() as folder:
-        objects = [f"{folder}/{source.stem}.o" for source in sorted(SOURCE.parent.glob("*.cpp"), reverse=True)]
-        script = ""
-        for i, made in enumerate(objects):  # one shell runs the compilers, each on its own core
-            source = SOURCE.parent / f"{Path(made).stem}.cpp"
-            compile = [*flags, f"-I{root / 'include'}", "-c", str(source), "-o", made]
-            script += f"{shlex.join(compile)} & p{i}=$!\n"
-        script += "".join(f"wait $p{i} && " for i in range(len(objects)))
-        script += shlex.join([*flags, "-shared", *objects, "-o", str(library), *link])
-        # A session of its own: the compilers start other programs, and all of them must end with it
-        process = subprocess.Popen(
-            ["sh", "-c", script],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            _, output = process.communicate(timeout=300)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-            process.communicate()
-            raise
+    objects = [library.with_name(f"{source.stem}.o") for source in sorted(SOURCE.parent.glob("*.cpp"), reverse=True)]
+    # The end of the pipe, which even the death of this process brings, kills the compilers and all that they started
+    script = "exec 3<&0; { read end <&3; kill -KILL 0; } 2> /dev/null &\n"
+    for i, made in enumerate(objects):  # one shell runs the compilers, each on its own core
+        compile = [*flags, f"-I{root / 'include'}", "-c", f"{SOURCE.parent / made.stem}.cpp", "-o", str(made)]
+        script += f"{shlex.join(compile)} & p{i}=$!\n"
+    script += "".join(f"wait $p{i} && " for i in range(len(objects)))
+    script += shlex.join([*flags, "-shared", *map(str, objects), "-o", str(library), *link])
+    alive, ours = map(os.fdopen, os.pipe(), "rw")
+    process = subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=alive,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(library.parent)},  # a killed compiler does not remove its files
+    )
+    with alive, process, ours:
+        _, output = process.communicate(timeout=300)
     if process.returncode or not library.is_file():
         reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
         raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")

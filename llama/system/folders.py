@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,21 +34,24 @@ def is_private(folder: Path) -> bool:
 def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]) -> T:
     """Load a file of code in the cache folder with `load`; if there is none or it does not load, `make` it first.
 
-    `load` raises OSError or RuntimeError if the file is damaged. Raises OSError also if the folder is not writable, or
-    if other users can write to it: their code would run.
+    The file ends with its SHA-256, since loading a truncated library can end the process. `load` may raise OSError or
+    RuntimeError. Raises OSError if the folder is not writable, or if other users can write to it: their code would run.
     """
     folder = path.parent
     folder.mkdir(0o700, parents=True, exist_ok=True)
     if not is_private(folder):
         raise OSError(f"other users can write to {folder}; run chmod 700 on it, or set CLEARLLAMA_CACHE to your own")
     if path.is_file():
-        try:
-            return load(str(path))
-        except (OSError, RuntimeError):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, RuntimeError):
+            content = path.read_bytes()
+            if content[-32:] == hashlib.sha256(content[:-32]).digest():
+                return load(str(path))
+        path.unlink(missing_ok=True)
     with own_temporary(folder, ".build") as work:
         made = work / path.name
         make(made)
+        with open(made, "ab") as file:  # loaders of libraries and packages ignore what follows
+            file.write(hashlib.sha256(made.read_bytes()).digest())
         loaded = load(str(made))
         replace(made, path)
         return loaded

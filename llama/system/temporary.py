@@ -11,15 +11,30 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 @contextlib.contextmanager
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary folder in `folder` and remove it on exit."""
-    with tempfile.TemporaryDirectory(
-        prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True
-    ) as work:
+    """Make a temporary folder in `folder` and remove it on exit. Remove those of killed processes, too."""
+    for left in folder.glob(f"{prefix}-*.tmp/.lock"):
+        with contextlib.suppress(ImportError, OSError), open(left, "r+") as file:
+            _lock(file)
+            shutil.rmtree(left.parent, ignore_errors=True)
+            left.touch()  # fails, unless a program that the killed process started still writes to the folder
+    unique = tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True)
+    with unique as work, open(Path(work, ".new"), "w") as file:
+        with contextlib.suppress(ImportError, OSError):  # without a lock, no other process removes the folder
+            _lock(file)
+            os.rename(file.name, Path(work, ".lock"))
         yield Path(work)
+
+
+def _lock(file: TextIO) -> None:
+    """Lock a file until it is closed or the process is killed. Raises OSError if another process has locked it."""
+    import fcntl  # not on Windows
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_atomically(target: Path, content: bytes) -> None:

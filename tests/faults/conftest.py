@@ -22,9 +22,9 @@ def attempt(
 ) -> Try:
     """Run `clearllama ARGS` in a child: attempt("inspect", path).
 
-    The child has 10 seconds and 1 GiB of addresses beyond those of the imports. CANARY names a file that only code in
-    an input could create. The folder of the test must be unchanged after the command, to the byte; writes=(patterns,)
-    names the files that the command may write. file_size, before: as in Forked.run.
+    The child has 10 seconds of CPU time and 1 GiB of addresses beyond those of the imports. CANARY names a file that
+    only code in an input could create. The folder of the test must be unchanged after the command, to the byte;
+    writes=(patterns,) names the files that the command may write. file_size, before: as in Forked.run.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))

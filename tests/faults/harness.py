@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a child ended. A negative `code` is a signal: -14 is the time limit, -11 a crash."""
+    """How a child ended. A negative `code` is a signal: -27 is the limit of CPU time, -11 a crash."""
 
     args: tuple[object, ...]
     code: int

@@ -10,6 +10,7 @@ import pytest
 from llama.engine import kernels
 
 from ..forked import Forked
+from ..patience import PATIENCE
 from ..test_threads import CHILD, check
 
 FORK = """
@@ -34,7 +35,7 @@ busy = threading.Thread(target=lambda: [square @ square for _ in iter(stop.is_se
 busy.start()
 child = os.fork()
 if child == 0:
-    signal.alarm(40)
+    signal.alarm(PATIENCE)
     os._exit(work() != (first, True))
 assert os.waitpid(child, 0)[1] == 0
 stop.set()
@@ -43,11 +44,10 @@ assert work()[0] == first
 """
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
 def test_a_child_that_is_forked_while_others_compute_generates(forked: Forked, tiny_gguf: Path) -> None:
-    code = f"import sys; sys.argv[1:] = {[str(tiny_gguf)]}\n{FORK}"
-    done = forked.run((), None, 90, code=code)
+    code = f"import sys; sys.argv[1:] = {[str(tiny_gguf)]}\nPATIENCE = {PATIENCE}\n{FORK}"
+    done = forked.run((), None, PATIENCE, code=code)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -66,7 +66,7 @@ for other in others:
     other.start()
 
 def compare():
-    signal.alarm(20)
+    signal.alarm(PATIENCE)
     assert count() == 1
     assert all(torch.equal(product(), expected) for _ in range(10))
     assert count() == 3
@@ -87,4 +87,4 @@ assert torch.equal(product(), expected)
 @pytest.mark.skipif(not kernels.ready() or not os.path.exists("/proc/self/task"), reason="needs the kernels, and Linux")
 @pytest.mark.parametrize("way", ["before the first loop", "in the middle of loops"])
 def test_the_kernels_of_a_forked_child_have_threads_of_their_own(forked: Forked, way: str) -> None:
-    check(forked, f"{CHILD}\nway = {way!r}\n{KERNELS}")
+    check(forked, f"{CHILD}\nway, PATIENCE = {way!r}, {PATIENCE}\n{KERNELS}")

@@ -110,7 +110,7 @@ def test_a_crafted_archive_without_a_fault_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_hostile_pickle_is_refused(meta: Path, attempt: Try, name: str) -> None:
-    """In a child with ten seconds and 1 GB, which must not run code or end by a signal."""
+    """In a child with ten seconds of CPU time and 1 GiB, which must not run code or end by a signal."""
     content, words = PICKLES[name]
     archive(meta / FILE, content)
     error = attempt("inspect", meta).refused(FILE, words)

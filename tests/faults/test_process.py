@@ -16,6 +16,8 @@ import pytest
 
 from llama.cli import answers, streams
 
+from ..forked import Forked
+from ..patience import PATIENCE
 from ..scripts import make_tiny
 from .conftest import Try
 
@@ -74,7 +76,9 @@ def test_a_closed_or_endless_stdin_is_refused(attempt: Try, model: Path, args: t
 
 
 def test_the_command_does_not_wait_for_a_prompt_from_a_terminal(model: Path) -> None:
-    child = pexpect.spawn(sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=60)
+    child = pexpect.spawn(
+        sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=PATIENCE
+    )
     child.expect('clearllama generate "your text"')
     child.expect(pexpect.EOF)
     child.close()
@@ -90,6 +94,12 @@ def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Pat
     assert (plain.code, escaped.code) == (0, 0), escaped.error
     assert not plain.stdout.isascii()
     assert escaped.stdout == plain.stdout.decode().encode(encoding, "backslashreplace")
+
+
+# --------------------------------------------------------------------------------------------- the limits of the tests
+def test_the_limit_of_a_child_counts_cpu_time_and_not_the_time_it_waits(forked: Forked) -> None:
+    assert forked.run((), None, 1, code="import time; time.sleep(1.2)").returncode == 0
+    assert forked.run((), None, 1, code="while True: pass").returncode == -signal.SIGPROF
 
 
 # ------------------------------------------------------------------------------------------------------ the signals

@@ -41,6 +41,7 @@ from llama.text import Llama
 
 from .. import tiny
 from ..forked import Forked
+from ..patience import PATIENCE, until
 from ..server.serving import Running, running, with_tools
 from .test_soak import GROWTH, slope
 
@@ -118,13 +119,6 @@ def _idle(server: Running, passes: Passes) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------------ clients
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
-
-
 def ask(server: Running, path: str, body: object, method: str = "POST", **headers: str) -> tuple[int, str, Any]:
     """The status, text and headers of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
@@ -490,7 +484,7 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, server, CHAT, body) for body in (chat, escaped, wide, chat)]
         try:
-            assert all(begun.acquire(timeout=120) for _ in range(app.COMPILED))
+            assert all(begun.acquire(timeout=PATIENCE) for _ in range(app.COMPILED))
             assert ask(server, TEXT, {"prompt": 'the "tool_choice": é', "max_tokens": 1})[0] == 200
             assert not begun.acquire(blocking=False)  # the others wait for these
         finally:
@@ -898,9 +892,9 @@ loader.load = load
 class Command:
     """`clearllama serve` in a process of its own, with a slow model."""
 
-    def __init__(self, forked: Forked, model: Path, before: str = SLOW, seconds: int = 300):
+    def __init__(self, forked: Forked, model: Path, before: str = SLOW, seconds: int = 300, host: str = "127.0.0.1"):
         # In bfloat16, oneDNN keeps about .3 MB of code for each number of rows in a product, which looks like a leak.
-        options = "--device cpu --threads 1 --dtype float32 --port 0 --parallel 2 --queue 9"
+        options = f"--device cpu --threads 1 --dtype float32 --host {host} --port 0 --parallel 2 --queue 9"
         args = ("serve", "-m", str(model), *options.split())
         self.forked, self.pid = forked, forked.start(args, before=before, seconds=seconds)
         until(lambda: "Ctrl-C" in self.errors)
@@ -923,6 +917,23 @@ def refused(server: Running) -> bool:
     except ConnectionRefusedError:
         return True
     return False
+
+
+def test_a_server_on_the_loopback_address_of_ipv6_answers_to_its_names(forked: Forked, tiny_gguf: Path) -> None:
+    try:
+        serve.bind("::1", 0).close()
+    except UsageError:
+        pytest.skip("this machine has no address ::1")
+    server = Command(forked, tiny_gguf, before="", host="::1")
+    accepted = {}
+    for host in ("[::1]", f"[::1]:{server.port}", "localhost", "LOCALHOST:1", "[::2]", "[::1].evil.example", "::1"):
+        connection = http.client.HTTPConnection("::1", server.port, timeout=300)
+        connection.request("GET", "/v1/models", headers={"Host": host})
+        accepted[host] = connection.getresponse().status == 200
+        connection.close()
+    assert list(accepted.values()) == [True] * 4 + [False] * 3, accepted
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.end()[0] == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -26,6 +26,7 @@ from llama.sampling import SamplingParams
 from llama.text import Llama
 
 from .. import tiny
+from ..patience import PATIENCE
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "temperature": 1.5}
@@ -50,7 +51,7 @@ def overlapping(net: Transformer, count: int) -> threading.Barrier:
     def meet(*_: object) -> None:
         if meetings[0] < 6 * count:
             meetings[0] += 1
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=PATIENCE)
 
     net.layers[1].register_forward_pre_hook(meet)
     return barrier
@@ -90,16 +91,16 @@ def test_a_session_or_draft_is_for_one_thread_at_a_time(monkeypatch: pytest.Monk
         session, draft, barrier = Session(), NGramDraft(), threading.Barrier(4)
 
         def take(session: Session = session, barrier: threading.Barrier = barrier) -> object:
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=PATIENCE)
             return session.reuse(net, [1, 2, 3])
 
         def begin(draft: NGramDraft = draft, barrier: threading.Barrier = barrier) -> object:
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=PATIENCE)
             return draft.start(net, [1, 2, 3])
 
         for way in (take, begin):
             with ThreadPoolExecutor(max_workers=4) as pool:
-                errors = [future.exception(timeout=20) for future in [pool.submit(way) for _ in range(4)]]
+                errors = [future.exception(timeout=PATIENCE) for future in [pool.submit(way) for _ in range(4)]]
             refused = [error for error in errors if error is not None]
             assert len(refused) == 3
             assert all(isinstance(error, UsageError) and "in use by another stream" in str(error) for error in refused)
@@ -143,7 +144,7 @@ def test_one_thread_may_extend_the_rope_table_while_another_reads_it(
         assert begun.wait(20)
         ours = tiny.rows(net.rope, long, 4003)
         done.set()
-        theirs = waiting.result(timeout=20)
+        theirs = waiting.result(timeout=PATIENCE)
     for got, end in ((ours, 4003), (theirs, 1103)):
         assert all(torch.equal(a, b) for a, b in zip(got, expected[end], strict=True))
     assert len(net.rope.table[0]) >= 4003  # not replaced by the shorter table

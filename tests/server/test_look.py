@@ -23,6 +23,8 @@ from llama.study.intervene import ablated
 from llama.text import Llama
 from tests.server.serving import Running, running
 
+from ..patience import PATIENCE
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 MESSAGES: list[Any] = [{"role": "user", "content": "What is a llama?"}]
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 27]}}, "required": ["n"], "additionalProperties": False}
@@ -36,7 +38,7 @@ def server(tiny_llm: Llama) -> Iterator[Running]:
 
 
 def post(server: Running, path: str, **body: Any) -> requests.Response:
-    return requests.post(server.url + path, json=body, timeout=60)
+    return requests.post(server.url + path, json=body, timeout=PATIENCE)
 
 
 def answer(server: Running, **body: Any) -> tuple[list[int], list[dict[str, Any]], Any]:
@@ -304,7 +306,7 @@ def test_a_look_runs_between_the_chunks_of_a_prompt(tiny_llm: Llama, monkeypatch
         body = {"prompt": [ids], "max_tokens": 9, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         client = threading.Thread(target=lambda: found.append(post(server, "/v1/completions", **body)))
         client.start()
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE)
         assert post(server, "/look/inside", ids=ids[:50], off=[[0, 0]]).status_code == 200
         client.join()
     assert (left[0], left[-1], len(left)) == (1, 0, 6)  # looks that wait or run, after each chunk
@@ -376,18 +378,20 @@ def test_a_look_has_a_largest_length(tiny_llm: Llama, monkeypatch: pytest.Monkey
 
 def test_the_page_needs_no_key_and_its_looks_do(tiny_llm: Llama) -> None:
     with running(tiny_llm, key="secret") as server:
-        page = requests.get(server.url, timeout=9)
+        page = requests.get(server.url, timeout=PATIENCE)
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         for name in ("page.css", "page.js", "shared.css", "shared.js", "tokens.css", "tokens.js"):
             assert name in page.text
-            assert requests.get(f"{server.url}/{name}", timeout=9).status_code == 200
+            assert requests.get(f"{server.url}/{name}", timeout=PATIENCE).status_code == 200
         for path in ("answer", "inside", "page"):
             assert post(server, f"/look/{path}", ids=[5, 6]).status_code == 401
-        assert requests.get(server.url, headers={"Host": "evil.example"}, timeout=9).status_code == 400
-        form = requests.post(f"{server.url}/look/inside", b"{}", headers={"Authorization": "Bearer secret"}, timeout=9)
+        assert requests.get(server.url, headers={"Host": "evil.example"}, timeout=PATIENCE).status_code == 400
+        form = requests.post(
+            f"{server.url}/look/inside", b"{}", headers={"Authorization": "Bearer secret"}, timeout=PATIENCE
+        )
         assert form.status_code == 415
 
 

@@ -39,7 +39,9 @@ def turned_by(form: str, q: Tensor, k: Tensor, positions: Tensor, base: float = 
 def by_formula(x: Tensor, positions: Tensor, base: float = 1e4) -> np.ndarray[Any, Any]:
     """Rotate x (B, T, H, D) pair by pair, by the library's float32 angles and otherwise in float64."""
     d, at = x.shape[-1], positions.expand(x.shape[0], -1).numpy()  # (B, T)
-    angles = np.float64(at[..., None].astype(np.float32) * inverse_frequencies(d, base)[0].numpy())  # (B, T, D/2)
+    angles = (at[..., None].astype(np.float32) * inverse_frequencies(d, base)[0].numpy()).astype(
+        np.float64
+    )  # (B, T, D/2)
     out, entries = np.empty(x.shape), x.double().numpy()
     for i in range(d // 2):
         c, s = np.cos(angles[..., i])[..., None], np.sin(angles[..., i])[..., None]  # (B, T, 1)

@@ -348,7 +348,7 @@ def test_angles_to_position_131072(scaling: dict[str, Any] | None, theta: float)
         inv_freq, _ = inverse_frequencies(d, theta, scaling, seq_len=131072, max_seq_len=context)
         base = llama.rope_scaling.Base(d, theta, 131072, context)
         exact = SCALINGS[(scaling or {}).get("rope_type", "default")](base, scaling or {})[0].numpy()  # float64
-        angles = np.float64(torch.from_numpy(FAR).float().numpy()[:, None] * inv_freq.numpy())  # (N, D/2)
+        angles = (torch.from_numpy(FAR).float().numpy()[:, None] * inv_freq.numpy()).astype(np.float64)  # (N, D/2)
         np.testing.assert_allclose(angles, FAR[:, None] * exact, rtol=2 * ROUNDED * 1.001, atol=0)
         table = rope.freqs_cis_at(torch.from_numpy(FAR), inv_freq).to(torch.complex128).numpy()
         off = np.abs(table - np.exp(1j * FAR[:, None] * exact))
