@@ -229,7 +229,7 @@ def test_a_quantized_base_needs_a_choice(bases, tmp_path: Path, type: str) -> No
     path, _ = simple(bases("plain"), tmp_path / "adapter")
     with pytest.raises(UsageError, match=rf"base.gguf is quantized \({type}\).*--dtype"):
         loader.load(file, device="cpu", adapters=path)
-    with pytest.raises(UsageError, match="choose the dtype to write"):
+    with pytest.raises(UsageError, match=r"choose the dtype \(--dtype\) to write"):
         convert(file, tmp_path / "out.gguf", "gguf", adapters=path)
     plain = convert(file, tmp_path / "plain", "hf", dtype=torch.float32).path
     assert torch.allclose(logits(file, adapters=path), logits(plain, adapters=path), atol=1e-5)
@@ -268,7 +268,7 @@ REFUSALS: list[tuple[dict[str, Any], Change | None, str]] = [
     ({}, lambda state: state.pop(f"base_model.model.{Q}.lora_A.weight"), f"{Q} has up .*, expected two matrices"),
     *(({}, put(name, torch.ones(64)), f"{name} is not a LoRA matrix .*; merge it into its base")
       for name in (f"{Q}.base_layer.bias", f"{Q}.lora_magnitude_vector", "model.embed_tokens.weight")),
-    ({}, put(f"{Q}.lora_B.weight", torch.ones(32, 4)), "pass the model that it was trained on"),
+    ({}, put(f"{Q}.lora_B.weight", torch.ones(32, 4)), r"pass the model \(--model\) that it was trained on"),
     ({}, put(f"{Q}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
 ]  # fmt: skip
 

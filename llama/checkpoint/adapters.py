@@ -84,7 +84,7 @@ class AdaptedCheckpoint(Checkpoint):
             if low.shape != self.shapes.get(name):
                 raise CheckpointError(
                     f"{where} changes {self.file_name(name)} as a weight of shape {low.shape}, but the model"
-                    f" has {self.shapes.get(name)}; pass the model that it was trained on with --model"
+                    f" has {self.shapes.get(name)}; pass the model (--model) that it was trained on"
                 )
             if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in (low.down, low.up)):
                 raise DamagedError(f"{where} has values that are not finite floating-point numbers")

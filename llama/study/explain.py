@@ -322,14 +322,10 @@ def explain(
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
         dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
-        raise UsageError(f"explain needs a model in float32, but this one is in {dtype}; leave --dtype out")
-    if not 1 <= len(ids) <= LONGEST:
-        raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
-    token = len(ids) - 1 if token is None else token
-    if not 0 <= token < len(ids):
-        raise UsageError(f"token must be from 0 to {len(ids) - 1}, the last token of the text, got {token}")
-    if not 0 <= layer < config.n_layers:
-        raise UsageError(f"layer must be from 0 to {config.n_layers - 1}, the last layer of the model, got {layer}")
+        raise UsageError(
+            f"explain needs a model in float32, not {dtype}: load it with dtype='float32' (--dtype float32)"
+        )
+    token = check(net, ids, token, layer)
     ours = _computed(net, ids, layer)
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
@@ -361,6 +357,18 @@ def explain(
     if config.rope_scaling is not None:
         notes.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
     return Explanation(steps, settings, notes)
+
+
+def check(net: Transformer, ids: Sequence[int], token: int | None, layer: int) -> int:
+    """Raise UsageError as `explain` does for all that needs no weights. Returns the token."""
+    if not 1 <= len(ids) <= LONGEST:
+        raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
+    token = len(ids) - 1 if token is None else token
+    if not 0 <= token < len(ids):
+        raise UsageError(f"token must be from 0 to {len(ids) - 1}, the last token of the text, got {token}")
+    if not 0 <= layer < net.config.n_layers:
+        raise UsageError(f"layer must be from 0 to {net.config.n_layers - 1}, the last layer of the model, got {layer}")
+    return token
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:
