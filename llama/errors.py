@@ -33,10 +33,10 @@ class CheckpointError(LlamaError):
 
 
 class DamagedError(CheckpointError):
-    """A file contradicts itself or is truncated. The remedy is added to the message, so it is written once."""
+    """A file contradicts itself or is truncated. The remedy is not in `args`, since pickle makes errors from them."""
 
-    def __init__(self, found: str):
-        super().__init__(f"{found}; the file is damaged or incomplete, download it again")
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the file is damaged or incomplete, download it again"
 
 
 class TokenizerError(LlamaError, ValueError):

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ class LoadOptions:
             pick_scheme(self.quantize)
 
 
-# 11 parameters: the public API, which has one for each choice of a user
+# 10 parameters: the public API, which has one for each choice of a user
 def load(
     path_or_name: str | os.PathLike[str] | None = None,
     device: Devices = None,
@@ -121,7 +121,6 @@ def load(
     *,
     adapters: Adapters = (),
     tokenizer: str | os.PathLike[str] | None = None,
-    tokens: int | Callable[[Tokenizer], int] | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Llama:
@@ -133,23 +132,26 @@ def load(
     adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
                   (path, scale), or a list of them
     tokenizer     a file, or a folder with one, to use in place of the checkpoint's own tokenizer
-    tokens        as in `LoadOptions`, or a function that gets the tokenizer and returns this number
     quiet         print nothing on stderr while a model is downloaded
     options       the other fields of `LoadOptions`, which describes all of them
 
     Warnings, for example about the folder that was chosen, are logged; `warnings` of the result contains them too.
     Raises CheckpointError if the file can't be run, UsageError for a bad argument, MemoryLimitError if memory is short.
     """
-    from .text import Llama
-
     checks.known_options(options, LoadOptions, "llama.loader.LoadOptions")
     settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, **{"fast": True, **options})
-    checkpoint = open_model(path_or_name, adapters, tokenizer, quiet)
-    vocabulary = checkpoint.tokenizer()
-    count = tokens(vocabulary) if callable(tokens) else tokens
-    plan = make_plan(checkpoint, dataclasses.replace(settings, tokens=count))
-    return Llama(
-        build_plan(plan),
+    llm, plan = prepare(open_model(path_or_name, adapters, tokenizer, quiet), settings)
+    build_plan(plan, llm.model)
+    return llm
+
+
+def prepare(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Llama, Plan]:
+    """A model without weights, for the checks that need none, and the plan with which `build_plan` reads them."""
+    from .text import Llama
+
+    vocabulary, plan = checkpoint.tokenizer(), make_plan(checkpoint, options)
+    llm = Llama(
+        empty_model(plan),
         vocabulary,
         checkpoint.chat_template,
         chat_format=checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None,
@@ -157,6 +159,7 @@ def load(
         adapters=checkpoint.adapters,
         warnings=plan.warnings,
     )
+    return llm, plan
 
 
 def load_model(
@@ -176,7 +179,8 @@ def load_model(
     """
     checks.known_options(options, LoadOptions, "llama.loader.LoadOptions")
     settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
-    return build_plan(make_plan(open_model(path_or_name, adapters), settings))
+    plan = make_plan(open_model(path_or_name, adapters), settings)
+    return build_plan(plan, empty_model(plan))
 
 
 def open_model(
@@ -204,14 +208,15 @@ def build(
     A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Raises
     CheckpointError if a tensor is missing, unexpected or of another shape.
     """
-    return build_plan(make_plan(checkpoint, LoadOptions(device, dtype, **options)))
+    plan = make_plan(checkpoint, LoadOptions(device, dtype, **options))
+    return build_plan(plan, empty_model(plan))
 
 
-def build_plan(plan: Plan) -> Transformer:
-    """Execute a plan: check the memory, fill the model, attach its runner, log the warnings."""
+def build_plan(plan: Plan, model: Transformer) -> Transformer:
+    """Execute a plan: check the memory, fill the empty model, attach its runner, log the warnings."""
     if plan.options.check_memory:
         check_memory(plan)
-    model = attach_runner(fill(plan), plan)
+    attach_runner(fill(model, plan), plan)
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
     return model
@@ -271,7 +276,7 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     weights = plan_weights(checkpoint, placement.device_of, scheme, keep)
     warnings = list(checkpoint.warnings)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
-        warnings.append("float16 is slow on a CPU, and dequantizes 4/8-bit weights; use bfloat16")
+        warnings.append("float16 is slow on a CPU; use dtype='bfloat16' (--dtype bfloat16)")
     if scheme is not None or options.fast:
         warnings += storage_warnings(checkpoint, weights, dtype)
     # The compiler has no complex numbers; the real form is the same arithmetic.
@@ -345,10 +350,14 @@ def check_memory(plan: Plan) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- 2. the weights
-def fill(plan: Plan) -> Transformer:
-    """Build the model on the meta device and replace its layers one by one with filled ones."""
+def empty_model(plan: Plan) -> Transformer:
+    """The model on the meta device, without weights."""
     with torch.device("meta"), SkipInit():
-        model = Transformer(plan.config, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
+        return Transformer(plan.config, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
+
+
+def fill(model: Transformer, plan: Plan) -> Transformer:
+    """Replace the layers of an empty model one by one with filled ones; returns the model."""
     if plan.checkpoint.adapters:  # part of the model's identity, for saved sessions
         identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
         model.register_buffer("adapters", identity, persistent=False)

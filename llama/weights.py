@@ -72,9 +72,12 @@ def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dt
     return -(-shape[0] // TILE) * tile_bytes(shape[1], weight.format)
 
 
+AGAIN = "quantizing the original would lose less accuracy"
+
+
 def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
     """Warnings about quantized weights of the file that the model stores in another format."""
-    requantized, dequantized, size, could_stay = set(), set(), 0, False
+    requantized, dequantized, growth, size, could_stay = set(), set(), 0.0, 0, False
     for name, weight in weights.items():
         kind = checkpoint.stored(weight.source)
         if kind in FLOATS.values() or len(checkpoint.shapes[weight.source]) != 2:
@@ -84,6 +87,8 @@ def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], 
         if weight.format is not None:
             if not is_stored_as(checkpoint, weight.source, weight.format):
                 requantized.add(kind)
+            stored = checkpoint.bits(weight.source) * math.prod(checkpoint.shapes[weight.source]) / 8
+            growth += memory_footprint(checkpoint, weight, dtype) - stored
         elif name != "tok_embeddings.weight" and not checkpoint.changed(weight.source):
             dequantized.add(kind)
             size += memory_footprint(checkpoint, weight, dtype)
@@ -92,9 +97,11 @@ def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], 
     warnings = []
     if requantized:
         kinds = ", ".join(sorted(requantized))
-        warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
+        larger = f", and these weights grow by {growth / 1e6:,.1f} MB" if growth > 0 else ""
+        warnings.append(f"the source is already quantized ({kinds}); {AGAIN}{larger}")
     if dequantized:
-        remedy = "leave --dtype out to keep them" if could_stay else "--quantize int8 or int4 quantizes them again"
+        quantize = "quantize='int8' (--quantize int8) quantizes them again"
+        remedy = "dtype=None (--dtype auto) keeps them" if could_stay else quantize
         warnings.append(
             f"weights stored as {', '.join(sorted(dequantized))} are dequantized to"
             f" {str(dtype).removeprefix('torch.')}, which takes {size / 1e9:.1f} GB; {remedy}"

@@ -363,7 +363,7 @@ def test_a_quantized_base_needs_a_choice(bases, tmp_path: Path, type: str) -> No
     path, _ = simple(bases("plain"), tmp_path / "adapter")
     with pytest.raises(UsageError, match=rf"base.gguf is quantized \({type}\).*--dtype"):
         loader.load(file, device="cpu", adapters=path)
-    with pytest.raises(UsageError, match="choose the dtype to write"):
+    with pytest.raises(UsageError, match=r"choose the dtype \(--dtype\) to write"):
         convert(file, tmp_path / "out.gguf", "gguf", adapters=path)
     plain = convert(file, tmp_path / "plain", "hf", dtype=torch.float32).path
     assert torch.allclose(logits(file, adapters=path), logits(plain, adapters=path), atol=1e-5)
@@ -410,7 +410,7 @@ REFUSALS: list[tuple[dict[str, Any], Change | None, str]] = [
         ("lm_head", "base_layer.weight", (), "its copy of lm_head.weight differs"),
     )),
     ({}, put("model.norm.weight", torch.full((64,), math.inf)), "not finite"),
-    ({}, put(f"{Q}.lora_B.weight", torch.ones(32, 4)), "pass the model that it was trained on"),
+    ({}, put(f"{Q}.lora_B.weight", torch.ones(32, 4)), r"pass the model \(--model\) that it was trained on"),
     ({}, put(f"{Q}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
 ]  # fmt: skip
 

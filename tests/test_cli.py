@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from llama import cli
+from llama import cli, loader
+from llama.study.steering import ControlVector
 from llama.text import Llama
 
 from . import tiny
@@ -117,6 +120,55 @@ def test_usage_errors_are_one_line_and_exit_2(
     result = clearllama(*args, *model, stdin=b"")
     assert result.returncode == 2
     assert message in error_line(result)
+
+
+NEED_NO_WEIGHTS = {  # a command -> what it says
+    "generate hi --regex [": "the regular expression can't be used: invalid regex",
+    "generate hi --json-schema SCHEMA": "the JSON schema can't be used: Invalid type: foo",
+    "generate hi --logit-bias 320=1": "token id 320 is not in the vocabulary",
+    "generate hi --stop=": "stop must be",
+    "generate hi --min-tokens -1": "min-tokens must be",
+    "generate --prompt=": "the prompt is empty",
+    "generate HELLO --max-seq-len 8": "the prompt has",
+    "generate hi --draft /nowhere": "no file or folder '/nowhere'",
+    "generate hi --draft ngram --draft-tokens 0": "--draft-tokens must be",
+    "generate hi --draft ngram --rope-scaling dynamic --rope-factor 2": "a draft needs RoPE frequencies",
+    "generate hi --save-session OUT --rope-scaling dynamic --rope-factor 2": "a session can't be saved",
+    "generate hi --steer VECTOR": "the vector was made for another model",
+    "generate hi --steer VECTOR --steer-layers 5:9": "expected layers as FIRST:END",
+    "generate --prompts PROMPTS --regex [": "the regular expression can't be used",
+    "chat --regex [": "the regular expression can't be used",
+    "trace hi --ablate-head 99.1": "head 99.1 does not exist",
+    "trace hi --layers 5:99": "expected layers as FIRST:END",
+    "trace hi --patch-from hello": "--patch-from must have",
+    "trace HELLO --max-seq-len 8": "outside the 8 positions",
+    "explain --layer 99": "--layer must be from 0 to 1",
+    "explain --text hi --token 9": "--token must be from 0 to",
+    "perplexity PROMPTS --window 1": "--window must be",
+    "steer --raw --positive HELLO --negative x -o OUT --max-seq-len 8": "the prompt has",
+}
+
+
+@pytest.mark.parametrize("words", NEED_NO_WEIGHTS)
+def test_what_needs_no_weights_is_checked_before_they_are_read(
+    words: str,
+    tiny_gguf: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(loader, "fill", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    (tmp_path / "SCHEMA").write_text('{"type": "foo"}')
+    (tmp_path / "PROMPTS").write_text('{"prompt": "hi"}\n')
+    ControlVector({1: torch.zeros(3)}).write(tmp_path / "VECTOR.gguf")
+    (tmp_path / "VECTOR.gguf").rename(tmp_path / "VECTOR")
+    names = {name: str(tmp_path / name) for name in ("SCHEMA", "PROMPTS", "VECTOR", "OUT")}
+    command = [names.get(word, "abcdefghijkl" if word == "HELLO" else word) for word in words.split()]
+    assert cli.main([*command, "-m", str(tiny_gguf), "--device", "cpu"]) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert NEED_NO_WEIGHTS[words] in line
+    assert "%llguidance" not in line
 
 
 def test_a_prompt_that_is_not_utf8_is_refused(clearllama: Run, tiny_gguf: Path) -> None:
@@ -252,6 +304,8 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("generate hi --max-tokens 5", "did you mean --max-new-tokens?"),
         ("generate hello there", "unrecognized arguments: there; a prompt of several words needs quotes"),
         ("chat Hello", "unrecognized arguments: Hello; type messages in the chat"),
+        ("generate hello README.md", "unrecognized arguments: README.md; to use a model, add -m: -m README.md"),
+        ("generate -m x hello README.md", "README.md; a prompt of several words needs quotes"),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),
         ("frobnicate", "got 'frobnicate' (see clearllama --help)"),

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from llama import cli, loader
+from llama import cli
+from llama.cli import loading
 from llama.text import Llama
 
 from .conftest import Run
@@ -23,7 +24,7 @@ Command = Callable[..., int]
 @pytest.fixture
 def main(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run the command in this process on a loaded model. Returns the exit code."""
-    monkeypatch.setattr(loader, "load", lambda *_, **__: tiny_llm)
+    monkeypatch.setattr(loading, "prepare", lambda _: (tiny_llm, lambda: None))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
 
     def run(*args: str) -> int:
@@ -41,7 +42,7 @@ def main(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Command:
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if a model is loaded."""
-    monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "prepare", lambda _: pytest.fail("loaded"))
 
 
 def write(path: Path, lines: Lines) -> Path:

@@ -160,6 +160,19 @@ def test_the_complex_form_and_opaque_layers_are_rejected() -> None:
         tiny.compiled(net)
 
 
+@needs_kernels
+def test_layers_of_different_formats_are_rejected_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_K_M files have two formats: the library of the first layer would read the others wrongly."""
+    monkeypatch.setattr(compiled, "load_package", lambda *_: pytest.fail("compiled"))
+    net = model(attention="kernel")
+    quantize_(net.layers[1].feed_forward, "int8")  # type: ignore[arg-type]
+    quantize_(net, "int4")
+    with pytest.raises(UsageError, match="the same formats in all layers"):
+        compiled.CompiledRunner(net)
+    monkeypatch.setattr(compiled, "load_package", lambda *_: None)
+    compiled.CompiledRunner(model("int4", attention="kernel"))
+
+
 def test_compile_must_be_a_boolean(tiny_gguf: Path) -> None:
     with pytest.raises(UsageError, match="compile must be true or false, got 'no'"):
         load(tiny_gguf, compile="no")

@@ -264,12 +264,16 @@ def test_what_can_not_be_written_is_refused(
 
 def test_a_quantized_source_needs_a_dtype_or_is_quantized_twice(tmp_path: Path) -> None:
     source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
-    with pytest.raises(UsageError, match=r"quantized.*--dtype float32 is exact"):
+    with pytest.raises(UsageError, match=r"quantized.*\(--dtype\) to write: float32 is exact"):
         convert(source, tmp_path / "hf", "hf")
     exact = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
     assert torch.equal(logits(source, TOKENS % 320), logits(exact.path, TOKENS % 320))
     proof = convert(source, tmp_path / "q.gguf", "gguf", quantize="q8_0")
-    assert any("already quantized (Q4_0); quantizing" in w for w in proof.warnings)
+    assert any(
+        "already quantized (Q4_0); quantizing" in w and "the weights grow by 0.1 MB" in w for w in proof.warnings
+    )
+    smaller = convert(tiny.write_gguf(tmp_path / "8.gguf", quantization="Q8_0"), tmp_path / "4", "hf", quantize="int4")
+    assert ["less accuracy" in w and "grow" not in w for w in smaller.warnings] == [True]
 
 
 def test_a_source_without_a_tokenizer_is_converted_with_a_warning(source: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from llama import cli
 from llama.errors import UsageError
 from llama.system import temporary
 from llama.system.folders import cache_folder, is_private, load_code
@@ -172,3 +173,12 @@ def test_the_cache_folder_is_the_variable_or_in_the_home(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "expanduser", unknown)
     with pytest.raises(UsageError, match="the home folder is not known; set HOME, or CLEARLLAMA_CACHE to a writable"):
         cache_folder()
+
+
+def test_a_user_without_a_home_folder_gets_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """expanduser of os.path leaves ~ then; that of pathlib raises RuntimeError."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cli.main(["inspect", "-m", "no-model-of-this-name"]) == 1
+    assert "there is no file or folder 'no-model-of-this-name'" in capsys.readouterr().err

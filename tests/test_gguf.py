@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import pickle
 import re
 import struct
 import time
@@ -243,6 +244,12 @@ def split(folder: Path, tensors: int = 5) -> list[Path]:
         writer.add_tensor(tensor.name, tensor.data)
     finish(writer)
     return sorted(folder.glob("part-*.gguf"))
+
+
+def test_an_error_of_another_process_names_its_remedy_once() -> None:
+    error = DamagedError("x is short")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error).count("download it again") == 1
 
 
 def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:

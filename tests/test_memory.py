@@ -132,9 +132,11 @@ def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_the_requested_length_decides(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs: list[tuple[int, int]] = []
     monkeypatch.setattr(memory, "check", lambda what, weights, cache, *_: needs.append((weights, cache)))
-    for tokens in (10, 200, 10**9, lambda tokenizer: len(tokenizer.encode("the")) + 7):
+    for tokens in (10, 200, 10**9):
         loader.load(tiny_gguf, dtype="float32", tokens=tokens)
-    one, words = tiny.CONFIG.kv_cache_bytes(1, 4), len(loader.load_tokenizer(tiny_gguf).encode("the"))
+    one = tiny.CONFIG.kv_cache_bytes(1, 4)
+    words = len(loader.load_tokenizer(tiny_gguf).encode("the"))
+    assert cli.main(["generate", "--raw", "the", "-n", "7", "-m", str(tiny_gguf), "--dtype", "float32", "-q"]) == 0
     assert [cache for _, cache in needs] == [10 * one, 200 * one, 256 * one, (words + 7) * one]  # a context of 256
     assert {weights for weights, _ in needs} == {4 * tiny.CONFIG.n_params}
 
@@ -179,7 +181,8 @@ def test_the_bytes_of_the_weights_are_predicted(
     assert needs[0] == pytest.approx(sum(storages.values()), rel=1e-6)
     dequantized = quantization != "F32" and options.get("dtype") == "float32" and kernels.ready()
     assert [
-        "are dequantized to float32, which takes 0.0 GB; leave --dtype out" in warning for warning in llm.warnings
+        "are dequantized to float32, which takes 0.0 GB; dtype=None (--dtype auto)" in warning
+        for warning in llm.warnings
     ].count(True) == dequantized
 
 
@@ -206,6 +209,16 @@ def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: p
     small(monkeypatch, 10**9)
     prefill(model, [5] * 100, long)  # the cache still works after the refusal
     assert long.length == 1100
+
+
+@pytest.mark.skipif(not kernels.ready(), reason="requires the C++ kernels")
+@pytest.mark.parametrize(("stored", "scheme", "grows"), [("Q4_0", "int4", True), ("Q8_0", "int4", False)])
+def test_a_file_that_grows_when_it_is_quantized_again_is_reported(
+    tmp_path: Path, stored: str, scheme: str, grows: bool
+) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE, quantization=stored)
+    warnings = loader.load(path, device="cpu", quantize=scheme).warnings
+    assert [("less accuracy" in warning, "these weights grow by" in warning) for warning in warnings] == [(True, grows)]
 
 
 def test_the_command_refuses_unless_the_check_is_off(

@@ -210,6 +210,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "the same weights"),
     "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "01.pth and .* differ"),
     "other model": (lambda d: save(d, lambda s: s["norm.weight"].mul_(2), 1), "not shards of one model"),
+    "small norm": (
+        lambda d: [save(d, put("norm.weight", torch.full((256,), 0.001 + 0.01 * rank)), rank) for rank in (0, 1)],
+        "not shards of one model",
+    ),
     "int8": (lambda d: both(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8))), "layers.1.attention.wq is int8"),
     "float8": (lambda d: both(d, put(WQ, torch.zeros(128, 256).to(torch.float8_e4m3fn))), r"fp8_scales_0\.pt is missing"),
     "heads": (lambda d: edit_params(d, n_heads=7), "has shape|head"),

@@ -84,7 +84,7 @@ def test_a_tokenizer_is_found_in_the_folder_its_parent_or_original(root: Path, f
     for other in ("tokenizer", "../other"):  # a folder beside may have another model's, with as many tokens
         (folder / other).mkdir()
         shutil.copy(folder / "tokenizer.old", folder / other / own.name)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json.*; name one with --tokenizer PATH"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json.*; name one: tokenizer=PATH"):
         llama.load_tokenizer(folder)
     assert llama.load(folder, tokenizer=folder / "tokenizer", device="cpu").tokenizer.encode(TEXT) == expected
 

@@ -103,7 +103,7 @@ class AdaptedCheckpoint(Checkpoint):
             if not _is_copy(copy, self.base, self._source(name)):
                 raise CheckpointError(
                     f"adapter {adapter.path} was trained on another model: its copy of {self.file_name(name)} differs"
-                    " from the weight of this one; pass the model that it was trained on with --model"
+                    " from the weight of this one; pass the model (--model) that it was trained on"
                 )
             if len(copy) != self.base.shapes[self._source(name)][0]:  # resized, but not trained: still tied
                 whole |= dict.fromkeys(ENDS if self.config.tie_embeddings else (name,), copy)
@@ -124,7 +124,7 @@ class AdaptedCheckpoint(Checkpoint):
         if shape != self.shapes.get(name):
             raise CheckpointError(
                 f"{where} changes {self.file_name(name)} as a weight of shape {shape}, but the model"
-                f" has {self.shapes.get(name)}; pass the model that it was trained on with --model; if the adapter"
+                f" has {self.shapes.get(name)}; pass the model (--model) that it was trained on; if the adapter"
                 " resized the vocabulary, save embed_tokens and lm_head with it (save_embedding_layers=True)"
             )
         if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in parts):

@@ -144,7 +144,7 @@ def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
         for name in names:
             if (place / name).exists():
                 return place / name
-    raise TokenizerError(f"{folder} has no {' or '.join(names)}; name one with --tokenizer PATH")
+    raise TokenizerError(f"{folder} has no {' or '.join(names)}; name one: tokenizer=PATH (--tokenizer PATH)")
 
 
 def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:

@@ -57,7 +57,7 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -
     names, total = list(entries), sum(one.nbytes for one in entries.values())
     count = shards or -(-total // FILE_SIZE)
     if count > len(names):
-        raise ConfigError(f"{len(names)} weights can't be split into {count} files; lower --shards")
+        raise ConfigError(f"{len(names)} weights can't be split into {count} files; lower shards (--shards)")
     weight_map: dict[str, str] = {}
     for i in range(count):
         file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"

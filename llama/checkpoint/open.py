@@ -93,7 +93,9 @@ def _open(path: Path) -> Checkpoint:
     if huggingface.CONFIG in found:
         huggingface.open_weights(path)  # raises CheckpointError with the names of the missing files
     if "adapter_config.json" in found:
-        raise CheckpointError(f"{path} is an adapter; pass its base model as --model and this folder as --adapter")
+        raise CheckpointError(
+            f"{path} is an adapter; pass the path of its base model (--model), and this folder in adapters (--adapter)"
+        )
     raise CheckpointError(f"{path} is not a checkpoint: {EXPECTED}; found {', '.join(found[:4]) or 'no file'}")
 
 

@@ -178,7 +178,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         path = next(filter(os.path.exists, words[1:]), None)
         if option:
             hint = _similar(option, command._option_string_actions)
-        elif path and "--model" in command._option_string_actions:
+        elif path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
         elif hasattr(args, "prompt"):
             hint = "; a prompt of several words needs quotes"

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,20 @@ def as_dict(completion: Completion) -> dict[str, Any]:
     }
 
 
+def check(args: argparse.Namespace, llm: Llama, ids: Sequence[int], options: Mapping[str, Any]) -> None:
+    """Check a prompt, the options and the session with a model whose weights are not read yet."""
+    from ..generate import room_for
+    from ..generation.session import check_model
+    from ..generation.speculative import check_rope
+
+    (prompt,) = llm.prepare(ids, options)
+    room_for(llm.model, ids, prompt.params, None)
+    if (args.load_session, args.save_session) != (None, None):
+        check_model(llm.model)
+    if args.draft is not None:
+        check_rope(llm.model)
+
+
 # ----------------------------------------------------------------------------------------------------------- sessions
 def check_session(args: argparse.Namespace) -> None:
     """Check --load-session and --save-session before the model is loaded.
@@ -105,11 +119,10 @@ def check_session(args: argparse.Namespace) -> None:
 
 def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     """Load the session of --load-session, or create one for --save-session; None without either option."""
-    from ..generation.session import Session, check_model
+    from ..generation.session import Session
 
     if args.load_session is None and args.save_session is None:
         return None
-    check_model(llm.model)
     if args.load_session is None:
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)

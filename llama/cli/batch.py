@@ -121,13 +121,14 @@ def run(args: argparse.Namespace) -> int:
     options = {**arguments.sampling_options(args), "logprobs": args.logprobs}
     items = ranks.first(args, lambda: read_items(args))
     output = None if args.output in (None, "-") else Output(args.output)
-    llm = loading.load(args)
+    llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     for item in items:
         if raw and ("messages" in item.prompt or "system" in item.own):
             why = loading.why_raw(args, llm)
             raise UsageError(f"{args.prompts} line {item.number} needs a chat, but prompts are plain text ({why})")
-    llm.prepare([0], options)  # an invalid grammar ends the run before it begins
+    answers.check(args, llm, [0], options)
+    read_weights()
 
     def resume() -> dict[Id, bool]:
         if output is None:

@@ -54,11 +54,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("chat reads from standard input, but standard input is closed")
     options = arguments.sampling_options(args)
     answers.check_session(args)
-    llm = loading.load(args)
-    options["draft"] = loading.load_draft(args, llm)
+    llm, read_weights = loading.prepare(args)
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
         raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
+    answers.check(args, llm, [0], options)
+    options["draft"] = loading.load_draft(args, llm)
+    read_weights()
     if llm.chat_format is not None:
         streams.info(args, f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:

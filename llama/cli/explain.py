@@ -39,8 +39,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         from ..study.trace import spelled
 
-        llm = loading.load(args)
+        args.fast = False  # nn.Linear, of whose weights the steps are computed again
+        llm, read_weights = loading.prepare(args)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
+        explain.check(net, ids, args.token, args.layer)
+        read_weights()
         name, texts = loading.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
     found = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
     streams.show(args, explain.as_dict(found), explain.text(found))

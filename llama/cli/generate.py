@@ -59,26 +59,28 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
     options = arguments.sampling_options(args)
     answers.check_session(args)
-    llm = loading.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
-    session = answers.load_session(args, llm)
-    options |= {"draft": loading.load_draft(args, llm), "session": session, "logprobs": args.logprobs}
+    llm, read_weights = loading.prepare(args)
+    raw = loading.pick_form(args, llm)
+    ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
+    answers.check(args, llm, ids, options)
+    options |= {"draft": loading.load_draft(args, llm), "logprobs": args.logprobs}
+    read_weights(len(ids) + args.max_new_tokens)
+    options["session"] = session = answers.load_session(args, llm)
     if session is not None and session.messages:
         streams.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []
-    raw = loading.pick_form(args, llm)
+    streams.info(args, form)
     with answers.saving(args, lambda: session, llm.model):
-        ids = ranks.first(args, lambda: encode(args, llm, prompt, raw))
         continues = raw or args.suffix is not None
         answers.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 
 
-def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> list[int]:
-    """The ids of a prompt. Reports how it is encoded."""
+def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> tuple[list[int], str]:
+    """The ids of a prompt, and how it is encoded."""
     tokenizer = llm.tokenizer
     if args.suffix is not None:
-        streams.info(args, "filling in the text between prompt and suffix")
-        return tokenizer.encode_infill(prompt, args.suffix)
+        return tokenizer.encode_infill(prompt, args.suffix), "filling in the text between prompt and suffix"
     if raw:
         kind = "text with control tokens" if args.parse_special else "plain text"
         form = f"the prompt is continued as {kind} ({loading.why_raw(args, llm)})"
@@ -86,11 +88,10 @@ def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> list
         if found and not args.parse_special:
             strings = ", ".join(list(found)[:3])
             form += f"; the prompt contains {strings} as plain text; --parse-special enables control tokens"
-        streams.info(args, form)
-        return tokenizer.encode_prompt(prompt, args.parse_special)
+        return tokenizer.encode_prompt(prompt, args.parse_special), form
     if not prompt.strip():
         raise UsageError("the prompt is empty: pass the text of a message, or --raw to begin a text")
     form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
-    streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
+    form = f"the prompt is one user message in {form} (--raw continues it as plain text)"
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return llm.encode_chat([*system, {"role": "user", "content": prompt}])
+    return llm.encode_chat([*system, {"role": "user", "content": prompt}]), form

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import shlex
 import time
 from pathlib import Path
@@ -19,15 +20,21 @@ if TYPE_CHECKING:
     from ..model import Transformer
     from ..study.steering import ControlVector
     from ..text import Llama
-    from ..tokenizer import Tokenizer
 
 SLOW = 2.0  # seconds
 
 
-def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = None) -> Llama:
-    """Load the model with its tokenizer, and report what was loaded on stderr.
+def load(args: argparse.Namespace) -> Llama:
+    """Load the model with its tokenizer, and report what was loaded on stderr."""
+    llm, read_weights = prepare(args)
+    read_weights()
+    return llm
 
-    tokens  returns how long prompt and answer will be, for the memory check
+
+def prepare(args: argparse.Namespace) -> tuple[Llama, Callable[..., None]]:
+    """`load` in two steps: a model without weights, for the checks that need none, and a function that reads them.
+
+    The function takes how long prompt and answer will be, for the memory check.
     """
     from .. import loader
 
@@ -37,25 +44,29 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     if getattr(args, "raw", False):
         refuse_chat_options(args, "--raw")
     started = time.perf_counter()
-    llm = loader.load(
-        args.model,
-        adapters=args.adapter,
-        tokenizer=args.tokenizer,
-        tokens=tokens,
-        quiet=args.quiet,
-        **arguments.model_options(args),
-    )
+    checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
+    options = loader.LoadOptions(**{"fast": True, **arguments.model_options(args)})
+    llm, plan = loader.prepare(checkpoint, options)
     if (world := getattr(args, "world", None)) is not None:
         world.check_same("tokenizer", llm.tokenizer.digest())
-    _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
-    if args.tokenizer is not None:
-        streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
-    if llm.sampling:
-        defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
-        streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
     if vector is not None:
         _steer(args, llm.model, vector)
-    return llm
+        args.steering.close()
+    prepared = time.perf_counter() - started
+
+    def read_weights(tokens: int | None = None) -> None:
+        started = time.perf_counter() - prepared
+        loader.build_plan(dataclasses.replace(plan, options=dataclasses.replace(options, tokens=tokens)), llm.model)
+        _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
+        if args.tokenizer is not None:
+            streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
+        if llm.sampling:
+            defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
+            streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
+        if vector is not None:
+            streams.info(args, f"steering: {args.steer}, {_steer(args, llm.model, vector)}")
+
+    return llm, read_weights
 
 
 def read_vector(args: argparse.Namespace) -> ControlVector | None:
@@ -71,8 +82,8 @@ def read_vector(args: argparse.Namespace) -> ControlVector | None:
     return ControlVector.read(args.steer)
 
 
-def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> None:
-    """Steer the model until the process ends."""
+def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> str:
+    """Steer the model until the process ends. Returns the scale and the layers."""
     from ..study import intervene, steering
 
     scale = 1.0 if args.steer_scale is None else args.steer_scale
@@ -80,7 +91,7 @@ def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) 
     args.steering = contextlib.ExitStack()  # keep the context open: if it were deleted, it would end
     used = args.steering.enter_context(steering.steer(model, vector, scale, layers))
     span = f"layers {used[0]} to {used[-1]}" if len(used) > 1 else f"layer {used[0]}"
-    streams.info(args, f"steering: {args.steer}, scale {scale:g}, {span}")
+    return f"scale {scale:g}, {span}"
 
 
 def load_model(args: argparse.Namespace) -> Transformer:

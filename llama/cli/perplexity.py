@@ -26,12 +26,13 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.evaluate import nats, windows
 
     text = streams.read_text(args.text)
-    llm = loading.load(args)
+    llm, read_weights = loading.prepare(args)
     longest = llm.model.max_seq_len
     window = longest if args.window is None else integer("--window", args.window, 2, longest)
     tokens, parts = windows(llm.tokenizer, text, window)
     if not parts:
         raise UsageError(f"{args.text} has {tokens} tokens; perplexity needs at least 2")
+    read_weights()
     with streams.progress(args.quiet, "tok") as show:
         total = sum(nats(llm.model, parts, lambda done, total: show("perplexity", done, total)))
     predicted = sum(len(part) - 1 for part in parts)

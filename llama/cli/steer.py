@@ -36,15 +36,20 @@ def run(args: argparse.Namespace) -> int:
     if args.compile:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     streams.check_file("--output", args.output)
+    from ..generate import room_for
+    from ..sampling import SamplingParams
     from ..study import steering
 
-    llm = loading.load(args)
+    llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
 
     def encoded(prompt: str) -> list[int]:
-        return llm.tokenizer.encode_prompt(prompt) if raw else llm.encode_chat([{"role": "user", "content": prompt}])
+        ids = llm.tokenizer.encode_prompt(prompt) if raw else llm.encode_chat([{"role": "user", "content": prompt}])
+        room_for(llm.model, ids, SamplingParams(), None)
+        return ids
 
     pairs = [(encoded(one), encoded(other)) for one, other in zip(args.positive, args.negative, strict=True)]
+    read_weights()
     vector = steering.control_vector(llm.model, pairs)
     vector.write(args.output)
     streams.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")

@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
     if args.figure is not None:
         if not topic.figures:
             raise UsageError(f"study {args.topic} has no figure")
-        figures.check(args.figure if args.figure.suffix else args.figure.with_suffix(".png"))
+        is_folder = args.figure.is_dir() or not args.figure.suffix
+        figures.check(args.figure / "figure.png" if is_folder else args.figure)
         drawn = {args.figure: topic.figure()}
-        if args.figure.suffix:
+        if not is_folder:
             streams.check_file("--figure", args.figure)
         else:
             args.figure.mkdir(exist_ok=True)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     prompt, scaling = streams.read_prompt(args), arguments.rope_scaling(args)
     # the RoPE options are interventions, so the model is loaded without them
     unchanged = dict.fromkeys(("rope_scaling", "rope_factor", "rope_theta"))
-    llm = loading.load(argparse.Namespace(**{**vars(args), **unchanged}))
+    llm, read_weights = loading.prepare(argparse.Namespace(**{**vars(args), **unchanged}))
     config = llm.model.config
     stretched = reach(with_rope(config, scaling, args.rope_theta))
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
@@ -67,12 +67,18 @@ def run(args: argparse.Namespace) -> int:
     ids = llm.tokenizer.encode_prompt(prompt)
     if len(ids) > args.max_tokens:
         raise UsageError(f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens}; raise it")
+    source = ids if args.patch_from is None else llm.tokenizer.encode_prompt(args.patch_from)
+    if len(source) != len(ids):
+        pieces = " | ".join(trace.spelled(llm.tokenizer, id) for id in source)
+        raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
+    trace.check(llm.model, ids)
+    read_weights()
     traced = trace.trace(llm.model, ids, intervention)
     about = {"model": loading.model_name(args.model), "prompt": prompt, "dtype": loading.dtype_name(llm.model)}
     about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.patch_from is not None:
-        facts["patching"] = patching_facts(llm, args.patch_from, ids, intervention)
+        facts["patching"] = patching_facts(llm, source, ids, intervention)
     if args.html is not None:
         streams.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
         streams.info(args, f"{args.html}: open it in a browser")
@@ -81,15 +87,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def patching_facts(llm: Llama, text: str, ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
+def patching_facts(llm: Llama, source: list[int], ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
     """The patching grid from another text to the traced one, under the same intervention."""
     from ..study import patching
     from ..study.trace import spelled
 
-    source = llm.tokenizer.encode_prompt(text)
-    if len(source) != len(ids):
-        pieces = " | ".join(spelled(llm.tokenizer, id) for id in source)
-        raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
     with intervention.on(llm.model):
         grid = patching.patching_grid(llm.model, source, ids)
     return patching.facts(grid, {id: spelled(llm.tokenizer, id) for id in {*source, *ids, *grid.answers}})

@@ -119,6 +119,11 @@ def inductor_step(blocks: Sequence[FusedBlock]) -> Step:
 
 
 # ------------------------------------------------------------------------------------------- the trace, for a CPU
+def _formats(block: nn.Module) -> str:
+    linears = [module for module in block.modules() if hasattr(module, "in_features")]
+    return str([(linear.extra_repr(), *(x.dtype for x in linear.state_dict().values())) for linear in linears])
+
+
 class JoinedLayer(nn.Module):
     """One of several layers that are computed together. Only for tracing: the first of them computes all outputs."""
 
@@ -198,6 +203,11 @@ def library_step(model: Transformer, blocks: Sequence[FusedBlock], cache_kind: s
             raise UsageError(
                 f"compile (--compile) can't run {name}, a {type(module).__name__}; leave compile (--compile) out"
             )
+    if len({_formats(fused.block) for fused in blocks}) > 1:
+        raise UsageError(
+            "compile (--compile) needs weights of the same formats in all layers, but those of this model differ; leave"
+            " compile (--compile) out"
+        )
     traced = {fused.block: traceable(fused) for fused in blocks}
     weights = {block: [tensor for _, tensor in tensors(copied)] for block, copied in traced.items()}
     block = traced[next((fused for fused in blocks if fused.rotates), blocks[0]).block]

@@ -211,7 +211,8 @@ def check_model(model: Transformer) -> None:
     if model.rope.by_length:
         raise UsageError(
             "a session can't be saved or loaded if the RoPE frequencies depend on the length (dynamic, longrope):"
-            " in a longer text even the first token is rotated differently; use no session, or another --rope-scaling"
+            " in a longer text even the first token is rotated differently; use no session, or another"
+            " rope_scaling (--rope-scaling)"
         )
 
 

@@ -106,8 +106,7 @@ def speculate(  # the parameters of generate.generate
     `draft.accepted` are counts. When the generator ends or is closed, the cache holds only the prompt and yielded
     tokens.
     """
-    if model.rope.by_length:
-        raise UsageError("a draft needs RoPE frequencies that do not depend on the length of the text: leave draft out")
+    check_rope(model)
     tokens = list(prompt)  # the prompt and each new token
     end = len(tokens) + room_for(model, tokens, params, cache)
     cache = model.new_cache(end) if cache is None else cache
@@ -268,18 +267,25 @@ class ModelDraft(Draft):
         return drafted
 
 
+def check_rope(model: Transformer) -> None:
+    """Raise UsageError if the rotation of a token depends on the length of the text."""
+    if model.rope.by_length:
+        raise UsageError("a draft needs RoPE frequencies that do not depend on the length of the text: leave draft out")
+
+
 def check_match(draft: Transformer, model: Transformer, n_vocab: int | None = None) -> None:
     """Raise UsageError if two models differ in the number of ids, or are on different devices.
 
     n_vocab  the number of ids that occur. Further rows of an embedding are padding, which may differ.
+    A model whose weights are not read yet is on the device "meta", which fits every device.
     """
     ours, theirs = ((m.config.vocab_size, str(m.norm.weight.device)) for m in (draft, model))
     padded = n_vocab is not None and min(ours[0], theirs[0]) >= n_vocab
-    if ours[1] != theirs[1] or not (padded or ours[0] == theirs[0]):
-        raise UsageError(
-            f"the draft model must have the same vocabulary and device as the model; the draft has {ours[0]} token ids"
-            f" on {ours[1]}, the model {theirs[0]} on {theirs[1]}: use a smaller model of the same family"
-        )
+    if not padded and ours[0] != theirs[0]:
+        found = f"the draft has {ours[0]} token ids, the model {theirs[0]}: use a smaller model of the same family"
+        raise UsageError(f"the draft model must have the same vocabulary as the model; {found}")
+    if len({ours[1], theirs[1], "meta"}) > 2:
+        raise UsageError(f"the draft must be on the device of the model, {theirs[1]}, but it is on {ours[1]}")
 
 
 def make_draft(draft: str | Transformer | Draft | None, most: int | None = None) -> Draft | None:

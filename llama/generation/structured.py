@@ -245,16 +245,18 @@ def _compile(vocabulary: Vocabulary, what: str, grammar: str) -> Grammar:
     except ChildError as stopped:
         raise UsageError(f"compiling the {what} failed: {stopped}; simplify it") from None
     if error:
-        raise UsageError(f"the {what} can't be used: {_reason(error)}")
+        reason = _reason(error).removeprefix("at 1(8): " if what == KINDS["regex"][0] else "")  # in start: /REGEX/
+        raise UsageError(f"the {what} can't be used: {reason}")
     vocabulary.mask(vocabulary.matcher(grammar))  # raises if no answer can begin
     return Grammar(vocabulary, grammar)
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as one line."""
+    """llguidance's message as one line, without the listing of the grammar, which has a line of ours."""
     if message.startswith(DEAD_END):
         return "it allows no text that the tokens of this model can spell"
-    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
+    message = re.sub(r"(?m)^ *\d+ \|.*$|^ *\^+$|<non-verbose/>", "", message)
+    return " ".join(message.split())[:300]
 
 
 class Grammar:

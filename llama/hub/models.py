@@ -83,7 +83,7 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     if name != DEFAULT:
         if os.path.lexists(name):
             return Path(name)
-        folder = Path("~/.llama/checkpoints").expanduser() / name
+        folder = Path(os.path.expanduser("~/.llama/checkpoints")) / name
         if Path(name).name == name and folder.is_dir():
             return folder
         if hub_id(name) is None:

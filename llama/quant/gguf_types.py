@@ -174,6 +174,8 @@ def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: s
         if shape[1] % block_of(type)[0]:
             type = SMALLER.get(type, type)
         if shape[1] % block_of(type)[0]:
-            raise CheckpointError(f"{name} has rows of {shape[1]} weights, no multiple of 32; leave out --quantize")
+            raise CheckpointError(
+                f"{name} has rows of {shape[1]} weights, no multiple of 32; leave quantize (--quantize) out"
+            )
         types[name] = type
     return types

@@ -1,8 +1,8 @@
 """One token through one block, step by step: the equation, the numbers, the line of code, and a check of each step.
 
-`reference` below is the complete block in numpy's float64. It shares only the weights with the model, and does not use
-the model's intermediate results; so the first step that fails is the one that is wrong. The model's numbers are
-recorded while its own code runs, and the lines of code are looked up in the source of the functions that ran.
+`reference` below is the complete block in numpy's float64. It shares only the weights with the model. Each step starts
+from the model's results of the steps before it, so only a step that is wrong fails. The model's numbers are recorded
+while its own code runs, and the lines of code are looked up in the source of the functions that ran.
 
 Letters: T tokens, H query heads, KV key/value heads, D head_dim, C model dim, F hidden_dim, V vocabulary.
 """
@@ -39,7 +39,9 @@ TINY = ModelConfig(
     dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=12, vocab_size=256, max_seq_len=256
 )
 LONGEST = 256  # tokens; all steps are stored, including the scores of all heads
-TOLERANCE = 1e-5  # relative to the largest number of a step: float32 has an error of about 1e-6 after a block
+# Relative to the scale of a number (`reference`). In float32 a sum of thousands of terms has an error of about 1e-6 of
+# the sum of their absolute values.
+TOLERANCE = 1e-5
 
 
 def random_model(config: ModelConfig = TINY, rope: str = "complex", **options: Any) -> Transformer:
@@ -54,39 +56,65 @@ def random_model(config: ModelConfig = TINY, rope: str = "complex", **options: A
 
 
 # ------------------------------------------------------------------------------------------ the block in numpy
-def reference(h: Array, w: Mapping[str, Array], angles: Array, factor: float, config: ModelConfig) -> dict[str, Array]:
-    """Every step of a block from its input h (T, C) float64, by the papers' formulas; angles (T, D/2) radians."""
+def reference(
+    h: Array, w: Mapping[str, Array], angles: Array, factor: float, config: ModelConfig, ours: Mapping[str, Array]
+) -> dict[str, tuple[Array, Array]]:
+    """Every step of a block from its input h (T, C) float64, by the papers' formulas; angles (T, D/2) radians.
+
+    Returns each result with its scale, of which the rounding errors of the step are a few ulps: the sum of the absolute
+    values of the terms that are added. The steps that follow start from the result in `ours`, if there is one, so no
+    step is blamed for the errors of its inputs; softmax, for example, amplifies those of large scores.
+    """
     T, H, D, group = len(h), config.n_heads, config.head_dim, config.n_heads // config.n_kv_heads
     cos, sin = factor * np.cos(angles), factor * np.sin(angles)  # (T, D/2)
+    found: dict[str, tuple[Array, Array]] = {}
 
-    def norm(x: Array, weight: Array) -> Array:  # RMSNorm, arXiv:1910.07467
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+    def step(letter: str, result: Array, scale: Array) -> Array:
+        found[letter] = result, scale
+        computed = ours.get(letter)
+        return result if computed is None or computed.shape != result.shape else computed
 
-    def project(x: Array, name: str) -> Array:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+    def norm(x: Array, weight: Array) -> tuple[Array, Array]:  # RMSNorm, arXiv:1910.07467
+        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+        return y, np.abs(y)
+
+    def project(x: Array, name: str) -> tuple[Array, Array]:
+        weight, bias = w[f"{name}.weight"].T, w.get(f"{name}.bias", np.zeros(1))
+        return x @ weight + bias, np.abs(x) @ np.abs(weight) + np.abs(bias)
 
     def split(x: Array) -> Array:  # (T, heads * D) -> (heads, T, D)
         return x.reshape(T, -1, D).swapaxes(0, 1)
 
-    def rotate(x: Array) -> Array:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point in the plane
+    def rotate(x: Array) -> tuple[Array, Array]:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point
         a, b = x[..., 0::2], x[..., 1::2]
-        return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape)
+        # an angle in float32 has an error of some ulps of the angle
+        scale = factor * (1 + np.abs(angles)) * (np.abs(a) + np.abs(b))  # (heads, T, D/2)
+        return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape), np.repeat(scale, 2, -1)
 
-    x = norm(h, w["attention_norm.weight"])  # (T, C)
-    q, k, v = (split(project(x, f"attention.{name}")) for name in ("wq", "wk", "wv"))  # (H, T, D), (KV, T, D) twice
-    rotated_q, rotated_k = rotate(q), rotate(k)
-    scores = rotated_q @ np.repeat(rotated_k, group, 0).swapaxes(1, 2) / np.sqrt(D)  # (H, T, T)
-    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+    x = step("x", *norm(h, w["attention_norm.weight"]))  # (T, C)
+    # (H, T, D), (KV, T, D) twice
+    q, k, v = (step(name, *map(split, project(x, f"attention.w{name}"))) for name in "qkv")
+    rotated_q, rotated_k = step("q'", *rotate(q)), np.repeat(step("k'", *rotate(k)), group, 0)  # (H, T, D) twice
+    scores, scale = (f(rotated_q) @ f(rotated_k).swapaxes(1, 2) / np.sqrt(D) for f in (np.array, np.abs))  # (H, T, T)
+    scores = step("s", np.where(np.tri(T, dtype=bool), scores, -np.inf), scale)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)  # (H, T, T)
-    y = weights @ np.repeat(v, group, 0)  # (H, T, D)
-    o = project(y.swapaxes(0, 1).reshape(T, H * D), "attention.wo")  # (T, C)
-    a = h + o  # (T, C)
-    z = norm(a, w["ffn_norm.weight"])  # (T, C)
-    gate, up = project(z, "feed_forward.w_gate"), project(z, "feed_forward.w_up")  # (T, F)
-    f = project(gate / (1 + np.exp(-gate)) * up, "feed_forward.w_down")  # SwiGLU, arXiv:2002.05202: (T, C)
-    return {"x": x, "q": q, "k": k, "v": v, "q'": rotated_q, "k'": rotated_k, "s": scores, "p": weights, "y": y,
-            "o": o, "a": a, "z": z, "f": f, "h'": a + f}  # fmt: skip
+    # e^t has an error of (1 + |t|) e^t ulps, if t = s - max s is rounded. That is at most 1 for t <= 0.
+    weights = step("p", weights, weights.max(-1, keepdims=True))
+    values = np.repeat(v, group, 0)  # (H, T, D)
+    y = step("y", weights @ values, weights @ np.abs(values))  # (H, T, D)
+    o = step("o", *project(y.swapaxes(0, 1).reshape(T, H * D), "attention.wo"))  # (T, C)
+    a = step("a", h + o, np.abs(h) + np.abs(o))  # (T, C)
+    z = step("z", *norm(a, w["ffn_norm.weight"]))  # (T, C)
+    (gate, gate_scale), (up, up_scale) = (project(z, f"feed_forward.{name}") for name in ("w_gate", "w_up"))  # (T, F)
+    with np.errstate(over="ignore"):  # e^-gate may be infinite; the quotient is then 0
+        silu = gate / (1 + np.exp(-gate))  # (T, F)
+    result, _ = project(silu * up, "feed_forward.w_down")  # SwiGLU, arXiv:2002.05202: (T, C)
+    # an error of gate or up is multiplied by the other; the slope of silu is about 1
+    _, scale = project(gate_scale * np.abs(up) + np.abs(silu) * up_scale, "feed_forward.w_down")
+    f = step("f", result, scale)
+    step("h'", a + f, np.abs(a) + np.abs(f))
+    return found
 
 
 # -------------------------------------------------------------------------------------------- recording the model
@@ -247,7 +275,7 @@ class Value:
 class Step:
     """A step that ran; sources has None where the quoted expression is no longer in the code.
 
-    difference  from `reference`, relative to the largest number
+    difference  the largest from `reference`, relative to the scale there
     """
 
     name: str
@@ -294,35 +322,32 @@ def explain(
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
         dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
-        raise UsageError(f"explain needs a model in float32, but this one is in {dtype}; leave --dtype out")
-    if not 1 <= len(ids) <= LONGEST:
-        raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
-    token = len(ids) - 1 if token is None else token
-    if not 0 <= token < len(ids):
-        raise UsageError(f"token must be from 0 to {len(ids) - 1}, the last token of the text, got {token}")
-    if not 0 <= layer < config.n_layers:
-        raise UsageError(f"layer must be from 0 to {config.n_layers - 1}, the last layer of the model, got {layer}")
+        raise UsageError(
+            f"explain needs a model in float32, not {dtype}: load it with dtype='float32' (--dtype float32)"
+        )
+    token = check(net, ids, token, layer)
     ours = _computed(net, ids, layer)
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
     block: Any = net.layers[layer]
     rotary = block.attention.apply_rotary_emb
     angles, factor = _angles(net, len(ids)) if rotary.rotates else (np.zeros((len(ids), config.head_dim // 2)), 1.0)
-    right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
+    right = reference(start, _weights_of(net, layer), angles, factor, config, ours)
+    right["e"] = embedded, np.abs(embedded)
 
     steps = []
     for name, equation, results, code in recipes(net.rope.form, rotary.rotate, kind_of(config.rope_scaling)):
         shapes = [result.split(" ", 1) for result in results.split("; ")]
         compared = [letter for letter, _ in shapes if letter != "h"]  # an input
         # numpy's maximum returns NaN if there is one; Python's may not
-        apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter in compared]))
+        apart = float(np.max([_apart(ours.get(letter), *right[letter]) for letter in compared]))
         values = [_value(letter, letters, ours.get(letter), token) for letter, letters in shapes]
         steps.append(Step(name, equation, values, [find_source(*line) for line in code], apart))
     read = {} if texts is None else {"text": texts[token]}
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
     settings = {**(about or {}), "layer": layer, "token": token, **read, **sizes}
-    notes = ["each step is compared with an independent float64 computation of the block in numpy"]
+    notes = ["each step is compared with an independent float64 computation of it in numpy"]
     if layer:
         notes.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
     if not rotary.rotates:
@@ -332,6 +357,18 @@ def explain(
     if config.rope_scaling is not None:
         notes.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
     return Explanation(steps, settings, notes)
+
+
+def check(net: Transformer, ids: Sequence[int], token: int | None, layer: int) -> int:
+    """Raise UsageError as `explain` does for all that needs no weights. Returns the token."""
+    if not 1 <= len(ids) <= LONGEST:
+        raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
+    token = len(ids) - 1 if token is None else token
+    if not 0 <= token < len(ids):
+        raise UsageError(f"token must be from 0 to {len(ids) - 1}, the last token of the text, got {token}")
+    if not 0 <= layer < net.config.n_layers:
+        raise UsageError(f"layer must be from 0 to {net.config.n_layers - 1}, the last layer of the model, got {layer}")
+    return token
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:
@@ -344,13 +381,12 @@ def _angles(net: Transformer, length: int) -> tuple[Array, float]:
     return np.outer(np.arange(length), inv_freq), factor
 
 
-def _apart(ours: Array | None, right: Array) -> float:
-    """The largest difference / the largest number; infinite if ours was not recorded or has another shape."""
+def _apart(ours: Array | None, right: Array, scale: Array) -> float:
+    """The largest difference / scale; infinite if ours was not recorded or has another shape."""
     if ours is None or ours.shape != right.shape:
         return float("inf")
-    with np.errstate(invalid="ignore"):
-        difference = np.where(ours == right, 0.0, np.abs(ours - right))  # -inf equals -inf
-    return float(difference.max() / (np.abs(right[np.isfinite(right)]).max(initial=0.0) or 1.0))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.where(ours == right, 0.0, np.abs(ours - right) / scale).max())  # -inf equals -inf
 
 
 def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:

@@ -119,7 +119,7 @@ class Intervention:
     def __post_init__(self) -> None:
         if self.no_rope and (self.theta is not None or self.scaling is not None):
             raise UsageError(
-                "--no-rope removes the rotation, so --rope-theta and --rope-scaling have no effect; leave them out"
+                "no_rope (--no-rope) removes the rotation: leave theta and scaling (--rope-theta, --rope-scaling) out"
             )
 
     def __bool__(self) -> bool:

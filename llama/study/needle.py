@@ -90,7 +90,7 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
     draw = random.Random(0)
     count = length // every
     if count > len(PLACES):
-        raise UsageError(f"--length must be at most {len(PLACES) * every} for this model, got {length}")
+        raise UsageError(f"length (--length) must be at most {len(PLACES) * every} for this model, got {length}")
     own = tokenizer.encode(text)
     ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     plain, facts, used = [True] * len(ids), [], 0
@@ -110,7 +110,8 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
     rest = length - len(ids)
     if used + rest > len(own):
         raise UsageError(
-            f"the text has {len(own)} tokens, but {used + rest} are needed; use a longer --text, or lower --length"
+            f"the text has {len(own)} tokens, but {used + rest} are needed; use a longer text (--text) or a smaller"
+            " length (--length)"
         )
     return Haystack(torch.tensor(ids + own[used : used + rest]), torch.tensor(plain + [True] * rest), tuple(facts))
 
@@ -164,7 +165,7 @@ def measure(
     trained = int(trained_length(checkpoint.config))
     length = trained * 7 // 4 if length is None else length
     if length < trained // 2:
-        raise UsageError(f"--length must be at least half the trained length, {trained // 2}, got {length}")
+        raise UsageError(f"length (--length) must be at least half the trained length, {trained // 2}, got {length}")
     scalings = {method: scaling_of(method) for method in map(str.strip, methods or METHODS)}
     tokenizer = checkpoint.tokenizer()
     hay = haystack(tokenizer, read_text(text).decode(), length, trained // PER_LENGTH)

@@ -64,7 +64,7 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
         runs.append(seen)
     sites = list(seen)
     if not all(bool(torch.isfinite(row).all()) for row in logits):
-        raise NumericalError("the logits of these texts are not finite; try --dtype float32")
+        raise NumericalError("the logits of these texts are not finite; try dtype='float32' (--dtype float32)")
     first, second = (int(row.argmax()) for row in logits)
     if first == second:
         raise UsageError(

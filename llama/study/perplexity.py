@@ -68,7 +68,9 @@ def tiny_folder() -> Path:
     for folder in (package.parent / "checkpoints" / TINY, package / TINY):
         if (folder / "model.safetensors").is_file():
             return folder
-    raise CheckpointError(f"the tiny model {TINY} is missing from this installation; reinstall, or give --model")
+    raise CheckpointError(
+        f"the tiny model {TINY} is missing from this installation; reinstall, or name a model (--model)"
+    )
 
 
 def folder_of(model: str) -> Path:
@@ -83,7 +85,7 @@ def source(model: str, text: Path | None) -> tuple[Path, Path]:
     """
     folder = folder_of(model)
     if text is None and model != TINY:
-        raise UsageError("a text is needed: add --text FILE; only the tiny model comes with one")
+        raise UsageError("a text (--text FILE) is needed; only the tiny model comes with one")
     return folder, text or folder / "held-out.txt"
 
 
@@ -146,7 +148,9 @@ def _windows(checkpoint: Checkpoint, text: str, length: int, windows: int) -> Te
     Raises UsageError if the text is too short.
     """
     if length < 2 or windows < 1:
-        raise UsageError(f"--length must be at least 2 and --windows at least 1, got {length} and {windows}")
+        raise UsageError(
+            f"length (--length) must be at least 2 and windows (--windows) at least 1, got {length} and {windows}"
+        )
     tokenizer = checkpoint.tokenizer()
     ids = torch.tensor(tokenizer.encode(text))  # (N,)
     start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
@@ -154,8 +158,8 @@ def _windows(checkpoint: Checkpoint, text: str, length: int, windows: int) -> Te
     if len(ids) < windows * length + 1:
         fit = (len(ids) - 1) // length
         raise UsageError(
-            f"the text has {len(ids)} tokens, enough for {fit} windows of {length} tokens, but --windows is"
-            f" {windows}; use a longer text, or lower --windows or --length"
+            f"the text has {len(ids)} tokens, enough for {fit} windows of {length} tokens, but windows (--windows) is"
+            f" {windows}; use a longer text, or lower one of windows and length (--length)"
         )
     starts = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
     return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in starts])

@@ -52,7 +52,7 @@ class ControlVector:
         if found != ARCHITECTURE:
             raise CheckpointError(
                 f"{path} is not a control vector: general.architecture is {found!r:.40}, expected {ARCHITECTURE!r};"
-                " pass models with --model and adapters with --adapter"
+                " models are for --model, adapters for --adapter"
             )
         directions = {}
         for name, tensor in file.tensors.items():

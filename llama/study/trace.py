@@ -221,8 +221,7 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
 
     Raises UsageError on an empty text, NumericalError on logits that are not finite.
     """
-    if not ids:
-        raise UsageError("the prompt has no tokens, so there is nothing to trace; expected a text")
+    check(model, ids)
     tokens, change = torch.tensor([ids], device=model.tok_embeddings.weight.device), None  # (1, T)
     with torch.inference_mode():
         if intervention:
@@ -238,6 +237,13 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
             "the logits are not finite under this intervention, but they are finite without it; choose another one"
         )
     return found
+
+
+def check(model: Transformer, ids: Sequence[int]) -> None:
+    """Raise UsageError on an empty text, ContextLengthError on one that is too long."""
+    if not ids:
+        raise UsageError("the prompt has no tokens, so there is nothing to trace; expected a text")
+    model.rope.freqs_cis(torch.arange(len(ids)), len(ids))
 
 
 @torch.inference_mode()

@@ -35,7 +35,9 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     model = metadata.get("tokenizer.ggml.model")
     if not isinstance(model, str) or model not in KINDS:
         found = "has no tokenizer" if model is None else f"has the tokenizer {model!r:.60}"
-        raise TokenizerError(f"{where} {found}, expected {' or '.join(KINDS)}; name another one with --tokenizer PATH")
+        raise TokenizerError(
+            f"{where} {found}, expected {' or '.join(KINDS)}; name another one: tokenizer=PATH (--tokenizer PATH)"
+        )
     with library_errors(where, "the vocabulary can't be built"):
         return KINDS[model](metadata, where)
 

@@ -48,7 +48,7 @@ SAMPLE = (
 )  # fmt: skip
 MOST_ADDED = 100  # added tokens that are tried in a text
 UNKNOWN_BYTES = " \u2047 ".encode()  # SentencePiece's text of an unknown character, which other formats do not store
-REMEDY = "pass the tokenizer to write with --tokenizer, or convert to another format"
+REMEDY = "pass the tokenizer (--tokenizer) to write, or convert to another format"
 
 Pair = tuple[str, str]
 

@@ -35,8 +35,8 @@ from ..rope_scaling import reach
 from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..tokenizer.write import check_equal
+from ..weights import AGAIN, check_tensors, is_stored_as, read_quantized
 from ..weights import cast as to_dtype
-from ..weights import check_tensors, is_stored_as, read_quantized
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
 # (the step, number of weights done, number of weights)
@@ -91,14 +91,18 @@ def convert(  # many parameters, since each is a choice of the user
     if quantize is not None:
         checks.choice("quantization of GGUF files", quantize, MIXES) if not is_folder else pick_scheme(quantize)
         if dtype is not None:
-            raise UsageError(f"--quantize {quantize} decides how the weights are stored: leave --dtype out")
+            raise UsageError(
+                f"quantize (--quantize {quantize}) decides how the weights are stored: leave dtype (--dtype) out"
+            )
     source, target = resolve(source), Path(target)
     if os.path.lexists(target):
         raise UsageError(f"{target} exists already; name another target, or remove it first")
     if not target.parent.is_dir():
         raise UsageError(f"{target} is not in an existing folder")
     if is_folder and target.suffix == ".gguf":
-        raise UsageError(f"{target} would be a folder: give it another name, or use convert --to gguf for a GGUF file")
+        raise UsageError(
+            f"{target} would be a folder: give it another name, or use to='gguf' (--to gguf) for a GGUF file"
+        )
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     stored = {name: DTYPES.get(checkpoint.stored(name)) for name in checkpoint.shapes}
@@ -117,7 +121,7 @@ def convert(  # many parameters, since each is a choice of the user
         dtypes |= {name: torch.float32 for name, shape in checkpoint.shapes.items() if len(shape) == 1}
     if None in dtypes.values():
         raise UsageError(
-            f"{checkpoint.path}: the weights are quantized; choose the dtype to write: --dtype float32 is exact,"
+            f"{checkpoint.path}: the weights are quantized; choose the dtype (--dtype) to write: float32 is exact,"
             " bfloat16 takes half the space"
         )
     again = sorted(
@@ -127,9 +131,6 @@ def convert(  # many parameters, since each is a choice of the user
         }
     )  # fmt: skip
     model, warnings = model_of(checkpoint, cast("dict[str, torch.dtype]", dtypes), chat_template)
-    if again:
-        kinds = ", ".join(again)
-        warnings.append(f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy")
     hashes: dict[str, str] = {}
 
     def read(name: str) -> Tensor:
@@ -167,6 +168,9 @@ def convert(  # many parameters, since each is a choice of the user
         raise ConfigError(f"{target} can't be written: {error}") from error
     total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
     sizes = sum(checkpoint.parts.values()), sum(written.parts.values())
+    if again:
+        larger = f", and the weights grow by {(sizes[1] - sizes[0]) / 1e6:,.1f} MB" if sizes[1] > sizes[0] else ""
+        warnings.append(f"the source is already quantized ({', '.join(again)}); {AGAIN}{larger}")
     return Proof(target, len(hashes), total, warnings, sizes)
 
 
@@ -217,7 +221,9 @@ def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_tem
         warnings.append(f"no tokenizer was written: {error}")
     template = pick_template(checkpoint, tokenizer, chat_template)
     if tokenizer and template is None and chat_template == "auto" and checkpoint.format == "Meta":
-        warnings.append("wrote no chat template; for a model that was trained to chat, add --chat-template")
+        warnings.append(
+            "wrote no chat template; for a model that was trained to chat, name a chat_template (--chat-template)"
+        )
     model = Model(
         config=checkpoint.config,
         shapes=checkpoint.shapes,

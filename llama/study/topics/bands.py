@@ -34,7 +34,9 @@ def passage(model: str, text: Path | None, length: int | None) -> tuple[Checkpoi
     text = text or tiny_folder() / "held-out.txt"
     ids = checkpoint.tokenizer().encode(read_text(text).decode())
     if len(ids) < length:
-        raise UsageError(f"{text} has {len(ids)} tokens, and --length is {length}; use a longer text or lower --length")
+        raise UsageError(
+            f"{text} has {len(ids)} tokens, and length (--length) is {length}; use a longer text or lower it"
+        )
     start = (len(ids) - length) // 2
     return checkpoint, torch.tensor(ids[start : start + length])
 

@@ -46,7 +46,7 @@ def _found(
     if model is not None:
         return _measured(model, text, length, methods, dtype, progress)
     if (text, length, methods, dtype) != (None, None, None, None):
-        raise UsageError("study needle shows stored results; to measure with these options, add --model")
+        raise UsageError("study needle shows stored results; to measure with these options, name a model (--model)")
     return stored()
 
 
