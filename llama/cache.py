@@ -24,7 +24,7 @@ LARGEST_STEP = 4096
 class QuantizedKV(NamedTuple):
     """Keys or values in 8 bits: `values` (B, KV, S, D) int8, `scale` (B, KV, S) float32, one per head and token.
 
-    Keys are those that `QuantizedLayerCache` stores: to compute scores, apply `hadamard` to the queries.
+    Keys are rotated, as `QuantizedLayerCache` stores them: apply `hadamard` to the queries before computing scores.
     """
 
     values: Tensor
@@ -106,10 +106,10 @@ class QuantizedLayerCache(LayerCache):
 
     `buffers` are k, v and their scales. Each head of each token has its own scale, so a rounding error is at most 1/254
     of the largest entry. Two exact steps keep the largest entry of a key small; without them, a key with a few very
-    large entries (Qwen2.5 has biases above 100) would lose the others:
+    large entries (Qwen2.5 has biases above 100) would lose the precision of its other entries:
 
-    key_offset (KV, 1, D)  subtracted from every key, which changes each score of a query by the same amount, and so no
-                           weight (arXiv:2410.02367); `Attention.key_offset` computes it. None: 0
+    key_offset (KV, 1, D)  subtracted from every key. All scores of a query change by the same amount, so its attention
+                           weights stay the same (arXiv:2410.02367). `Attention.key_offset` computes it. None: 0
     hadamard               applied to keys and queries, which leaves their products unchanged (arXiv:2404.00456)
 
     The C++ kernels read the integers; `attention.sdpa` dequantizes all of them in each pass.
@@ -149,7 +149,7 @@ def quantize_kv(x: Tensor) -> QuantizedKV:
 def hadamard(x: Tensor) -> Tensor:
     """Rotate the last axis by a Hadamard matrix over sqrt(n), in runs of n entries: (.., D) -> (.., D).
 
-    n is the largest power of two that divides D. The rotation is its own inverse; it distributes a large entry over n.
+    n is the largest power of two that divides D. The rotation is its own inverse. It spreads a large entry over all n.
     """
     step, n = 1, x.shape[-1] & -x.shape[-1]
     while step < n:

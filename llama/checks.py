@@ -55,14 +55,14 @@ def choice(name: str, value: object, known: Collection[str], error: type[LlamaEr
 
 
 def instance(name: str, value: Any, kind: Any, expected: str, error: type[LlamaError] = UsageError) -> Any:
-    """A value of a type, or of one of several, as isinstance accepts them; `expected` describes it."""
+    """A value that isinstance accepts for `kind`. `expected` describes the kind in the message."""
     if not isinstance(value, kind):
         raise error(f"{name} must be {expected}, got {shown(value)}")
     return value
 
 
 def known_options(given: Iterable[object], options: Any, where: str) -> None:
-    """Raise UsageError for a name that is no field of a dataclass, with the most similar one; `where` lists them."""
+    """Raise UsageError for a name that is not a field of `options`; suggest the most similar field, and help(where)."""
     known = options.__dataclass_fields__
     for name in sorted({*given} - {*known}, key=str):
         similar = "".join(f"did you mean {other!r}? " for other in difflib.get_close_matches(str(name), known, 1))
@@ -109,7 +109,7 @@ def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut to 80 characters; of a tensor, shape and dtype."""
+    """A value as Python writes it, cut to 80 characters; for a tensor, its shape and dtype."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"
     return f"{value!r:.80}"

@@ -338,7 +338,7 @@ def check_memory(plan: Plan) -> None:
     """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
     options, placement, size = plan.options, plan.placement, plan.dtype.itemsize
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
-    chunk = prompt_chunk(placement.layers[-1])  # the device of KVCache.device; every layer gets the same chunks
+    chunk = prompt_chunk(placement.layers[-1])  # as for KVCache.device: all layers get the same chunks
     for device in dict.fromkeys((*placement.layers, placement.output)):
         own = [weight for weight in plan.weights.values() if weight.device == device]
         weights = sum(memory_footprint(plan.checkpoint, weight, plan.dtype_of(weight)) for weight in own)

@@ -255,7 +255,7 @@ class Rope:
 def _check(q: Tensor, k: Tensor, *tables: Tensor, pair: int = 1, tokens: int = 1, complex_rows: bool = False) -> None:
     """Check the shapes: broadcasting would apply one row, or the keys of one token, to all tokens without an error.
 
-    pair is the number of entries of a head for one of a row, `tokens` the axis of the tokens in q and k.
+    pair: entries of a head for each entry of a row in `tables`; tokens: axis of the tokens in q and k.
     """
     for x, is_complex in ((q, False), (k, False), *((rows, complex_rows) for rows in tables)):
         if not isinstance(x, Tensor) or x.is_complex() != is_complex or not (is_complex or x.is_floating_point()):

@@ -186,9 +186,9 @@ def trained_length(config: ModelConfig) -> float:
 def reach(config: ModelConfig) -> int:
     """Number of positions a model can use: its context, or the trained length extended by a scaling, if that is larger.
 
-    In some files max_position_embeddings is the length before the scaling, in others the length after it: of a llama3
-    scaling if it exceeds original_max_position_embeddings, since Llama 3.2's is not factor * original. A sliding window
-    is a limit: full attention computes the same only up to there.
+    In some files max_position_embeddings is the length before the scaling, in others the length after it. With
+    llama3, it is the length after it if it exceeds original_max_position_embeddings; Llama 3.2's is not factor *
+    original. A sliding window is a limit: full attention computes the same only up to there.
     """
     context, window = stretched(config.max_seq_len, config.rope_scaling), config.sliding_window
     return context if window is None else min(context, window)

@@ -1,8 +1,8 @@
-"""Run the tests with the lowest versions that pyproject.toml declares, in a fresh environment. torch is the newest one.
+"""Run the tests with the minimum versions that pyproject.toml declares, in a fresh environment and the newest torch.
 
 usage: python scripts/lowest.py [PYTEST_OPTIONS]
 
-pip reports a minimum that another package excludes.
+If another package excludes one of these versions, pip reports it and the script fails.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def attentions() -> None:
             assert float(gap) <= 2**-8 * float(expected.norm()), where  # weights and results are rounded to bfloat16
             for dtype, bound in ((torch.float32, 3e-4), (torch.bfloat16, 2**-8)):
                 y = kernels.attend(q.to(dtype), k8, v8, mask, *scales).double()
-                expected = attention(hadamard(q.to(dtype).double()), k64, v64, mask)  # as the keys of a cache are
+                expected = attention(hadamard(q.to(dtype).double()), k64, v64, mask)  # rotated as the cached keys
                 assert float((y - expected).norm()) <= bound * float(expected.norm()), where
         q[0, 0, t - 1, d - 1] = WRONG[s % 3]
         y = kernels.attend(q, k, v, None)
@@ -173,7 +173,7 @@ def prompts() -> None:
             expected = attention(q, k, v, mask)
             gap = (kernels.attend(q, k, v, mask).double() - expected).norm() / expected.norm()
             assert float(gap) < 2**-8, (d, t, s, mask is None)  # weights and results are rounded to bfloat16
-            expected = attention(hadamard(q.float()).bfloat16(), k64, v64, mask)  # as the keys of a cache are
+            expected = attention(hadamard(q.float()).bfloat16(), k64, v64, mask)  # rotated as the cached keys
             gap = (kernels.attend(q, k8, v8, mask, *scales).double() - expected).norm() / expected.norm()
             assert float(gap) < 2**-8, (d, t, s, mask is None)
         q[0, 0, t - 1, d - 1] = WRONG[s % 3]

@@ -1,4 +1,4 @@
-"""Waiting in tests: for conditions, with limits that only something that hangs exceeds, on a busy machine, too."""
+"""Tests wait for conditions, with limits that only a hanging program exceeds, even on a busy machine."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_no_expression_of_a_template_reaches_the_text_behind_the_stand_ins(sourc
 
 
 def test_a_template_that_moves_texts_does_not_move_control_tokens() -> None:
-    """The renderings may differ in their order, but a text in the place of a control string is no control token."""
+    """The renderings may differ in order, but text in the place of a control string never becomes a control token."""
     first, second, end = "<<<<|eot_id|>__", "|||", "<|eot_id|>"
     joined = [*TOKENIZER.encode(first), 1, *TOKENIZER.encode(second), 1]
     messages = [{"role": "user", "content": text} for text in (second, first)]
@@ -314,7 +314,7 @@ def test_no_message_writes_the_tokens_of_turns_and_none_of_others_a_mark(tmp_pat
 @pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize("trim", ["", " | trim"])
 def test_a_begun_answer_is_tokenized_with_its_prompt(legacy: bool, trim: str) -> None:
-    """With SentencePiece, a text encoded apart would get a space."""
+    """With SentencePiece, a text that is encoded separately would get a space."""
     template = (
         f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content{trim} }}}}<|im_end|>\n{{% endfor %}}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

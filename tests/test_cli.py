@@ -193,7 +193,7 @@ def test_a_closed_or_full_stderr_does_not_change_stdout(clearllama: Run, tiny_gg
     assert full.stdout == closed.stdout
 
 
-# Python imports this before it runs the command: it interrupts the process at a moment that no load of the machine shifts
+# Python imports this before the command: it interrupts the process at the same moment however busy the machine is
 INTERRUPT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -214,7 +214,7 @@ def test_ctrl_c_keeps_the_lines_typed_during_an_answer(start: Start, letters: Pa
     chat.child.expect_exact("aaaa")
     chat.child.send(f"/save {tmp_path / 'talk'}{ENTER}")
     chat.child.send("\x03")  # from the keyboard, so that the terminal may discard its input
-    os.kill(chat.pid, signal.SIGINT)  # it is not the terminal of the process, so it sends no signal
+    os.kill(chat.pid, signal.SIGINT)  # the terminal does not control the process, so Ctrl-C sends no signal
     chat.child.expect_exact("clearllama: stopped")
     chat.child.expect_exact("saved")
 

@@ -103,7 +103,7 @@ def test_ids_that_begin_or_end_a_text_are_control_ids_that_no_text_becomes(name:
     assert not any(tokenizer.token_bytes(id) for id in marks)
 
 
-WRITTEN = "\uffff</s>"  # the name under which the library knows a control token
+WRITTEN = "\uffff</s>"  # a control token's name in the library
 REPLACED = {"type": "Replace", "pattern": {"String": "q"}, "content": WRITTEN}
 LETTERS = ["<unk>", "<s>", "</s>", "▁", *"abq</s>\uffff"]
 MODELS: list[dict[str, Any]] = [

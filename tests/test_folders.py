@@ -64,7 +64,7 @@ SIZE = 20_000
 @pytest.mark.parametrize("kept", [0, 1, 31, 32, 33, 4095, 4096, 4097, 8192, SIZE - 32, SIZE - 1, SIZE, SIZE + 31])
 @pytest.mark.parametrize("filled", [False, True], ids=["truncated", "zeros"])
 def test_what_a_crash_damaged_is_made_again_without_being_loaded(tmp_path: Path, kept: int, filled: bool) -> None:
-    """To load a truncated library ends the process with SIGBUS. After a power cut, the rest can be zeros."""
+    """Loading a truncated library ends the process with SIGBUS. After a power cut, a file can end in zeros."""
     content = random.Random(1).randbytes(SIZE)
     made, loaded = [], []
 
@@ -95,7 +95,7 @@ with own_temporary(pathlib.Path(sys.argv[1]), ".build") as work:
 
 
 def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
-    """That of a process that still runs is kept, and so are all other files."""
+    """The folder of a running process is kept, and so are all other files."""
     for name in (".build-notes", ".build-abc.tmp", ".pull-abc.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ("part" if name == ".build-abc.tmp" else ".lock")).touch()

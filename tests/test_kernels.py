@@ -686,7 +686,7 @@ def test_a_build_that_is_interrupted_or_killed_leaves_no_process(tmp_path: Path,
 @needs_kernels
 @pytest.mark.parametrize("size", [0, 4096, -4096, -33, -1])
 def test_a_truncated_library_is_built_again(run: Python, tmp_path: Path, size: int) -> None:
-    """To load it would end the process with SIGBUS."""
+    """Loading it would end the process with SIGBUS."""
     built = kernels.built(kernels.pick_form() or "")
     assert built is not None
     script, folder = tmp_path / "compiler", tmp_path / "cache" / "kernels"

@@ -328,7 +328,7 @@ product()
 new = set(tasks()) - before
 assert len(new) == 2
 while any(os.getpriority(os.PRIO_PROCESS, int(task)) != 7 for task in new):
-    time.sleep(0.01)  # until they have started
+    time.sleep(0.01)  # until the threads have started
 for task in new:
     blocked = int(tasks()[task].split("SigBlk:")[1].split()[0], 16)
     for number in range(1, 32):
@@ -439,7 +439,7 @@ def test_threads_without_work_use_no_processor_time(forked: Forked) -> None:
     code = """
 product()
 used = 1.0
-while used >= 0.005:  # until they have ended what the loops began; the limit of CPU time ends threads that spin
+while used >= 0.005:  # until the threads rest; the limit of CPU time ends threads that spin
     start = time.process_time()
     time.sleep(0.3)
     used = time.process_time() - start

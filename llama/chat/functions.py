@@ -22,7 +22,7 @@ ARGUMENT = re.compile(rf"^(?=([ \t]*)){NAME}\s*(.*?)\s*(?=\n(?!\1[ \t]){NAME}|\Z
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a Python function, from its name, type hints and docstring: that of transformers' get_json_schema.
+    """The schema of a Python function, from its name, type hints and docstring, as get_json_schema of transformers.
 
     A missing hint stands for str. *args, **kwargs, self and cls are left out. Raises UsageError if there is no schema.
     """

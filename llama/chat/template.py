@@ -3,12 +3,12 @@
 The text is exactly what the template gives. Only what the template itself writes may become a control token; text of
 messages and tools stays text, even if it spells "<|im_end|>". So the conversation is rendered again, with stand-ins for
 all characters of control strings in messages and tools: the control strings that remain are the template's own. Each
-character has a stand-in of its own, which shows that both renderings are the same text, even if the template measures,
+character has a stand-in of its own. This proves that both renderings are the same text, even if the template measures,
 cuts or capitalizes it.
 
 One exception: in messages of the assistant, the marks of calls and thoughts become their tokens, as the model wrote
-them. A third rendering, in which these marks are no stand-ins, shows their places; all other control strings are those
-of the second one, so no message can end a turn.
+them. A third rendering, which keeps these marks, shows their places. All other control strings come from the second
+rendering, so no message can end a turn.
 
 A template that searches the text of messages needs renderings with fewer stand-ins; if they leave a doubt, it is an
 error. Only a template that searches and also puts control strings together from parts of words could deceive them.
@@ -97,7 +97,7 @@ def encode_template(
 
 
 def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
-    """A stand-in for each character of control strings in a text, which has no stand-in, neither raw nor as JSON.
+    """A stand-in for each character of control strings in a text. The text contains no stand-in, raw or as JSON.
 
     ASCII if possible, since JSON may escape others; all are printable, since repr() escapes others.
     """
@@ -108,7 +108,7 @@ def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
 
 
 def _begun(text: str, answer: str) -> str:
-    """A text up to the end of an answer, which END marks; without white space there if the template strips messages."""
+    """A text up to END, the end of an answer; without the answer's last white space if the template strips messages."""
     before, mark, after = text.rpartition(END[0])
     if not mark:
         raise TemplateError("the model's chat template does not write the last message, so no answer can continue it")
@@ -117,7 +117,7 @@ def _begun(text: str, answer: str) -> str:
 
 
 def _with_marks(pieces: Pieces, kept: str, marks: Sequence[str]) -> Pieces:
-    """Pieces whose texts are divided at the marks in another text of the same length."""
+    """Divide the texts of pieces at the marks in `kept`, a text of the same length in which marks have no stand-ins."""
     divided, at = [], 0
     for piece, is_control in pieces:
         divided += [(piece, True)] if is_control else split_at(kept[at : at + len(piece)], marks)
@@ -154,7 +154,7 @@ def _controls(pieces: Pieces) -> list[str]:
 
 
 def _divided(text: str, stand_ins: Mapping[str, str], pieces: Pieces, cut: str = "") -> Pieces | None:
-    """A text split at the borders and cuts of pieces with stand-ins; None if they are not this text.
+    """Split a text at the borders and cuts of pieces with stand-ins. None if the pieces belong to another text.
 
     The template may change the case of letters, and write a stand-in as an escape of JSON.
     """

@@ -103,19 +103,19 @@ class AdaptedCheckpoint(Checkpoint):
             if not _is_copy(copy, self.base, self._source(name)):
                 raise CheckpointError(
                     f"adapter {adapter.path} was trained on another model: its copy of {self.file_name(name)} differs"
-                    " from the weight of this one; pass the model (--model) that it was trained on"
+                    " from the weight of the model; pass the adapter's base model (--model)"
                 )
             if len(copy) != self.base.shapes[self._source(name)][0]:  # resized, but not trained: still tied
                 whole |= dict.fromkeys(ENDS if self.config.tie_embeddings else (name,), copy)
         whole |= adapter.whole
         shapes = {tuple(whole[name].shape) if name in whole else self.shapes.get(name) for name in ENDS}
-        if len(shapes) == 1 and (shape := shapes.pop()) and shape[1:] == (self.config.dim,):  # V may be another
+        if len(shapes) == 1 and (shape := shapes.pop()) and shape[1:] == (self.config.dim,):  # V may differ
             self.shapes = {**self.shapes, **dict.fromkeys(ENDS, shape)}
         for name, weight in whole.items():
             self._check(adapter, name, tuple(weight.shape), weight)
             if scale != 1 or name in self._whole:
                 where = f"adapter {adapter.path} replaces {self.file_name(name)}"
-                raise UsageError(f"{where}, which only one adapter can do, and only with scale 1")
+                raise UsageError(f"{where}; only one adapter can replace a weight, and only with scale 1")
             self._whole[name] = to_layout(name, weight, self.config.head_dim, adapter.layout, self.layout)
 
     def _check(self, adapter: Adapter, name: str, shape: tuple[int, ...], *parts: Tensor) -> None:
@@ -124,7 +124,7 @@ class AdaptedCheckpoint(Checkpoint):
         if shape != self.shapes.get(name):
             raise CheckpointError(
                 f"{where} changes {self.file_name(name)} as a weight of shape {shape}, but the model"
-                f" has {self.shapes.get(name)}; pass the model (--model) that it was trained on; if the adapter"
+                f" has {self.shapes.get(name)}; pass the adapter's base model (--model); if the adapter"
                 " resized the vocabulary, save embed_tokens and lm_head with it (save_embedding_layers=True)"
             )
         if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in parts):
@@ -197,7 +197,7 @@ class AdaptedCheckpoint(Checkpoint):
 
 
 def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:
-    """Whether a tensor is a weight of the base, rounded, and maybe with another number of rows."""
+    """Whether a tensor is a weight of the base, apart from rounding and the number of rows."""
     if name not in base.shapes or copy.shape[-1:] != base.shapes[name][-1:]:
         return False
     weight = base.piece(name, slice(len(copy)), slice(None)).float()

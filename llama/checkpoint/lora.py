@@ -28,7 +28,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and load the result"
 
-# End of a tensor's key in PEFT's files -> one of the two matrices, a weight that replaces the base's, or a copy of it
+# End of a tensor's key in PEFT's files -> one of the two matrices, a replaced weight, or a copy of the base's weight
 PARTS = {
     "lora_A.weight": "down", "lora_B.weight": "up", "lora_embedding_A": "up", "lora_embedding_B": "down",
     "weight": "whole", "bias": "whole", "modules_to_save.weight": "whole", "base_layer.bias": "whole",

@@ -197,7 +197,7 @@ def library_step(model: Transformer, blocks: Sequence[FusedBlock], cache_kind: s
     rows  for a batch whose rows have their own positions, instead of one text
     """
     if cache_kind == "int8" and any(block.block.attention.wk.bias is not None for block in blocks):
-        raise UsageError("compile (--compile) can't run a cache of 8 bits with biases of keys; leave one of them out")
+        raise UsageError("compile can't run kv_cache='int8' if keys have biases; omit --compile or --kv-cache int8")
     for name, module in blocks[0].block.named_modules():
         if not list(module.children()) and not isinstance(module, TRACEABLE):
             raise UsageError(

@@ -199,7 +199,7 @@ def _build(form: str, library: Path) -> None:
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
     flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
     objects = [library.with_name(f"{source.stem}.o") for source in sorted(SOURCE.parent.glob("*.cpp"), reverse=True)]
-    # The end of the pipe, which even the death of this process brings, kills the compilers and all that they started
+    # When this process leaves `with` or dies, the pipe closes, and the shell kills the compilers and their children
     script = "exec 3<&0; { read end <&3; kill -KILL 0; } 2> /dev/null &\n"
     for i, made in enumerate(objects):  # one shell runs the compilers, each on its own core
         compile = [*flags, f"-I{root / 'include'}", "-c", f"{SOURCE.parent / made.stem}.cpp", "-o", str(made)]
@@ -214,7 +214,7 @@ def _build(form: str, library: Path) -> None:
         stderr=subprocess.PIPE,
         errors="replace",
         start_new_session=True,
-        env={**os.environ, "TMPDIR": str(library.parent)},  # a killed compiler does not remove its files
+        env={**os.environ, "TMPDIR": str(library.parent)},  # a killed compiler leaves its files
     )
     with alive, process, ours:
         _, output = process.communicate(timeout=300)

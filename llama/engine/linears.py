@@ -171,7 +171,7 @@ def two_per_byte(quants: Tensor) -> Tensor:
 
 
 def _narrow(scales: Tensor) -> Tensor:
-    """Convert to float16 if that is exact, as it is for scales that `quantize` computed. _apply views them as bytes."""
+    """Convert to float16 if that is exact, as for scales of `quantize`. Contiguous: `_apply` views them as bytes."""
     half = scales.half()
     return (half if torch.equal(half.float(), scales.float()) else scales).contiguous()
 

@@ -249,7 +249,7 @@ class Answers:
         loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[Prompt, Piece | LlamaError]]()
 
         def deliver(prompt: Prompt, piece: Piece | LlamaError) -> None:
-            if isinstance(piece, Piece) and piece.completion is not None:  # perhaps the client has disconnected
+            if isinstance(piece, Piece) and piece.completion is not None:  # also after a disconnect
                 stats, once = piece.completion.stats, self.choices[prompt].index % call.n == 0  # n answers, one prompt
                 for counts in (self.tokens, server.tokens):
                     counts.update({name: getattr(stats, name) for name in COUNTED if once or name == "new_tokens"})
@@ -303,7 +303,7 @@ class Answers:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events, then `end`. However it ends, it calls `cancel`, and `ended` with the status for the log."""
+    """Server-sent events, then `end`. However the stream ends, it calls `cancel`, and `ended` with the final status."""
 
     def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], limits: Limits, end: bytes = b""):
         self.events, self.cancel, self.status = self._events(values, limits, end), cancel, DISCONNECTED
@@ -314,7 +314,7 @@ class Stream(StreamingResponse):
         late = time.monotonic() + limits.seconds
         try:
             while (left := late - time.monotonic()) > 0:
-                async with asyncio.timeout(left):  # it must not span a `yield`, where the client may be what is late
+                async with asyncio.timeout(left):  # not around a `yield`, which waits for the client
                     value = await anext(values, None)
                 if value is None:
                     yield end

@@ -50,7 +50,7 @@ class Protocol(H11Protocol):
         super().handle_events()
         if self.cycle is None or self.cycle.response_complete:
             return  # the head of the next request is incomplete, or a body that is no longer needed
-        if self.cycle is not before:  # the application ends the response in time, unless the client does not read
+        if self.cycle is not before:  # the application's own limit can't end a response that nobody reads
             self.deadline.cancel()
             self.end = self.loop.time() + self.limits.receive + self.limits.seconds
             self.deadline = self.loop.call_at(self.end, self.transport.abort)

@@ -325,7 +325,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _without_added(value: Any) -> Any:
-    """A message, or the calls in it, without the fields that OpenAI's client adds to those it has received."""
+    """A message, or the calls in it, without the fields that OpenAI's client adds to received messages."""
     if isinstance(value, list):
         return [_without_added(one) for one in value]
     if not isinstance(value, dict):

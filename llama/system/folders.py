@@ -34,8 +34,9 @@ def is_private(folder: Path) -> bool:
 def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]) -> T:
     """Load a file of code in the cache folder with `load`; if there is none or it does not load, `make` it first.
 
-    The file ends with its SHA-256, since loading a truncated library can end the process. `load` may raise OSError or
-    RuntimeError. Raises OSError if the folder is not writable, or if other users can write to it: their code would run.
+    The file ends with its SHA-256, since loading a truncated library can end the process. If `load` raises OSError
+    or RuntimeError, the file is made again. Raises OSError if the folder is not writable, or if other users can write
+    to it: their code would run.
     """
     folder = path.parent
     folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]
     with own_temporary(folder, ".build") as work:
         made = work / path.name
         make(made)
-        with open(made, "ab") as file:  # loaders of libraries and packages ignore what follows
+        with open(made, "ab") as file:  # loaders of libraries and packages ignore bytes after the end
             file.write(hashlib.sha256(made.read_bytes()).digest())
         loaded = load(str(made))
         replace(made, path)

@@ -21,7 +21,7 @@ def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
         with contextlib.suppress(ImportError, OSError), open(left, "r+") as file:
             _lock(file)
             shutil.rmtree(left.parent, ignore_errors=True)
-            left.touch()  # fails, unless a program that the killed process started still writes to the folder
+            left.touch()  # for the next try, if a program still writes to the folder; else, it is gone, and this fails
     unique = tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True)
     with unique as work, open(Path(work, ".new"), "w") as file:
         with contextlib.suppress(ImportError, OSError):  # without a lock, no other process removes the folder

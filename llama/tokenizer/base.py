@@ -78,7 +78,7 @@ class Tokenizer(ABC):
     bos_id, eos_id        ids of begin and end of text, or None if the vocabulary has none
     add_bos               True if the model was trained with bos before every text
     control               control string -> id, for code that appends control ids
-    special               the same with the token of unknown characters, whose id a text may contain too
+    special               `control` and the unknown token, whose id can also come from text
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
     strips                control string -> (whether a chat drops the white space before it, and after it)

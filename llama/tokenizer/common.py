@@ -24,7 +24,7 @@ PRE, SUF, MID, EOT = "\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>"
 # messages of Code Llama 70B Instruct.
 CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, which may also be special
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, besides "special"
 
 # Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
 END_NAMES = (

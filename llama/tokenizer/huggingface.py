@@ -176,7 +176,9 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         if not self._control_ids.isdisjoint(ids) or ("\uffff" in text and "Unigram" in self.kind):  # see `build`
-            raise TokenizerError(f"{self._where}: the text or a step of the file writes U+FFFF, as hidden tokens begin")
+            raise TokenizerError(
+                f"{self._where}: the text or a step of the file has U+FFFF, reserved for hidden tokens"
+            )
         if lost := self._missing.intersection(text.encode()):  # unless a longer token contains such a byte
             encoded = b"".join(map(self.token_bytes, ids))
             for byte in lost:

@@ -83,7 +83,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slo
 
 @torch.inference_mode()
 def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> list[int]:
-    """Feed ids (B, T) to the model, each row as a prompt is fed; return the most likely next id of each row."""
+    """Feed ids (B, T) to the model, in chunks as a prompt; return the most likely next id of each row."""
     tokens = torch.tensor(rows, device=cache.device)  # (B, T)
     length = cache.length + tokens.shape[1]
     chunk = prompt_chunk(cache.device)

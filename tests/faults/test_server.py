@@ -768,7 +768,7 @@ def open_files() -> int:
 def test_a_stream_that_its_client_does_not_read_ends_in_time(
     llm: Llama, passes: Passes, path: str, trickle: bytes
 ) -> None:
-    """Its place, task and descriptor are free, though the model still runs. Bytes that the client sends don't help."""
+    """Its place, task and descriptor are freed while the model still runs. Bytes from the client change nothing."""
     body = {"max_tokens": 200, "temperature": 0, "logit_bias": {"2": -100}}
     body |= {**LONG, "stream": True, "logprobs": 20} if path == TEXT else {"ids": [5], "top": 20}
     before = open_files()
@@ -849,7 +849,7 @@ def counters(server: Running) -> dict[str, int]:
 def test_an_answer_is_counted_and_logged_at_its_end(
     llm: Llama, passes: Passes, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    """Also one that the client leaves: /metrics has its tokens and status. The prompt of n answers counts once."""
+    """Also if the client disconnects: /metrics has tokens and status. The prompt of n answers counts once."""
     caplog.set_level("INFO", "llama.server.app")
     gone, complete = (f'requests_total{{path="{TEXT}",status="{status}"}}' for status in (499, 200))
     with running(llm) as server:

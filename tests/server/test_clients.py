@@ -102,7 +102,7 @@ def test_each_field_has_the_effect_of_the_librarys_option(client: openai.OpenAI,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_token_of_an_answer_has_one_log_probability(client: openai.OpenAI, tiny_llm: Llama, stream: bool) -> None:
-    """Not the stop id, which is no part of the answer: that of a stop token, or of a stop string with its name."""
+    """A stop id has none, as no part of the answer: that of a stop token, or of a control token in `stop`."""
     free = tiny_llm.generate("abc", max_new_tokens=12)
     id = free.tokens[7]
     (name, control), *_ = tiny_llm.tokenizer.control.items()

@@ -41,7 +41,7 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def server(tiny_llm: Llama) -> Iterator[Running]:
-    """Its streams have a comment each millisecond, which the page skips."""
+    """The server sends a comment each millisecond, which the page skips."""
     with pytest.MonkeyPatch.context() as patch, running(tiny_llm) as found:
         patch.setattr(app, "PAUSE", 0.001)
         yield found

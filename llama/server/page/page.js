@@ -82,7 +82,7 @@ async function* events(response) {
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) if (part[0] !== ":") yield JSON.parse(part.slice(6));  // a comment: nothing to show yet
+    for (const part of parts) if (part[0] !== ":") yield JSON.parse(part.slice(6));  // skip comments
   }
 }
 
