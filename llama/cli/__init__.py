@@ -32,7 +32,6 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
     "pull": "download a model",
     "verify": "check that a checkpoint is complete and undamaged",
     "doctor": "check this machine and run a self-test",
-    "evaluate": "score a model on the tasks of lm-evaluation-harness",
     "bench": "measure speed and memory",
     "perplexity": "measure how well a model predicts a text",
     "study": "answer questions about RoPE with numbers and figures",

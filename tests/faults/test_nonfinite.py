@@ -27,7 +27,7 @@ from llama.quant.schemes import pick_scheme, quantize
 from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
 from llama.text import Llama
-from llama.tools.evaluate import nats
+from llama.tools.perplexity import nats
 
 from .. import tiny
 from .conftest import Try
