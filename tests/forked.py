@@ -127,7 +127,7 @@ def preload() -> None:
     import llama
 
     for module in pkgutil.walk_packages(llama.__path__, "llama."):
-        if not module.name.startswith(("llama.__main__", "llama.server", "llama.tools.harness")):
+        if not module.name.startswith(("llama.__main__", "llama.server")):
             importlib.import_module(module.name)
     for name in ("platformdirs", "safetensors", "torch.utils._device"):
         importlib.import_module(name)

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from llama.cache import KVCache
 from llama.engine import compiled, kernels
-from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import Token, generate, prefill_chunks
 from llama.generation import batch
@@ -125,7 +124,7 @@ def test_batches_work_with_every_kind_of_model(kind: str) -> None:
 @pytest.mark.parametrize("settings", [("int8", "model"), ("int4", "model"), ("int4", "int8")])
 def test_batches_work_with_the_cpu_kernels(settings: tuple[str, str]) -> None:
     scheme, kind = settings
-    net = quantize_(tiny.model(WIDE, attention="kernel"), scheme)
+    net = tiny.quantized(tiny.model(WIDE, attention="kernel"), scheme)
     net.runner.cache_kind = kind
     requests = ragged(random.Random(6), 8)
     assert_same(batched(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)

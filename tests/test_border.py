@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from llama.engine import kernels
 from llama.engine.compiled import CompiledRunner
 from llama.engine.cpu_runner import KernelRunner
-from llama.engine.linears import make_linear, quantize_
+from llama.engine.linears import make_linear
 from llama.model import Runner, Transformer
 
 from . import tiny
@@ -115,7 +115,7 @@ def test_an_operator_refuses_a_format_or_a_number_that_does_not_fit(case: str, i
 def test_rows_of_an_embedding_may_have_gaps(scheme: str, dtype: torch.dtype, compile: bool) -> None:
     """A packed row of 72 numbers is padded to 96; in float32, the rows of the tied embedding are not copied."""
     config = dataclasses.replace(tiny.CONFIG, dim=72, tie_embeddings=True)
-    model = quantize_(tiny.model(config, rope="real", attention="kernel").to(dtype), scheme)
+    model = tiny.quantized(tiny.model(config, rope="real", attention="kernel").to(dtype), scheme)
     ids, runner = tiny.random_tokens(9, config), CompiledRunner if compile else KernelRunner
     expected = model(ids)
     model.runner = runner(model)

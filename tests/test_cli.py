@@ -309,7 +309,6 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),
         ("frobnicate", "got 'frobnicate' (see clearllama --help)"),
-        *((f"{removed.removeprefix('clearllama ')} 4", hint) for removed, hint in cli.REMOVED.items()),
     ],
 )
 def test_a_wrong_word_is_explained(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

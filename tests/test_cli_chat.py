@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
 import signal
 import stat
 import termios
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pexpect.fdpexpect import fdspawn
 
 from llama import loader
 from llama.chat import encode_chat
-from llama.cli import streams, turns
+from llama.cli import turns
 from llama.cli.chat import HELP
 from llama.generation.session import Session, open_session
 from llama.text import Llama
@@ -217,21 +211,6 @@ def test_ctrl_c_keeps_the_lines_typed_during_an_answer(start: Start, letters: Pa
     os.kill(chat.pid, signal.SIGINT)  # the terminal does not control the process, so Ctrl-C sends no signal
     chat.child.expect_exact("clearllama: stopped")
     chat.child.expect_exact("saved")
-
-
-@settings(max_examples=50)
-@given(st.text("ab ", max_size=200) | st.text("ab 語", max_size=200), st.integers(10, 30))
-def test_a_terminal_breaks_lines_between_words(text: str, width: int) -> None:
-    text = " ".join(text.split())
-    lines = io.StringIO()
-    lines.isatty = lambda: True  # type: ignore[method-assign]
-    with contextlib.redirect_stdout(lines), mock.patch.dict(os.environ, COLUMNS=str(width)):
-        shown = streams.Wrapped()
-        for piece in [*re.findall(".{1,4}", text), "\n"]:
-            shown.write(piece)
-    if "語" not in text and max(map(len, text.split()), default=0) <= width:  # textwrap counts it as one column
-        assert [line.rstrip() for line in lines.getvalue().splitlines()] == (textwrap.wrap(text, width) or [""])
-    assert "".join(lines.getvalue().split()) == "".join(text.split())
 
 
 # ------------------------------------------------------------------------------------------------------------ a pipe

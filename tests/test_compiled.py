@@ -13,7 +13,6 @@ import torch
 from llama.config import ModelConfig
 from llama.engine import compiled, kernels
 from llama.engine.cpu_runner import FusedBlock
-from llama.engine.linears import quantize_
 from llama.errors import UsageError
 from llama.generate import generate, prefill
 from llama.loader import load
@@ -43,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def model(scheme: str | None = None, dtype: torch.dtype = torch.float32, **settings: str) -> Transformer:
     """Return the same random model each time."""
     made = tiny.model(CONFIG, rope=settings.pop("rope", "real"), **settings).to(dtype)
-    return quantize_(made, scheme) if scheme else made
+    return tiny.quantized(made, scheme) if scheme else made
 
 
 def step_by_step(net: Transformer, ids: list[int], prompt: int, slots: int) -> torch.Tensor:
@@ -115,13 +114,13 @@ def test_every_layer_decodes_with_the_compiled_step(folder: Path, monkeypatch: p
 def test_layers_without_rope_and_biases_of_q_k_v_use_the_same_library(folder: Path, first: tuple[int, ...]) -> None:
     """The first block may be one without RoPE; the library is made for a block that rotates, if there is one."""
     config = dataclasses.replace(CONFIG, qkv_bias=True, no_rope_layers=first)
-    eager, fast = (quantize_(tiny.model(config, rope="real", attention="kernel"), "int4") for _ in range(2))
+    eager, fast = (tiny.quantized(tiny.model(config, rope="real", attention="kernel"), "int4") for _ in range(2))
     fast = tiny.compiled(fast)
     ids = ids_of(24)
     expected, got = step_by_step(eager, ids, 5, 64), step_by_step(fast, ids, 5, 64)
     torch.testing.assert_close(got, expected, rtol=0, atol=PACKED_TOLERANCE * float(expected.abs().max()))
     all_rotate = tiny.model(dataclasses.replace(config, no_rope_layers=()), rope="real", attention="kernel")
-    rotated = step_by_step(quantize_(all_rotate, "int4"), ids, 5, 64)
+    rotated = step_by_step(tiny.quantized(all_rotate, "int4"), ids, 5, 64)
     assert float((rotated - expected).abs().max()) > 0.2 * float(expected.abs().max())
 
 

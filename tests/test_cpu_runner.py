@@ -14,7 +14,7 @@ from llama.cache import KVCache
 from llama.config import ModelConfig
 from llama.engine import cpu_runner, kernels
 from llama.engine.cpu_runner import KernelRunner
-from llama.engine.linears import make_linear, quantize_
+from llama.engine.linears import make_linear
 from llama.errors import UsageError
 from llama.model import RMSNorm, Runner, Transformer
 
@@ -36,7 +36,7 @@ def model(
     """A random model with the layers that the loader chooses on a CPU."""
     net = tiny.model(config, attention="kernel", rope=rope).to(dtype)
     if scheme is not None:
-        return quantize_(net, scheme)
+        return tiny.quantized(net, scheme)
     for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
         bias = None if linear.bias is None else linear.bias.detach()
         net.set_submodule(name, make_linear(linear.weight.detach(), torch.device("cpu"), bias))

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from llama.checkpoint import open_checkpoint
 from llama.engine import kernels, linears
 from llama.engine.compiled import CompiledRunner, inductor_step
-from llama.engine.linears import BlockLinear, Int4Linear, make_linear, quantize_
+from llama.engine.linears import BlockLinear, Int4Linear, make_linear
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.generate import generate, prefill
 from llama.generation.batch import Batch, Request, TokenEvent
@@ -245,7 +245,7 @@ def law(test: Any) -> Any:
 
 def gpu_model(scheme: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Transformer:
     model = tiny.model(CONFIG, rope="real", attention="sdpa").to(CUDA, dtype)
-    return quantize_(model, scheme) if scheme else model
+    return tiny.quantized(model, scheme) if scheme else model
 
 
 def answer(model: Transformer, prompt: list[int], count: int = 24) -> list[int]:

@@ -14,18 +14,6 @@ from llama import cli
 from . import tiny
 from .conftest import Run
 
-# A task of lm-eval with one example in a local file.
-TASK = """task: one
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{q}}}}"
-doc_to_choice: ["a", "b"]
-doc_to_target: 0
-metric_list: [{{metric: acc}}]
-"""
-
 Words = Callable[[str, Path], tuple[str, ...]]  # a model and a free folder -> the arguments of a command
 
 # What each command needs; those that take seconds are in SLOW.
@@ -48,7 +36,6 @@ SLOW: dict[str, Words] = {
     "doctor": lambda model, new: ("doctor", "--no-self-test"),
     "bench": lambda model, new: ("bench", "-m", model, *SMALL),
     "quantize": lambda model, new: ("quantize", model, str(new / "x"), "--scheme", "int8"),
-    "evaluate": lambda model, new: ("evaluate", "-m", model, "--tasks", str(new / "one.yaml")),
 }
 # Arguments that make commands fail after they have begun; the others get a wrong model
 WRONG: dict[str, Words] = {
@@ -60,7 +47,6 @@ WRONG: dict[str, Words] = {
     "study": lambda model, new: ("study", "none-such"),
     "trace": lambda model, new: ("trace", "-m", model, "hello the", "--max-tokens", "1"),
     "explain": lambda model, new: ("explain", "-m", model, "--text", "hello", "--layer", "99"),
-    "evaluate": lambda model, new: ("evaluate", "-m", model, "--tasks", str(new / "none.yaml")),
 }
 
 
@@ -84,8 +70,6 @@ def test_every_command_with_the_option_is_tested() -> None:
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
     (tmp_path / "text").write_text("the hello the hello the " * 3)
-    (tmp_path / "one.jsonl").write_text('{"q": "hello"}\n')
-    (tmp_path / "one.yaml").write_text(TASK.format(data=tmp_path / "one.jsonl"))
     return tmp_path
 
 

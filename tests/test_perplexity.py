@@ -12,7 +12,7 @@ import torch
 
 from llama.cli import main
 from llama.loader import load
-from llama.tools.evaluate import nats
+from llama.tools.perplexity import nats
 
 from . import tiny
 

@@ -17,7 +17,7 @@ import llama
 from llama.checkpoint import open_checkpoint
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear, quantize_
+from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
@@ -231,7 +231,7 @@ def test_both_layers_have_the_same_weight(kind: BlockFormat, shape: tuple[int, i
 def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     config = ModelConfig(**{**tiny.WIDE.__dict__, "tie_embeddings": True})
     tokens = tiny.random_tokens(30, config)
-    plain, model = tiny.model(config), quantize_(tiny.model(config), scheme)
+    plain, model = tiny.model(config), tiny.quantized(tiny.model(config), scheme)
     assert distance(model(tokens), plain(tokens)) < bound
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     assert isinstance(model.tok_embeddings, TileEmbedding)
@@ -353,7 +353,7 @@ def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> Non
         convert(narrow, tmp_path / "out", "gguf", quantize="q8_0")
 
 
-def test_quantizing_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path) -> None:
     monkeypatch.setattr(kernels, "ready", lambda: False)
     with pytest.raises(UsageError, match=r"requires the C\+\+ kernels on this CPU"):
-        quantize_(tiny.model(), "int8")
+        load_model(tiny_gguf, quantize="int8", device="cpu")

@@ -18,7 +18,7 @@ from llama.loader import load, load_model, with_rope
 from llama.model import Transformer
 from llama.rope import Rope
 from llama.rope_scaling import inverse_frequencies, reach
-from llama.tools.evaluate import token_logprobs
+from llama.tools.perplexity import token_logprobs
 
 from . import tiny
 from .scripts import make_tiny
@@ -203,7 +203,7 @@ def test_errors_of_bad_options_are_one_line(
     assert err.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- evaluate
+# -------------------------------------------------------------------------------------------------------- perplexity
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_log_probabilities_in_chunks_equal_one_full_pass(chunk: int) -> None:
     model, tokens = tiny.model(), tiny.random_tokens(65, batch=3)

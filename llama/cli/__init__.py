@@ -32,7 +32,6 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
     "pull": "download a model",
     "verify": "check that a checkpoint is complete and undamaged",
     "doctor": "check this machine and run a self-test",
-    "evaluate": "score a model on the tasks of lm-evaluation-harness",
     "bench": "measure speed and memory",
     "perplexity": "measure how well a model predicts a text",
     "study": "answer questions about RoPE with numbers and figures",
@@ -42,34 +41,6 @@ COMMANDS = {  # name, also of the module, which is imported when the command is 
 }
 
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
-REMOVED = {  # command and options that were removed -> what to do instead
-    "clearllama --print-completion": "shtab prints a script: shtab --shell bash llama.cli.build_parser",
-    "generate --fresh": "delete the output file to start over",
-    "generate --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
-    "chat --pipeline-parallel": "use --tensor-parallel with torchrun, or vLLM",
-    "chat --drop-oldest": "chat always drops the oldest turns when the context is full",
-    "inspect --context --batch": "plan computes the memory of a run",
-    "plan --gpu-flops --gpu-link --gpu-network": "plan computes with the bandwidth of the GPUs only",
-    "plan --gpus-per-host --tensor-parallel --pipeline-parallel": "plan divides the bytes evenly over the GPUs",
-    "convert --modelfile": "for Ollama, write a Modelfile with the line FROM ./FILE.gguf and a TEMPLATE",
-    "convert --force": "remove the target first",
-    "quantize --force": "remove the target first",
-    "pull --meta": "Meta's own files are in the folder original: clearllama pull ORG/NAME/original",
-    "verify --checksums": "sha256sum -c FILE compares a list of your own",
-    "verify --tensors": "a run names the first weight that is not finite; verify compares checksums",
-    "doctor --seconds": "the self-test ends after 5 minutes",
-    "evaluate --include-path": "name the task's .yaml file or its folder in --tasks",
-    "evaluate --no-fewshot-as-multiturn": "with --apply-chat-template, worked examples are turns",
-    "bench --profile": "run llama.generate under torch.profiler",
-    "bench --quality": "run clearllama perplexity FILE with and without --quantize",
-    "perplexity --tensor-parallel": "perplexity runs in one process",
-    "study --checks": "the tests of the repository check the numbers of a topic",
-    "study --output": "--figure FILE.csv writes the results of a topic",
-    "study --which --figures": "--figure FOLDER draws all figures of a topic",
-    "study --quiz": "study bugs lists the wrong lines; predict the effect of one, then name it to see the effect",
-    "trace --sample": "give a text in quotes",
-    "trace --against": "trace the text twice, with one --rope-scaling each time",
-}
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
   clearllama generate "Why is the sky blue?"
@@ -164,11 +135,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
     first = words[0]
     parser = build_parser([first])
-    name, command = (first, parser.commands[first]) if first in COMMANDS else (parser.prog, parser)
-    for removed, instead in REMOVED.items():
-        owner, *options = removed.split()
-        if owner == name and (gone := {*options} & {word.partition("=")[0] for word in words}):
-            command.error(f"{gone.pop()} was removed; {instead}")
+    command = parser.commands[first] if first in COMMANDS else parser
     if command is parser and first not in parser._option_string_actions:
         near = _similar(first, [*COMMANDS, *parser._option_string_actions])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")

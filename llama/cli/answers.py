@@ -32,13 +32,13 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
 
     Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
-    chat, text, completion, shown = args.command == "chat", "", None, streams.Wrapped()
+    chat, text, completion = args.command == "chat", "", None
     bar = streams.progress(args.quiet, "tok", leave=False, delay=DELAY)  # it is removed when the answer begins
     stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
     with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
             if not args.json:
-                shown.write(before + piece.text)
+                streams.write(before + piece.text)
                 before = ""
             text += piece.text
             completion = piece.completion
@@ -46,7 +46,7 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
         fields = {"text": text, "finish_reason": "interrupted"} if completion is None else as_dict(completion)
         streams.write_json({"prompt": prompt, **fields})
     elif chat or text:
-        shown.write(before + "\n")
+        streams.write(before + "\n")
     streams.info(args, "stopped" if completion is None else _statistics(args, completion))
     if args.model == DEFAULT and not args.quiet and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
         streams.info(args, line)

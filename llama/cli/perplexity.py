@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..tools.evaluate import nats, windows
+    from ..tools.perplexity import nats, windows
 
     text = streams.read_text(args.text)
     llm, read_weights = loading.prepare(args)

@@ -9,10 +9,8 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,31 +109,6 @@ def write_raw(text: str) -> None:
     except OSError as error:
         error.filename = "standard output"
         raise
-
-
-class Wrapped:
-    """A text written piece by piece. On a terminal, lines end between words, so a word is held until it is complete."""
-
-    def __init__(self) -> None:
-        self.column, self.word = 0, ""
-
-    def write(self, text: str) -> None:
-        if not sys.stdout.isatty():
-            return write(text)
-        width, out = shutil.get_terminal_size().columns, []
-        *parts, self.word = re.findall(r"\n|[^\S\n]+|[\u2e80-\uffef]|[^\s\u2e80-\uffef]+", self.word + text) or [""]
-        if self.word.isspace() or len(self.word) >= width:
-            parts, self.word = [*parts, self.word], ""
-        for part in parts:
-            size = sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in part)
-            if self.column + size > width and self.column > 0:
-                out.append("\n")
-                self.column = 0
-                if part.isspace():
-                    continue
-            out.append(part)
-            self.column = 0 if part == "\n" else (self.column + size) % width or width
-        write("".join(out))
 
 
 def write_json(value: Any) -> None:

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UsageError
-from ..model import Transformer
 from ..quant.blocks import BlockFormat, Blocks
-from ..quant.schemes import pick_scheme, scheme_for
 from ..quant.tiles import unpack, unpack_rows
 from . import kernels
 from .quantized_weight import QuantizedWeight
@@ -370,27 +368,6 @@ def gpu_format(blocks: Blocks) -> BlockFormat | None:
     format = blocks.format
     simple = format.bits in (4, 8) and format.group % 32 == 0 and not (format.codebook or format.levels)
     return format if simple else None
-
-
-def quantize_(model: Transformer, scheme: str) -> Transformer:
-    """Replace every nn.Linear of a model by a quantized layer, in place; returns the model.
-
-    A tied embedding then shares the quantized weight of the output layer. Raises UsageError for an unknown scheme, or
-    if the model's device has no layers for quantized weights.
-    """
-    chosen = pick_scheme(scheme)
-    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
-        weight = linear.weight.detach()
-        check_quantized(scheme, weight.device)
-        tied = name == "output" and weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
-        quantized = QuantizedWeight.from_float(
-            weight, (linear.out_features, linear.in_features), scheme_for(name, chosen).format
-        )
-        layer = make_linear(quantized, weight.device, linear.bias)
-        model.set_submodule(name, layer)
-        if tied:
-            model.set_submodule("tok_embeddings", make_embedding(layer, weight.dtype))
-    return model
 
 
 def check_quantized(scheme: str, device: torch.device) -> None:

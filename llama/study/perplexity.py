@@ -20,7 +20,7 @@ from ..errors import CheckpointError, UsageError
 from ..hub import resolve
 from ..loader import build
 from ..rope_scaling import STRETCHING, trained_length
-from ..tools.evaluate import token_logprobs
+from ..tools.perplexity import token_logprobs
 from .measures import stretching
 
 TINY = "tiny-kjv"  # trained by scripts/train_tiny.py and shipped with the package

@@ -1,1 +1,1 @@
-"""Tools for checkpoints and machines: convert and quantize, verify, plan, doctor, selftest, benchmark, evaluate."""
+"""Tools for checkpoints and machines: convert and quantize, verify, plan, doctor, selftest, benchmark, perplexity."""

@@ -21,7 +21,7 @@ from .. import __version__
 from ..errors import LlamaError, one_line
 
 SECONDS = 300.0  # for the child; the first run builds the kernels
-EXTRAS = ("study", "serve", "eval", "structured", "chat")  # those for users
+EXTRAS = ("study", "serve", "structured", "chat")  # those for users
 CHILD = "from llama.tools import doctor; doctor.child({})"
 
 

@@ -16,7 +16,7 @@ import torch
 
 from llama import study
 from llama.engine import kernels, nonfinite
-from llama.engine.linears import BlockLinear, TileLinear, quantize_
+from llama.engine.linears import BlockLinear, TileLinear
 from llama.errors import CheckpointError, NumericalError
 from llama.generate import generate
 from llama.generation.batch import Batch, Ended, Request, TokenEvent
@@ -27,7 +27,7 @@ from llama.quant.schemes import pick_scheme, quantize
 from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
 from llama.text import Llama
-from llama.tools.evaluate import nats
+from llama.tools.perplexity import nats
 
 from .. import tiny
 from .conftest import Try
@@ -336,7 +336,7 @@ def test_quantizing_nonfinite_weights_is_an_error() -> None:
     net = tiny.model(tiny.WIDE)
     damage(net, "layers.0.attention.wq.weight", math.nan)
     with pytest.raises(CheckpointError, match="not finite"):
-        quantize_(net, "int8")
+        tiny.quantized(net, "int8")
 
 
 # --------------------------------------------------------------------------------------------------- hooks and patches

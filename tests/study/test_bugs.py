@@ -85,7 +85,6 @@ def test_the_command_lists_and_shows(study: Study) -> None:
         (("bugs", "none-such"), "unknown bug 'none-such'"),
         (("bugs", "--context", "0"), "study bugs does not accept --context"),
         (("order", "step"), "BUG needs the topic bugs"),
-        (("errata",), "answered by: clearllama study bugs"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(study: Study, words: tuple[str, ...], reason: str) -> None:

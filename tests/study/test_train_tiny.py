@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from llama.loader import load_model, load_tokenizer
 from llama.model import Transformer
 from llama.study.perplexity import tiny_folder
-from llama.tools.evaluate import token_logprobs
+from llama.tools.perplexity import token_logprobs
 
 from ..scripts import train_tiny
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 
 from ...checks import choice
-from ...errors import UsageError
 from .base import Topic
 
 # name -> the question it answers, in the recommended reading order
@@ -30,18 +29,9 @@ TOPICS = {
     "precision": "how exact are the angles, by position and by dtype?",
     "bugs": "what does a wrong line cause, and how is it repaired?",
 }
-MOVED = {  # topic that was removed -> the command that answers its question now
-    **dict.fromkeys(("heatmap", "binary", "shift"), "study sinusoids"),
-    **dict.fromkeys(("wavelengths", "clock"), "study scale"),
-    "softmax": "study sqrtd",
-    "heads": "trace --html FILE (how far each head looks), or study bands (the frequencies that it uses)",
-    "errata": "study bugs",
-}
 
 
 def find(name: str) -> Topic:
     """The topic of that name. Raises UsageError if there is none."""
-    if name in MOVED:
-        raise UsageError(f"the topic {name} was removed; its question is answered by: clearllama {MOVED[name]}")
     topic: Topic = import_module(f".{choice('topic', name, TOPICS)}", __name__).TOPIC
     return topic

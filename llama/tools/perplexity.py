@@ -41,7 +41,7 @@ def token_logprobs(
     for start in range(0, T - 1, chunk):
         end = min(start + chunk, T - 1)
         h = model.hidden(tokens[:, start:end], cache=cache)  # (B, t, C)
-        values, _ = predictions(model, h.flatten(0, 1), tokens[:, start + 1 : end + 1].flatten())
+        values = _logprobs(model, h.flatten(0, 1), tokens[:, start + 1 : end + 1].flatten())
         found.append(values.reshape(B, -1))  # (B, t)
         progress(end + 1, T)  # with the first token, which nothing predicts
     logprobs = torch.cat(found, dim=1)  # (B, T - 1)
@@ -53,15 +53,13 @@ def token_logprobs(
     return logprobs
 
 
-def predictions(model: Transformer, h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of ids (N,) after hidden states (N, C), and whether each is the most probable id: (N,) float32, bool."""
+def _logprobs(model: Transformer, h: Tensor, ids: Tensor) -> Tensor:
+    """log p of ids (N,) after hidden states (N, C): (N,) float32."""
     found = []
     for some, wanted in zip(h.split(256), ids.split(256), strict=True):  # in parts: the logits have V numbers for each
         logits = model.output(some[None])[0].float()  # (n, V)
-        values = logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
-        found.append((values, logits.argmax(-1) == wanted))
-    values, best = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return values, best
+        found.append(logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1))  # (n,)
+    return torch.cat(found)
 
 
 def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[list[int]]]:
