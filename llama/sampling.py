@@ -254,7 +254,7 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
     Of exponential variables with rates p, the smallest is at x with probability p(x) (the Gumbel-max trick), and E / p
     has rate p if E has rate 1. E may be 0: the bounds exclude 0 / 0, which is NaN, and change nothing else.
     """
-    noise = probabilities.new_empty(probabilities.shape).exponential_(1, generator=generator)  # (.., V)
+    noise = probabilities.float().new_empty(probabilities.shape).exponential_(1, generator=generator)  # (.., V)
     return (probabilities / noise.clamp_(1e-20, 1e20)).argmax(-1)  # (..)
 
 

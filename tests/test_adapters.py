@@ -247,6 +247,28 @@ def test_the_tokenizer_of_a_resized_vocabulary_is_the_adapters(bases, tmp_path: 
     assert loader.load(merged, device="cpu").tokenizer.n_vocab == 328
 
 
+def test_the_adapters_tokenizer_keeps_the_ids_and_the_template_that_the_base_names(bases, tmp_path: Path) -> None:
+    base, (folder, _) = tmp_path / "base", simple(bases("plain"), tmp_path / "adapter")
+    shutil.copytree(bases("plain"), base)
+    for path in (base, folder):
+        write_tokenizer(path, 318)
+        backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+        backend.add_tokens(["<turn>", "<end_turn>"])  # 318 and 319, which no file marks as special
+        backend.save(str(path / "tokenizer.json"))
+    (base / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": [257, 319]}))
+    (base / "chat_template.jinja").write_text("<turn>{{ messages[0].content }}<end_turn>")
+    plain, adapted = (loader.load(base, device="cpu", adapters=paths) for paths in ((), folder))
+    for llm in (plain, adapted):
+        assert (llm.tokenizer.bos_id, {257, 319} - llm.tokenizer.stop_ids) == (256, set())
+        assert [id for id in llm.encode_chat([{"role": "user", "content": "<turn><end_turn>"}]) if id > 255] == [
+            318,
+            319,
+        ]
+    assert adapted.tokenizer.control == plain.tokenizer.control
+    (base / "tokenizer.json").unlink()
+    assert loader.load(base, device="cpu", adapters=folder).tokenizer.n_vocab == 320
+
+
 def test_patterns_choose_rank_and_alpha_as_in_peft(bases, tmp_path: Path) -> None:
     lora = Lora(bases("plain"))
     for module in MODULES:

@@ -341,6 +341,12 @@ def test_a_begun_answer_is_tokenized_with_its_prompt(legacy: bool, trim: str) ->
             assert ids == expected
 
 
+@pytest.mark.parametrize("value", [object(), {1, 2}, {(1,): 2}, b"a"])
+def test_variables_of_a_template_must_be_json(value: Any) -> None:
+    with pytest.raises(UsageError, match="must be JSON-serializable"):
+        render("{{ x }}", [{"role": "user", "content": "a"}], TOKENIZER, variables={"x": value})
+
+
 def test_a_template_that_drops_the_last_message_can_not_continue_it() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(TemplateError, match="does not write the last message"):

@@ -222,6 +222,13 @@ def test_no_noise_draws_an_excluded_token(noise: float, everywhere: bool, monkey
         assert all(id in two for id, two in zip(answer, best, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_draws_do_not_depend_on_the_dtype(dtype: torch.dtype) -> None:
+    p = torch.tensor([0.25, 0.0, 0.75]).expand(50, 3)  # (B, V)
+    drawn = [sampling.sample(p.to(kind), torch.Generator().manual_seed(1)) for kind in (torch.float32, dtype)]
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.7, 1.0, 1e6])
 def test_a_processor_may_force_a_token_with_the_largest_float(temperature: float) -> None:
     def force(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -201,6 +201,21 @@ def test_listed_tokens_of_a_model_keep_their_ids(tmp_path: Path, name: str, spac
         assert name == "piece" or plain == LIBRARY.encode(text)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_added_tokens_of_a_model_drop_white_space_as_in_transformers(tmp_path: Path, special: bool) -> None:
+    """As in transformers' LlamaTokenizer in Python (version 4)."""
+    (tmp_path / "tokenizer.model").write_bytes(MODEL)
+    tokens = [added(N, "[A]", special, lstrip=True), added(N + 1, "[B]", special, rstrip=True)]
+    settings = {"added_tokens_decoder": {str(token["id"]): token for token in tokens}, "legacy": True}
+    ours = open_tokenizer(tmp_path / "tokenizer.model", settings)
+    dog, bites = LIBRARY.encode("the dog"), LIBRARY.encode("bites")
+    for text in ("the dog [A]bites", "the dog \n[A]bites"):
+        assert ours.encode(text, parse_special=True) == [*dog, N, *bites]
+    assert ours.encode("the dog[B] bites", parse_special=True) == [*dog, N + 1, *bites]
+    assert ours.encode(" [B] [A] ", parse_special=True) == [*LIBRARY.encode(" "), N + 1, N, *LIBRARY.encode(" ")]
+    assert (ours.encode("the dog [A]bites") == [*dog, N, *bites]) is not special
+
+
 def test_add_prefix_space_false_adds_no_space_to_a_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(MODEL)
     for legacy, text in ((False, "the dog"), (True, " the dog")):  # true ignores the setting, as transformers does

@@ -216,6 +216,8 @@ def _rendered(
         reply = CHILD.ask({**request, "hidden": hidden, "stand_ins": stand_ins or {}})
     except ChildError as stopped:
         reply = {"error": str(stopped)}
+    except (TypeError, ValueError, RecursionError) as wrong:  # messages and tools were checked
+        raise UsageError(f"chat_template_kwargs (--template-option) must be JSON-serializable: {wrong}") from None
     if error := reply.get("error", "")[:1000]:
         raise TemplateError(f"the model's chat template failed: {error}; llm.generate (--raw) works without it")
     texts: list[str] = reply["texts"]

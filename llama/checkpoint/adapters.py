@@ -8,6 +8,7 @@ like any others. The sum is computed in float32 and rounded once, when the weigh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
 from ..quant.blocks import Blocks
-from ..tokenizer import Tokenizer
+from ..tokenizer import Named, Tokenizer
 from .base import FLOATS, PIECE, Checkpoint
 from .huggingface import read_chat_template, read_tokenizer
 from .lora import EMBEDDING, OUTPUT, Adapter, read
@@ -183,7 +184,12 @@ class AdaptedCheckpoint(Checkpoint):
 
     def own_tokenizer(self) -> Tokenizer:
         if self._tokenizer is not None and self.base.tokenizer_override is None:
-            return read_tokenizer(self._tokenizer)
+            named = Named(template=self.chat_template or "")
+            with contextlib.suppress(TokenizerError):  # the base may have no tokenizer
+                own = self.base.own_tokenizer()
+                bos_ids = () if own.bos_id is None else (own.bos_id,)
+                named = dataclasses.replace(named, bos_ids=bos_ids, stop_ids=sorted(own.stop_ids))
+            return read_tokenizer(self._tokenizer, named)
         before, after = self.base.config.vocab_size, self.config.vocab_size
         if before != after and self.base.tokenizer_override is None:
             raise TokenizerError(

@@ -28,7 +28,7 @@ from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import OPTIONS, SamplingParams
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..system.pages import drop_pages
-from ..tokenizer import Tokenizer
+from ..tokenizer import Named, Tokenizer
 from . import base
 from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
 from .base import FLOATS, HUGGING_FACE_NAMES, Checkpoint
@@ -260,7 +260,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             drop_pages(tensor.read())
 
     def own_tokenizer(self) -> Tokenizer:
-        from ..tokenizer import Named, open_tokenizer
+        from ..tokenizer import open_tokenizer
 
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
         settings = self.tokenizer_settings or read_optional(path.with_name("tokenizer_config.json"))
@@ -342,12 +342,12 @@ def _read_template(path: Path) -> str:
         raise DamagedError(f"{path} is not UTF-8") from None
 
 
-def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a file, with the settings and the chat template beside it."""
-    from ..tokenizer import Named, open_tokenizer
+def read_tokenizer(file: Path, named: Named | None = None) -> Tokenizer:
+    """The tokenizer in a file, with the settings beside it; named: see `open_tokenizer`, None: the template there."""
+    from ..tokenizer import open_tokenizer
 
     settings = read_optional(file.with_name("tokenizer_config.json"))
-    return open_tokenizer(file, settings, Named(template=read_chat_template(file.parent) or ""))
+    return open_tokenizer(file, settings, named or Named(template=read_chat_template(file.parent) or ""))
 
 
 def read_chat_template(folder: Path) -> str | Mapping[str, str] | None:

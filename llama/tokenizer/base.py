@@ -9,7 +9,7 @@ import json
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -186,17 +186,22 @@ class Tokenizer(ABC):
         White space next to a control string is dropped as `strips` requires.
         """
         ids: list[int] = []
-        neither = (False, False)
-        for i, (piece, is_control) in enumerate(pieces):
+        for i, (piece, is_control) in enumerate(self._stripped(pieces)):
             if is_control:
                 ids.append(self.special[piece])
-                continue
-            if i and self.strips.get(pieces[i - 1][0], neither)[1]:
-                piece = piece.lstrip(WHITE_SPACE)
-            if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], neither)[0]:
-                piece = piece.rstrip(WHITE_SPACE)
-            ids += self._encode_after_control(_valid(piece)) if i else self._encode(_valid(piece))
+            else:
+                ids += self._encode_after_control(_valid(piece)) if i else self._encode(_valid(piece))
         return ids
+
+    def _stripped(self, pieces: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+        """The parts of a text, without the white space next to a token that `strips` drops."""
+        neither = (False, False)
+        for i, (piece, is_token) in enumerate(pieces):
+            if not is_token and i and self.strips.get(pieces[i - 1][0], neither)[1]:
+                piece = piece.lstrip(WHITE_SPACE)
+            if not is_token and pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], neither)[0]:
+                piece = piece.rstrip(WHITE_SPACE)
+            yield piece, is_token
 
     def encode_infill(self, prefix: str, suffix: str) -> list[int]:
         """Ids of a Code Llama prompt for the text between a prefix and a suffix.

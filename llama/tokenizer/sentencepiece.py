@@ -183,7 +183,7 @@ class SentencePieceModelTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
             ids: list[int] = []
-            for part, is_token in split_at(text, self.added):
+            for part, is_token in self._stripped(split_at(text, self.added)):
                 if is_token:
                     ids.append(self.added[part])
                 else:
