@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
     def key_offset(self, rope: Rope) -> Tensor | None:
         """The mean of what wk's bias adds to keys, (KV, 1, D), or None: see cache.QuantizedLayerCache."""
-        bias: Tensor | None = self.wk.bias
+        bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack it
         if bias is None:
             return None
         k = bias.float().view(1, 1, -1, self.head_dim)  # (B, T, KV, D)
@@ -235,13 +235,12 @@ class Runner:
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
         n_layers, n_kv_heads, head_dim, dtype = self.cache_sizes(model)
-        max_len = model.max_seq_len if max_len is None else max_len
+        sizes = n_layers, n_kv_heads, head_dim, model.max_seq_len if max_len is None else max_len
         fixed = self.fixed_cache if fixed is None else fixed
         devices = [next(block.parameters()).device for block in model.layers]
         attentions: list[Any] = [block.attention for block in model.layers]
         offsets = [a.key_offset(model.rope) for a in attentions] if self.cache_kind == "int8" else None
         how: dict[str, Any] = {"fixed": fixed, "kind": self.cache_kind, "check_memory": self.check_memory}
-        sizes = n_layers, n_kv_heads, head_dim, max_len
         return KVCache(*sizes, batch=batch, dtype=dtype, device=devices, key_offsets=offsets, **how)
 
     def cache_sizes(self, model: Transformer) -> tuple[int, int, int, torch.dtype]:

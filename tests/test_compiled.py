@@ -164,8 +164,8 @@ def test_layers_of_different_formats_are_rejected_before_anything_is_compiled(mo
     """Q4_K_M files have two formats: the library of the first layer would read the others wrongly."""
     monkeypatch.setattr(compiled, "load_package", lambda *_: pytest.fail("compiled"))
     net = model(attention="kernel")
-    quantize_(net.layers[1].feed_forward, "int8")  # type: ignore[arg-type]
-    quantize_(net, "int4")
+    tiny.quantized(net.layers[1].feed_forward, "int8")  # type: ignore[arg-type]
+    tiny.quantized(net, "int4")
     with pytest.raises(UsageError, match="the same formats in all layers"):
         compiled.CompiledRunner(net)
     monkeypatch.setattr(compiled, "load_package", lambda *_: None)

@@ -327,13 +327,13 @@ os.nice(7)
 product()
 new = set(tasks()) - before
 assert len(new) == 2
-while any(os.getpriority(os.PRIO_PROCESS, int(task)) != 7 for task in new):
-    time.sleep(0.01)  # until the threads have started
+def blocked(task, number):
+    return bool(int(tasks()[task].split("SigBlk:")[1].split()[0], 16) >> number - 1 & 1)
+while any(os.getpriority(os.PRIO_PROCESS, int(task)) != 7 or blocked(task, signal.SIGSEGV) for task in new):
+    time.sleep(0.01)  # a thread that starts blocks every signal at first
 for task in new:
-    blocked = int(tasks()[task].split("SigBlk:")[1].split()[0], 16)
-    for number in range(1, 32):
-        fault = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-        assert fault == (not blocked >> number - 1 & 1) or number in (signal.SIGKILL, signal.SIGSTOP)
+    for number in {*range(1, 32)} - {signal.SIGKILL, signal.SIGSTOP}:
+        assert blocked(task, number) == (number not in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
 assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
     check(forked, code)

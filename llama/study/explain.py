@@ -243,7 +243,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
                          (scores, "scores.masked_fill(~mask, -torch.inf)")]),
         ("softmax", "p_mn = e^(s_mn) / sum over n of e^(s_mn)", "p (H, T, T)", [(scores, "scores.softmax(dim=-1)")]),
         ("weighted sum", "y_m = sum over n of p_mn v_n", f"y {D}",
-         [(attention.reference, "reference_weights(q, k, mask) @ v.float()")]),
+         [(attention.reference, "reference_weights(x, k, mask) @ v.float()")]),
         ("output projection", "o = W_o (y of all heads, concatenated)", f"o {T}",
          [(forward, "self.wo(y.transpose(1, 2).flatten(-2))")]),
         ("residual", "a = h + o", f"a {T}", [(block, attended)]),

@@ -193,7 +193,7 @@ void elementwise() {
         const Tensor q = random_tensor({2, 5, 96}, type), k = random_tensor({2, 5, 32}, type), v = random_tensor({2, 5, 32}, type);
         const Tensor cos = random_tensor({5, 8}, Float), sin = random_tensor({5, 8}, Float);
         const Tensor keys = random_tensor({2, 2, 7, 16}, type), values = random_tensor({2, 2, 7, 16}, type);
-        write("rotated q, " + name, rotate(q, k, v, cos, sin, std::nullopt, keys, values, std::nullopt, std::nullopt));
+        write("rotated q, " + name, rotate(q, k, v, cos, sin, std::nullopt, keys, values, std::nullopt, std::nullopt, std::nullopt));
         write("rotated k, " + name, keys), write("kept v, " + name, values);
     }
 }

@@ -160,7 +160,7 @@ def test_a_haystack_has_its_facts_at_their_places() -> None:
 
 @pytest.mark.parametrize(
     ("length", "every", "message"),
-    [(8192, 128, "at most 4096"), (4000, 2000, "longer --text"), (40, 32, "a fact has 38 tokens")],
+    [(8192, 128, "at most 4096"), (4000, 2000, "longer text"), (40, 32, "a fact has 38 tokens")],
 )
 def test_a_text_without_room_is_rejected(length: int, every: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
