@@ -61,9 +61,9 @@ def reference(
 ) -> dict[str, tuple[Array, Array]]:
     """Every step of a block from its input h (T, C) float64, by the papers' formulas; angles (T, D/2) radians.
 
-    Returns each result with its scale, of which the rounding errors of the step are a few ulps: the sum of the absolute
-    values of the terms that are added. The steps that follow start from the result in `ours`, if there is one, so no
-    step is blamed for the errors of its inputs; softmax, for example, amplifies those of large scores.
+    Returns each result with its scale, the sum of the absolute values of the terms that are added. A step's rounding
+    error is a few ulps of its scale. Each step starts from the results of earlier steps in `ours`, if there are any, so
+    errors of its inputs do not count; softmax would amplify those of large scores.
     """
     T, H, D, group = len(h), config.n_heads, config.head_dim, config.n_heads // config.n_kv_heads
     cos, sin = factor * np.cos(angles), factor * np.sin(angles)  # (T, D/2)
