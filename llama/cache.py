@@ -202,7 +202,7 @@ class KVCache:
         device: torch.device | str | Sequence[torch.device] = "cpu",
         fixed: bool = False,
         kind: str = "model",
-        key_offsets: Sequence[Tensor | None] | None = None,
+        key_offset: Callable[[int], Tensor | None] = lambda layer: None,
         check_memory: MemoryCheck | None = None,
     ):
         self.sizes = n_layers, n_kv_heads, head_dim, dtype
@@ -218,8 +218,9 @@ class KVCache:
         self._check_memory = check_memory
         self._check_free(slots, slots, devices)
         self.layers = [layer_cache.empty(shape, dtype, devices[i]) for i in range(n_layers)]
-        for layer, offset in zip(self.layers, key_offsets or [None] * n_layers, strict=True):
-            layer.key_offset = offset
+        if kind == "int8":
+            for i, layer in enumerate(self.layers):
+                layer.key_offset = key_offset(i)
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
         # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
         self.device = self.layers[-1].buffers[0].device

@@ -5,39 +5,19 @@ The KV cache keeps the keys and values of all of them. text.py does the same fro
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from . import checks
 from .cache import KVCache
-from .errors import ContextLengthError, NumericalError, UsageError
+from .errors import ContextLengthError, UsageError
 from .model import Transformer
-from .sampling import LARGEST_LOGIT, Constraint, History, SamplingParams, choose
+from .sampling import Chooser, Constraint, Diagnosis, SamplingParams, Token
 
-# Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
-Diagnosis = Callable[[Sequence[int]], str]
 # Called after each chunk of a prompt with the number of tokens fed so far, and the number of all tokens to feed.
 Progress = Callable[[int, int], object]
-
-
-@dataclass(frozen=True)
-class Token:
-    """One new token. `logprob` is its log-probability in the model's own distribution, before any filter.
-
-    top is {id: log-probability} of the most probable tokens, most probable first, as many as were requested. A stop id
-    is yielded too, as the last token, with stop=True.
-    """
-
-    id: int
-    logprob: float | None
-    stop: bool
-    top: Mapping[int, float] = field(default_factory=dict)
 
 
 def prompt_chunk(device: torch.device | str) -> int:
@@ -110,43 +90,38 @@ def generate(  # many parameters, since an answer has no other state
 
     Raises ContextLengthError if the prompt leaves no room for one new token, NumericalError if a logit is not finite.
     """
-    text = list(prompt)
-    room = room_for(model, text, params, cache)
+    room = room_for(model, prompt, params, cache)
     if room == 0:
         return
     if cache is None:
-        cache = model.new_cache(len(text) + room)
-    generator = random_generator(params, cache.device)
-    history = history_of(text, len(text), params, n_vocab, cache.device)
-    tops: deque[tuple[Tensor, Tensor]] = deque()  # (k,) log-probabilities and ids of each token, until it is yielded
-
-    def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,) -> id (1,), extreme (1,), log-probability (1,) if requested
-        nonlocal history
-        logits = logits[:n_vocab]
-        allowed = None if constraint is None else constraint.allowed()
-        choice = agree(model, choose(logits, params, history, generator, logprobs, allowed))
-        if history is not None:
-            history = History(torch.cat((history.ids, choice[0])), history.start)
-        if top_logprobs:
-            tops.append(most_probable(logits, top_logprobs))
-        if constraint is not None:
-            constraint.advance(int(choice[0]))
-        return choice
-
-    logits = prefill(model, text[cache.length :], cache, chunk, progress)  # (V,)
-    with closing(model.runner.decode(model, logits, cache, room, pick)) as steps:
-        for step, (id, top, *logprob) in enumerate(steps):
-            check_extreme(top, f"new token {step + 1}", text, diagnose)
-            text.append(id)
-            yield Token(id, logprob[0] if logprob else None, id in stop_ids, top_of(tops.popleft()) if tops else {})
-            if id in stop_ids:
-                return
+        cache = model.new_cache(len(prompt) + room)
+    chooser = Chooser(
+        prompt,
+        params,
+        cache.device,
+        stop_ids=stop_ids,
+        n_vocab=n_vocab,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        constraint=constraint,
+        world=model.world,
+        diagnose=diagnose,
+    )
+    logits = prefill(model, chooser.text[cache.length :], cache, chunk, progress)  # (V,)
+    for step in range(room):
+        with model.runner.threads(1):
+            if step > 0:
+                logits = next_logits(model, token.id, cache)  # (V,)
+            token = chooser.choose(logits)
+        yield token
+        if token.stop:
+            return
 
 
-def agree(model: Transformer, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A choice from logits; the first process's, if several share the model, since others may round differently."""
-    agreed: tuple[Tensor, ...] = choice if model.runner.world is None else model.runner.world.agree(choice)
-    return agreed
+def next_logits(model: Transformer, id: int, cache: KVCache) -> Tensor:
+    """Feed one id into the model: the logits (V,) of the token after it."""
+    h = model.hidden(torch.tensor([[id]], device=cache.device), cache=cache)  # (1, 1, C)
+    return model.output(h[:, -1])[0].float()  # (1, V), then (V,)
 
 
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:
@@ -168,42 +143,3 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
             f" tokens and {cache.length} cached: trim the cache, or use a new one"
         )
     return room
-
-
-def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
-    """The random generator of one answer, seeded with params.seed or at random."""
-    generator = torch.Generator(device)
-    return generator.manual_seed(generator.seed() if params.seed is None else params.seed)
-
-
-def history_of(
-    text: Sequence[int], start: int, params: SamplingParams, n_vocab: int | None, device: torch.device
-) -> History | None:
-    """The text as `sampling.probs` needs it, without ids beyond n_vocab; None if the parameters do not depend on it."""
-    if params.plain:
-        return None
-    known = [id for id in text if n_vocab is None or id < n_vocab]
-    start = sum(n_vocab is None or id < n_vocab for id in text[:start])
-    return History(torch.tensor(known, device=device, dtype=torch.long), start)
-
-
-def most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest log-probabilities of logits (.., V), and their ids: (.., k) each."""
-    values, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[-1]))  # (.., k) each
-    return values, ids
-
-
-def top_of(found: tuple[Tensor, Tensor]) -> dict[int, float]:
-    """{id: log-probability} from `most_probable` of logits (V,)."""
-    return dict(zip(found[1].tolist(), found[0].tolist(), strict=True))
-
-
-def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
-    """Raise NumericalError if the `sampling.extreme` of logits is not finite or too large for a meaningful choice.
-
-    name is the token that the logits predict, after `text`.
-    """
-    if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
-        found = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
-        cause = "the weights hold NaN or infinity, or overflow in this dtype: try dtype='float32' (--dtype float32)"
-        raise NumericalError(f"the logits of {name} are {found}; {cause if diagnose is None else diagnose(text)}")

@@ -25,7 +25,7 @@ from .checkpoint.adapters import Adapters, with_adapters
 from .checkpoint.base import FLOATS
 from .config import ModelConfig
 from .engine import cpu_runner
-from .engine.compiled import CompiledRunner
+from .engine.compiled import FixedCaches, GraphRunner
 from .engine.cpu_attention import pick_attention
 from .engine.cpu_runner import KernelRunner
 from .engine.linears import SkipInit, check_quantized, kept_dtype, make_embedding, make_linear
@@ -66,7 +66,7 @@ class LoadOptions:
     device        "cpu", "cuda", "cuda:1", ...; None: the best one; "cuda:0,cuda:1" divides the layers evenly
     dtype         "float32", "bfloat16", "float16"; None: the fastest that the device computes in
     quantize      quantize the linear layers: "int8", "int4" or another scheme of `clearllama quantize --list`
-    compile       compile the decoding step (engine/compiled.py); takes some seconds the first time
+    compile       on CUDA, compile the decoding step (engine/compiled.py); takes some seconds the first time
     rope          form of the rotation: "complex", "real" or "half" (rope.py)
     max_seq_len   context in tokens; None: the checkpoint's
     rope_scaling  a scaling that replaces the checkpoint's, to extend its context: {"rope_type": "yarn", "factor": 4.0};
@@ -279,8 +279,11 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
         warnings.append("float16 is slow on a CPU; use dtype='bfloat16' (--dtype bfloat16)")
     if scheme is not None or options.fast:
         warnings += storage_warnings(checkpoint, weights, dtype)
-    # The compiler has no complex numbers; the real form is the same arithmetic.
-    rope = "real" if options.compile and options.rope == "complex" else options.rope
+    compiled, rope = options.compile and placement.output.type == "cuda", options.rope
+    if options.compile and not compiled:
+        warnings.append("only a CUDA device has a step to compile; compile (--compile) changes nothing here")
+    if compiled and rope == "complex":  # the compiler has no complex numbers; the real form is the same arithmetic
+        rope = "real"
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
 
 
@@ -412,21 +415,15 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
     options = plan.options
     if "cuda" in {part.type for part in (*plan.placement.layers, plan.placement.output)}:
         no_cudnn_attention()
-    settings: dict[str, Any] = {
-        "cache_kind": options.kv_cache,
-        # Off for processes that share the model: they could decide differently.
-        "check_memory": memory.check_growth if options.check_memory and options.world is None else None,
-    }
+    model.cache_kind, model.world = options.kv_cache, options.world
     if options.world is not None:
         options.world.wrap(model)
+    elif options.check_memory:  # not for processes that share the model: they could decide differently
+        model.check_memory = memory.check_growth
     if not plan.placement.single:
-        model.runner = PlacedRunner(plan.placement, **settings)
-    elif options.compile:
-        model.runner = CompiledRunner(model, **settings)
+        model.runner = PlacedRunner(model, plan.placement)
+    elif options.compile and plan.placement.output.type == "cuda":
+        model.runner, model.make_cache = GraphRunner(model), FixedCaches()
     elif options.fast and cpu_runner.supports(model):
-        mapped = plan.checkpoint.tiles("layers.0.attention.wq.weight") is not None  # joining would copy
-        model.runner = KernelRunner(model, **settings, join=not mapped)
-    else:
-        model.runner = Runner(**settings)
-    model.runner.world = options.world
+        model.runner = KernelRunner(model)
     return model

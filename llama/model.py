@@ -16,12 +16,13 @@
 Letters: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim, C dim, V vocab.
 
 Devices, files, quantization and sharding are handled elsewhere, through two extension points: every layer is a module
-that `set_submodule` can replace, and `Transformer.runner` executes the blocks. Head counts are read from the tensors.
+that `set_submodule` can replace, and a `Runner` may execute the layers. Head counts are read from the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from .config import ModelConfig
 from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
 
+
 Cache = KVCache | None
-Pick = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and other values to yield with it
 
 
 class RMSNorm(nn.Module):
@@ -132,6 +133,10 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.runner = config, Runner()
+        self.cache_kind = "model"  # the numbers of new caches, one of cache.KINDS
+        self.check_memory: MemoryCheck | None = None  # called before a cache allocates memory
+        self.make_cache: Callable[..., KVCache] = KVCache
+        self.world: Any = None  # the processes that share the model, if there are several (engine/parallel.World)
         self.max_seq_len = reach(config) if max_seq_len is None else checks.integer("max_seq_len", max_seq_len)
         scaling, trained_len = config.rope_scaling, config.max_seq_len
         self.rope = Rope(rope, config.head_dim, self.max_seq_len, config.rope_theta, scaling, trained_len)
@@ -165,7 +170,7 @@ class Transformer(nn.Module):
         """
         positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
         if cache is not None:
-            checks.instance("cache", cache, KVCache, "a KVCache").check_sizes(*self.runner.cache_sizes(self))
+            checks.instance("cache", cache, KVCache, "a KVCache").check_sizes(*self.cache_sizes)
             # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
             masked = T != 1 or positions is not None or cache.fixed
             positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
@@ -174,77 +179,66 @@ class Transformer(nn.Module):
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             keys = positions  # (S,) or (B, S): the keys are the tokens themselves
-        h = self.runner.run(self, tokens, positions, keys, max(end, length or 0), cache)  # (B, T, C)
+        h = self.states(tokens, positions, keys, max(end, length or 0), cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h
 
-    def new_cache(self, max_len: int | None = None, batch: int = 1, fixed: bool | None = None) -> KVCache:
-        """An empty `KVCache` for this model, with room for `max_len` tokens (default: max_seq_len)."""
-        return self.runner.new_cache(self, max_len, batch, fixed)
-
-
-class Runner:
-    """Executes a model. This class runs block after block; subclasses in engine/ compute the same in other ways.
-
-    cache_kind    the format of keys and values in new caches, one of cache.KINDS
-    check_memory  called before a cache allocates memory, see cache.MemoryCheck
-    """
-
-    fixed_cache = False  # whether `new_cache` allocates all slots at once
-    world: Any = None  # the processes that share the model, if there are several (engine/parallel.World)
-
-    def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
-        self.cache_kind, self.check_memory = cache_kind, check_memory
-
-    def run(
-        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: Cache
+    def states(
+        self, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: KVCache | None
     ) -> Tensor:
-        """All blocks and the last norm: tokens (B, T) at positions (T,) or (B, T) -> (B, T, C).
+        """`hidden` for tokens (B, T) that are placed already, at positions (T,) or (B, T): -> (B, T, C).
 
         keys     positions of the keys, (S,) or (B, S); None if every query sees every key
         seq_len  the length that the frequencies are for; all positions are below it
         """
-        h = model.tok_embeddings(tokens)  # (B, T, C)
-        freqs_cis = model.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2), once for all layers
-        mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
-        for i, block in enumerate(model.layers):
-            h = block(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
-        return model.norm(h)  # (B, T, C)
+        with self.runner.threads(tokens.numel()):
+            h = self.tok_embeddings(tokens)  # (B, T, C)
+            freqs_cis = self.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2), once for all layers
+            mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
+            h = self.runner.layers(self, h, freqs_cis, mask, positions, cache)  # (B, T, C)
+            return self.norm(h)  # (B, T, C)
 
-    def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
+    def each_layer(
+        self, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
+    ) -> Tensor:
+        """All layers, one after the other: (B, T, C) -> (B, T, C)."""
+        for i, layer in enumerate(self.layers):
+            h = layer(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
+        return h
 
-        For batches: no shape or branch depends on the values of positions, and `cache.length` is unchanged.
-        """
-        slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
-        h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)
-        return model.output(h[:, -1]).float()  # (B, C), then (B, V)
+    def new_cache(self, max_len: int | None = None, batch: int = 1, **options: Any) -> KVCache:
+        """An empty `KVCache` for this model, with room for `max_len` tokens (default: max_seq_len)."""
+        layers: list[Any] = list(self.layers)
+        return self.make_cache(
+            *self.cache_sizes[:3],
+            self.max_seq_len if max_len is None else max_len,
+            batch=batch,
+            dtype=self.norm.weight.dtype,
+            device=[next(layer.parameters()).device for layer in layers],  # where the layer computes
+            kind=self.cache_kind,
+            key_offset=lambda i: layers[i].attention.key_offset(self.rope),
+            check_memory=self.check_memory,
+            **options,
+        )
 
-    def decode(
-        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, pick: Pick
-    ) -> Generator[list[Any]]:
-        """Pick a token from the logits (V,), yield the values of `pick`, feed the token; `steps` times."""
-        for step in range(steps):
-            choice = pick(logits)
-            yield [values.item() for values in choice]
-            if step + 1 < steps:  # the last token is not fed
-                h = model.hidden(choice[0][None], cache=cache)  # (1, 1, C)
-                logits = model.output(h[:, -1])[0].float()  # (1, V), then (V,)
-
-    def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
-        """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
-        n_layers, n_kv_heads, head_dim, dtype = self.cache_sizes(model)
-        sizes = n_layers, n_kv_heads, head_dim, model.max_seq_len if max_len is None else max_len
-        fixed = self.fixed_cache if fixed is None else fixed
-        devices = [next(block.parameters()).device for block in model.layers]
-        attentions: list[Any] = [block.attention for block in model.layers]
-        offsets = [a.key_offset(model.rope) for a in attentions] if self.cache_kind == "int8" else None
-        how: dict[str, Any] = {"fixed": fixed, "kind": self.cache_kind, "check_memory": self.check_memory}
-        return KVCache(*sizes, batch=batch, dtype=dtype, device=devices, key_offsets=offsets, **how)
-
-    def cache_sizes(self, model: Transformer) -> tuple[int, int, int, torch.dtype]:
+    @property
+    def cache_sizes(self) -> tuple[int, int, int, torch.dtype]:
         """Layers, key/value heads, head_dim and dtype of the model's caches."""
-        first: Any = model.layers[0]
-        head_dim = model.config.head_dim
-        return len(model.layers), first.attention.wk.out_features // head_dim, head_dim, model.norm.weight.dtype
+        first: Any = self.layers[0]
+        head_dim = self.config.head_dim
+        return len(self.layers), first.attention.wk.out_features // head_dim, head_dim, self.norm.weight.dtype
+
+
+class Runner:
+    """Executes the layers of a model: one after the other. Subclasses in engine/ compute the same in other ways."""
+
+    def layers(
+        self, model: Transformer, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
+    ) -> Tensor:
+        """`Transformer.each_layer`: (B, T, C) -> (B, T, C)."""
+        return model.each_layer(h, freqs_cis, mask, positions, cache)
+
+    def threads(self, tokens: int) -> AbstractContextManager[None]:
+        """A context for passes over so many tokens, and for what runs between them."""
+        return nullcontext()

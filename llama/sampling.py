@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from . import checks
-from .errors import UsageError
+from .errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,8 @@ LARGEST_LOGIT = 1e30
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 Filter: TypeAlias = "Callable[[Tensor, Any], Tensor]"
+# Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
+Diagnosis: TypeAlias = Callable[[Sequence[int]], str]
 
 
 # ------------------------------------------------------------------------------------------------------ filters
@@ -270,10 +272,164 @@ def choose(
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
     text and allowed are those of `probs`; report gets each of `stages`. Only a bias, a processor or `allowed` may make
-    this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`generate.check_extreme`).
+    this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
     """
     for stage, edited in stages(logits, params, text, allowed):
         report(stage, edited)
     next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
-    return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)
+    return (next_id, top, logprob_of(logits[None], next_id)) if logprobs else (next_id, top)
+
+
+def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probability of one id in each row: logits (.., V), ids (..) int64 -> (..) float32."""
+    return logits.float().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest log-probabilities of logits (.., V), and their ids: (.., k) each."""
+    values, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[-1]))  # (.., k) each
+    return values, ids
+
+
+def top_of(found: tuple[Tensor, Tensor]) -> dict[int, float]:
+    """{id: log-probability} from `most_probable` of logits (V,)."""
+    return dict(zip(found[1].tolist(), found[0].tolist(), strict=True))
+
+
+def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
+    """Raise NumericalError if the `extreme` of logits is not finite or too large for a meaningful choice.
+
+    name is the token that the logits predict, after `text`.
+    """
+    if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
+        found = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
+        cause = "the weights hold NaN or infinity, or overflow in this dtype: try dtype='float32' (--dtype float32)"
+        raise NumericalError(f"the logits of {name} are {found}; {cause if diagnose is None else diagnose(text)}")
+
+
+# --------------------------------------------------------------------------------------------- the tokens of one answer
+@dataclass(frozen=True)
+class Token:
+    """One new token. `logprob` is its log-probability in the model's own distribution, before any filter.
+
+    top is {id: log-probability} of the most probable tokens, most probable first, as many as were requested. A stop id
+    is a token too, the last one, with stop=True.
+    """
+
+    id: int
+    logprob: float | None
+    stop: bool
+    top: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
+    """The random generator of one answer, seeded with params.seed or at random."""
+    import torch
+
+    generator = torch.Generator(device)
+    return generator.manual_seed(generator.seed() if params.seed is None else params.seed)
+
+
+def history_of(
+    text: Sequence[int], start: int, params: SamplingParams, n_vocab: int | None, device: torch.device
+) -> History | None:
+    """The text as `probs` needs it, without ids beyond n_vocab; None if the parameters do not depend on it."""
+    import torch
+
+    if params.plain:
+        return None
+    known = [id for id in text if n_vocab is None or id < n_vocab]
+    start = sum(n_vocab is None or id < n_vocab for id in text[:start])
+    return History(torch.tensor(known, device=device, dtype=torch.long), start)
+
+
+class Chooser:
+    """Chooses the tokens of one answer, one after the other: from logits to the text, the only way there is.
+
+    text        ids of the prompt, and of the answer so far
+    start       where the answer begins; default: after `text`
+    device      of the logits
+    n_vocab     ids from here on are never chosen: rows of the embedding without a token in the vocabulary
+    constraint  limits the tokens; usable for one answer only
+    world       the processes that share the model. They use the first one's choice, since others may round differently
+    diagnose    explains logits that are not finite, for the error message
+    """
+
+    def __init__(
+        self,
+        text: Sequence[int],
+        params: SamplingParams,
+        device: torch.device,
+        *,
+        start: int | None = None,
+        stop_ids: Collection[int] = (),
+        n_vocab: int | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        constraint: Constraint | None = None,
+        world: Any = None,
+        diagnose: Diagnosis | None = None,
+    ):
+        self.text, self.start = list(text), len(text) if start is None else start
+        self.params, self.stop_ids, self.n_vocab, self.constraint = params, stop_ids, n_vocab, constraint
+        self.logprobs, self.top_logprobs, self.world, self.diagnose = logprobs, top_logprobs, world, diagnose
+        self.generator = random_generator(params, device)
+        self.history = history_of(self.text, self.start, params, n_vocab, device)
+
+    @property
+    def simple(self) -> bool:
+        """Whether the choice is always the most probable of all tokens."""
+        return self.params.greedy and not self.params.filters and self.history is None and self.constraint is None
+
+    def choose(
+        self,
+        logits: Tensor,
+        best: tuple[int, float] | None = None,
+        report: Callable[[str, Tensor], object] = lambda stage, logits: None,
+    ) -> Token:
+        """The next token from logits (V,). Raises NumericalError if one is not finite.
+
+        best    the most probable id and the `extreme` of the logits, if they are known: then, if `simple`, the choice
+        report  as in the function `choose`
+        """
+        logits, logprob = logits[: self.n_vocab], None
+        if best is not None and self.simple:
+            id, top = best
+        else:
+            allowed = self.allowed()
+            choice = choose(logits, self.params, self.history, self.generator, self.logprobs, allowed, report)
+            id, top, *found = [value.item() for value in (choice if self.world is None else self.world.agree(choice))]
+            logprob = found[0] if found else None
+        self.check(top)
+        return self.append(int(id), logits, logprob)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distribution of the next token from logits (V,): (V,). Raises NumericalError if one is not finite."""
+        logits = logits[: self.n_vocab]
+        self.check(float(extreme(logits)))
+        return probs(logits, self.params, self.history, self.allowed())
+
+    def append(self, id: int, logits: Tensor, logprob: float | None = None) -> Token:
+        """Add a token, which was chosen from logits (V,), to the text."""
+        import torch
+
+        logits = logits[: self.n_vocab]
+        self.text.append(id)
+        if self.history is not None:
+            ids = self.history.ids
+            self.history = History(torch.cat((ids, ids.new_tensor([id]))), self.history.start)
+        if self.constraint is not None:
+            self.constraint.advance(id)
+        if self.logprobs and logprob is None:
+            logprob = float(logprob_of(logits, torch.tensor(id, device=logits.device)))
+        top = top_of(most_probable(logits, self.top_logprobs)) if self.top_logprobs else {}
+        return Token(id, logprob, id in self.stop_ids, top)
+
+    def allowed(self) -> Tensor | None:
+        """The mask of `probs`."""
+        return None if self.constraint is None else self.constraint.allowed()
+
+    def check(self, top: float) -> None:
+        """Raise NumericalError unless the `extreme` of the next token's logits is finite."""
+        check_extreme(top, f"new token {len(self.text) - self.start + 1}", self.text, self.diagnose)

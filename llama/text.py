@@ -222,7 +222,7 @@ class Llama:
         model, ConfigError if the format can't express it.
         """
         target, config, shapes = Path(path), self.model.config, expected_shapes(self.model.config)
-        if os.path.lexists(target) or self.model.runner.world is not None:
+        if os.path.lexists(target) or self.model.world is not None:
             raise UsageError(f"{target}: expected a path that does not exist yet, and one process")
         stored = dict(self.model.named_parameters())
         if more := stored.keys() - shapes.keys():  # a new bias, or an output that is no longer tied

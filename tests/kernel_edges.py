@@ -6,18 +6,24 @@ Every tensor has a memory block of its own size, so reading beyond its end is no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from llama.cache import hadamard, quantize_kv
+from llama.cache import hadamard
+from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.model import RMSNorm
+from llama.engine.cpu_runner import KernelRunner
+from llama.engine.linears import make_linear
+from llama.engine.quantized_weight import QuantizedWeight
+from llama.model import RMSNorm, Runner, Transformer
+from llama.quant.schemes import pick_scheme
 from llama.quant.tiles import scales_of, unpack
-from llama.rope import apply_rotary_emb
+from llama.rope import RotaryEmb
 
+from . import tiny
 from .test_kernels import KINDS, PLAIN_KINDS, attention, causal, layer, normal, product, random_blocks
 
 OUT = (1, 15, 16, 17, 33)
@@ -183,49 +189,77 @@ def prompts() -> None:
         assert bool(y.isfinite().all())
 
 
-def between() -> None:
-    """add_norm, swiglu and rotate, against the functions of model.py and rope.py."""
-    ops = torch.ops.clearllama
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
-        for rows, width in itertools.product((1, 9, 40), (1, 15, 16, 33, 576)):
-            h, added = (normal(rows, width, seed=seed).to(dtype) for seed in (0, 1))
-            norm = RMSNorm(width, 1e-5)
-            norm.weight = torch.nn.Parameter(normal(width, seed=2).to(dtype), requires_grad=False)
-            total = h + added
-            y = ops.add_norm(h, added, norm.weight, 1e-5)
-            assert torch.equal(h, total)
-            torch.testing.assert_close(y, norm(total), rtol=bound, atol=bound)
-            torch.testing.assert_close(ops.add_norm(h, None, norm.weight, 1e-5), y, rtol=0, atol=0)
-            both = 4 * normal(rows, 2 * width, seed=3).to(dtype)
-            gate, up = both.split(width, -1)
-            torch.testing.assert_close(ops.swiglu(gate, up), F.silu(gate) * up, rtol=bound, atol=1e-6)
-        for batch, t, d in ((1, 1, 16), (2, 5, 64), (3, 9, 6)):
-            q, k, v = (normal(batch, t, n * d, seed=n).to(dtype) for n in (4, 2, 3))
-            v = v[..., : 2 * d]
-            cis = torch.polar(torch.ones(t, d // 2), normal(t, d // 2))
-            keys, values = torch.zeros(batch, 2, t + 3, d, dtype=dtype), torch.zeros(batch, 2, t + 3, d, dtype=dtype)
-            at = torch.arange(t).flip(0) + 2
-            y = ops.rotate(q, k, v, *torch.view_as_real(cis).unbind(-1), at, keys, values)
-            q, k, v = (x.view(batch, t, -1, d) for x in (q, k, v.contiguous()))
-            for found, expected in zip((y, keys[:, :, at].transpose(1, 2)), apply_rotary_emb(q, k, cis), strict=True):
-                torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
-            assert torch.equal(values[:, :, at].transpose(1, 2), v)
-            assert not bool(keys[:, :, :2].any() or values[:, :, :2].any())
-            if t > 1:
-                v[0, 0, 0, 0] = torch.nan  # makes the scale of its head NaN
-            packed = [torch.zeros(keys.shape, dtype=torch.int8) for _ in "kv"]
-            scales = [torch.zeros(batch, 2, t + 3) for _ in "kv"]
-            still = torch.ones(t, d // 2), torch.zeros(t, d // 2)
-            offset = normal(2, 1, d, seed=5)
-            ops.rotate(q.flatten(2), k.flatten(2), v.flatten(2), *still, at, *packed, *scales, offset)
-            keys = hadamard(k.transpose(1, 2).float() - offset)
-            for x, stored, scale in zip((keys, v.transpose(1, 2)), packed, scales, strict=True):
-                expected = quantize_kv(x)
-                assert torch.equal(stored[:, :, at], expected.values)
-                torch.testing.assert_close(scale[:, :, at], expected.scale, rtol=0, atol=0, equal_nan=True)
+class HeadNorms(nn.Module):
+    """The rotation of a layer, after a norm of queries and one of keys."""
+
+    def __init__(self, rotary: RotaryEmb, norms: Sequence[RMSNorm]):
+        super().__init__()
+        self.rotary, self.rotates, self.norms = rotary, rotary.rotates, nn.ModuleList(norms)
+
+    def forward(self, q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        rotated: tuple[Tensor, Tensor] = self.rotary(self.norms[0](q), self.norms[1](k), freqs_cis)
+        return rotated
 
 
-CHECKS = (products, panels, quantization, bfloat16_products, widened_products, attentions, prompts, between)
+def random_norm(size: int, dtype: torch.dtype, seed: int) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5).requires_grad_(False)
+    norm.weight.copy_(1 + normal(size, seed=seed) / 4)
+    return norm.to(dtype)
+
+
+def random_model(config: ModelConfig, schemes: Sequence[str | None], dtype: torch.dtype, norms: bool) -> Transformer:
+    """A model whose linear layers take the schemes in turn (None: 16 bits), on the kernels."""
+    net, kinds = tiny.model(config, attention="kernel").to(dtype), itertools.cycle(schemes)
+    for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
+        weight, scheme = linear.weight.bfloat16(), next(kinds)
+        if scheme is not None:
+            weight = QuantizedWeight.from_float(weight, tuple(weight.shape), pick_scheme(scheme).format)
+        net.set_submodule(name, make_linear(weight, torch.device("cpu"), linear.bias))
+    of_heads = [[random_norm(config.head_dim, dtype, 2 * i + j) for j in range(2)] for i in range(config.n_layers)]
+    for i, pair in enumerate(of_heads if norms else ()):
+        rotary = net.get_submodule(f"layers.{i}.attention.apply_rotary_emb")
+        net.set_submodule(f"layers.{i}.attention.apply_rotary_emb", HeadNorms(rotary, pair))
+    net.runner = KernelRunner(net)
+    net.runner.head_norms = [norm.weight for pair in of_heads for norm in pair] if norms else []
+    return net
+
+
+SIZES = ((72, 3, 1, 16, 100), (64, 4, 2, 48, 96), (33, 2, 2, 80, 65))  # C, H, KV, D, F
+
+
+def layers() -> None:
+    """All layers in one call, against model.py: every size, format, cache and number of tokens; biases, norms of heads."""
+    dtypes = (torch.float32, torch.bfloat16) if kernels.widen() else (torch.bfloat16,)
+    cases = itertools.product(SIZES, ((None,), ("int8",), ("int4", "int4", "int8", None)), dtypes, ("model", "int8"))
+    for number, ((C, H, KV, D, F_), schemes, dtype, cache_kind) in enumerate(cases):
+        norms, skipped = number % 3 == 0, (1,) * (number % 2)
+        biases: dict[str, Any] = {"attention_bias": number % 4 == 1, "mlp_bias": number % 4 == 1, "qkv_bias": number % 4 == 2}
+        config = ModelConfig(C, 2, H, KV, D, F_, 50, norm_eps=1e-5, max_seq_len=90, no_rope_layers=skipped, **biases)
+        net = random_model(config, schemes, dtype, norms)
+        net.cache_kind, runner, found = cache_kind, net.runner, []
+        ids = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(number))
+        for net.runner in (runner, Runner()):
+            cache = net.new_cache(40, batch=2)
+            parts = [net(part, cache=cache) for part in ids.split([4, 1, 19, 1, 3, 2], 1)]
+            rows = net.new_cache(40, batch=2, fixed=True)
+            net(ids[:, :9], cache=rows)
+            at = net(ids[:, 9:10], torch.tensor([[9], [4]]), rows)
+            found.append(torch.cat([*parts, at, net(ids)], 1))
+        bound = 1e-4 if schemes == (None,) and dtype == torch.float32 and cache_kind == "model" else 0.04
+        gap = float((found[0] - found[1]).norm() / found[1].norm())
+        assert gap < bound, (number, gap)
+
+
+def embeddings() -> None:
+    """rows_of_tiles: every format, rows in any order, the last column of a padded group."""
+    for kind, (n, k) in itertools.product(KINDS, ((17, 33), (48, 256), (5, 200))):
+        groups = random_blocks(n, k, *kind)
+        ids = torch.tensor([n - 1, 0, n // 2, 0])
+        found = kernels.rows_of_tiles(layer(groups).tiles, ids, (n, k), groups.format)
+        assert torch.equal(found, unpack(layer(groups).tiles, n, k, groups.format).weight[ids]), (kind, n, k)
+
+
+CHECKS = (products, panels, quantization, bfloat16_products, widened_products, attentions, prompts, layers, embeddings)
 
 
 TILES = (panels, bfloat16_products, prompts)  # what uses the tile registers of AMX

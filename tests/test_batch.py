@@ -94,7 +94,7 @@ def test_each_request_gets_the_tokens_it_gets_alone(slots: int) -> None:
 
 
 def int8_cache(net: Transformer) -> Transformer:
-    net.runner.cache_kind = "int8"
+    net.cache_kind = "int8"
     return net
 
 
@@ -125,7 +125,7 @@ def test_batches_work_with_every_kind_of_model(kind: str) -> None:
 def test_batches_work_with_the_cpu_kernels(settings: tuple[str, str]) -> None:
     scheme, kind = settings
     net = tiny.quantized(tiny.model(WIDE, attention="kernel"), scheme)
-    net.runner.cache_kind = kind
+    net.cache_kind = kind
     requests = ragged(random.Random(6), 8)
     assert_same(batched(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)
 
@@ -468,7 +468,7 @@ def test_a_prompt_is_fed_right_while_another_answer_makes_the_cache_grow(monkeyp
     long, short = (Request(ids, SamplingParams(max_new_tokens=60)) for ids in (text[:100], text[20:]))
     expected = [alone(net, one) for one in (long, short)]
     for kind in ("model", "int8"):
-        net.runner.cache_kind = kind
+        net.cache_kind = kind
         assert_same(
             batched(net, [long, short], 2),
             expected if kind == "model" else [alone(net, one) for one in (long, short)],

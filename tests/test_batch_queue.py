@@ -227,7 +227,7 @@ def test_if_memory_runs_out_the_longest_answer_ends_with_the_error(monkeypatch: 
         if slots > 32:
             raise MemoryLimitError("no memory for more")
 
-    net.runner.check_memory = refuse
+    net.check_memory = refuse
     requests = [Request([1] * 10, SamplingParams(max_new_tokens=60)), Request([2], SamplingParams(max_new_tokens=20))]
     events = list(Batch(net, iter(requests), slots=2))
     ends = {event.number: event.error for event in events if isinstance(event, Ended)}

@@ -22,7 +22,7 @@ from . import tiny
 def int8_model(**options: str):
     """Return a model whose caches are in 8 bits."""
     net = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=4000), **options)
-    net.runner.cache_kind = "int8"
+    net.cache_kind = "int8"
     return net
 
 
@@ -97,7 +97,7 @@ def test_large_biases_of_keys_cost_the_other_entries_no_precision(form: str) -> 
         state[f"layers.{layer}.attention.wk.bias"].view(-1, 32)[:, -4:] += torch.tensor([150.0, -90.0, 60.0, 120.0])
     net = Transformer(config, rope=form).requires_grad_(False)
     net.load_state_dict({n: to_layout(n, x, 32, "interleaved", net.rope.layout) for n, x in state.items()})
-    for net.runner.cache_kind in ("model", "int8"):
+    for net.cache_kind in ("model", "int8"):
         cache = net.new_cache()
         steps = [tokens[:, :40], *tokens[:, 40:].split(1, dim=1)]
         logits[cache.kind] = torch.cat([net(ids, cache=cache) for ids in steps], dim=1)
@@ -121,7 +121,7 @@ def test_a_cache_that_grew_while_generating_can_be_used_without_inference_mode(
     kind: str, made_in_inference_mode: bool
 ) -> None:
     model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=4000))
-    model.runner.cache_kind = kind
+    model.cache_kind = kind
     text = tiny.random_tokens(FIRST_SLOTS + 30)
     with torch.inference_mode(made_in_inference_mode):
         cache = model.new_cache()
@@ -147,7 +147,7 @@ def test_logits_with_a_fixed_cache_equal_those_with_a_growing_one() -> None:
     net, tokens = tiny.model(), tiny.random_tokens(12)[0].tolist()
     grown = net.new_cache(40)
     want = [prefill(net, tokens[:5], grown)] + [prefill(net, [token], grown) for token in tokens[5:]]
-    net.runner.fixed_cache = True
+    net.make_cache = tiny.cache_maker(True)
     fixed = net.new_cache(40)
     assert fixed.fixed
     got = [prefill(net, tokens[:5], fixed)] + [prefill(net, [token], fixed) for token in tokens[5:]]

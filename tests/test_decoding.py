@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama.generate import Token, generate, prefill, random_generator
+from llama.generate import generate, prefill
 from llama.model import Transformer
-from llama.sampling import History, SamplingParams, choose, sample
+from llama.sampling import History, SamplingParams, Token, choose, random_generator, sample
 
 from . import tiny
 
@@ -49,7 +49,7 @@ def by_full_passes(model: Transformer, params: SamplingParams, count: int) -> li
 @pytest.mark.parametrize("fixed", [False, True])
 def test_tokens_are_those_of_full_passes(settings: dict[str, Any], fixed: bool) -> None:
     model, params = tiny.model(), SamplingParams(max_new_tokens=23, **settings)
-    model.runner.fixed_cache = fixed
+    model.make_cache = tiny.cache_maker(fixed)
     found = decoded(model, PROMPT, params, n_vocab=N_VOCAB, logprobs=True)
     expected = by_full_passes(model, params, 23)
     assert [token.id for token in found] == [id for id, _ in expected]
@@ -74,10 +74,9 @@ def test_a_cache_can_be_continued_after_a_stop(count: int) -> None:
 def test_a_closed_generator_leaves_the_tokens_that_it_has_fed(count: int) -> None:
     model, params = tiny.model(), SamplingParams()
     cache = model.new_cache(60)
-    logits = prefill(model, PROMPT, cache)
-    with closing(model.runner.decode(model, logits, cache, 30, lambda row: choose(row, params))) as tokens:
-        answer = [next(tokens)[0] for _ in range(count)]
-    assert cache.length == len(PROMPT) + max(0, count - 1)
+    with closing(generate(model, PROMPT, params, cache=cache)) as tokens:  # type: ignore[type-var]
+        answer = [next(tokens).id for _ in range(count)]
+    assert cache.length == (len(PROMPT) + count - 1 if count else 0)
     expected = model.new_cache(60)
     model(torch.tensor([[*PROMPT, *answer][: cache.length]]), cache=expected)
     torch.testing.assert_close(*(tiny.contents(one, cache.length) for one in (cache, expected)))
@@ -119,9 +118,7 @@ def test_a_draw_equals_that_of_multinomial_and_follows_the_distribution() -> Non
 def test_a_cache_is_freed_with_its_last_reference() -> None:
     model = tiny.model()
     cache = model.new_cache(60)
-    tokens = model.runner.decode(
-        model, prefill(model, PROMPT, cache), cache, 20, lambda row: choose(row, SamplingParams())
-    )
+    tokens: Any = generate(model, PROMPT, SamplingParams(max_new_tokens=20), cache=cache)
     next(tokens)
     gone = weakref.ref(cache)
     gc.disable()

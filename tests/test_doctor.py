@@ -74,8 +74,8 @@ def test_the_library_passes() -> None:
 @pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_wrong_products_of_the_kernels_fail(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = kernels.linear_blocks
-    monkeypatch.setattr(kernels, "linear_blocks", lambda *args: product(*args) * factor)
+    product = kernels.linear_tiles
+    monkeypatch.setattr(kernels, "linear_tiles", lambda *args: product(*args) * factor)
     assert {name for name, status in results().items() if status == "fail"} >= {"int8 on cpu"}
 
 

@@ -111,7 +111,7 @@ def test_prefill_decoding_and_batch_steps_stay_on_the_device_and_never_wait(
     mode: FakeTensorMode, scheme: str | None, rope: str, kind: str
 ) -> None:
     model = to_cuda(block_model(scheme, rope), mode)
-    model.runner.cache_kind = kind
+    model.cache_kind = kind
     with mode, torch.inference_mode():
         cache = model.new_cache(100)
         for logits in (prefill(model, PROMPT, cache, chunk=3)[None], model(zeros(1, 1), cache=cache)[:, -1]):
@@ -263,7 +263,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
 def test_logits_equal_those_of_the_cpu(dtype: torch.dtype, kind: str, bound: float) -> None:
     model, ids = gpu_model(dtype=dtype), torch.tensor([PROMPT])
     expected = tiny.model(CONFIG, rope="real", attention="sdpa")(ids)
-    model.runner.cache_kind = kind
+    model.cache_kind = kind
     cache = model.new_cache(64)
     chunks = [model(part, cache=cache) for part in ids.to(CUDA).split([3, 1, 4], 1)]
     assert gap(torch.cat(chunks, 1), expected) < bound

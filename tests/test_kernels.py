@@ -617,7 +617,7 @@ assert not kernels.ready()
         (b': > "$2"', "file too short"),
         (b'echo junk > "$2"', "file too short"),
         (b'head -c 5000 /dev/zero > "$2"', "invalid ELF header"),
-        (b'cp LIBRARY "$2"', "lacks linear_blocks, quantize_to_tiles, "),
+        (b'cp LIBRARY "$2"', "lacks linear_tiles, rows_of_tiles, "),
         (b"printf '\\377error \\300\\n' >&2; exit 1", "could not build kernels.cpp: \ufffderror \ufffd"),
     ],
     ids=["empty", "text", "zeros", "another library", "not UTF-8"],

@@ -199,7 +199,7 @@ def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: p
     KVCache(4, 2, 64, 900)  # without a check
     KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16, check_memory=check)  # half of it, and the scales
     model = long_model()
-    model.runner.check_memory = check
+    model.check_memory = check
     long = model.new_cache()
     prefill(model, [5] * 1000, long)
     small(monkeypatch, 1000)

@@ -89,7 +89,7 @@ def test_logits_are_bitwise_equal_to_those_of_one_device(
     for cache in KINDS:
         outs = []
         for model in (plain, net):
-            model.runner.cache_kind = cache
+            model.cache_kind = cache
             used = model.new_cache(200, batch=2)
             outs.append([raw(model(tokens[:, a:b].to(used.device), cache=used)) for a, b in ((0, 7), (7, 8), (8, 19))])
             used.trim(9)

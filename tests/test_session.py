@@ -68,7 +68,7 @@ def test_a_loaded_session_gives_the_logits_of_the_saved_session(
     tmp_path: Path, kind: str, dtype: torch.dtype, length: int, fixed: bool
 ) -> None:
     model = tiny.model(LONG).to(dtype)
-    model.runner.cache_kind, model.runner.fixed_cache = kind, fixed
+    model.cache_kind, model.make_cache = kind, tiny.cache_maker(fixed)
     ours = filled(model, TEXT[:length])
     assert ours.save(tmp_path / "s", model) == (tmp_path / "s").stat().st_size
     theirs = Session.load(tmp_path / "s", model)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llama import loader
 from llama.engine import kernels
+from llama.engine.cpu_attention import kernel_attention
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import FewRowsLinear
 from llama.text import Llama
@@ -60,30 +61,27 @@ def products(kind: tuple[int, int, bool]) -> list[Tensor]:
     return [linear(normal(rows, 200).to(dtype)) for rows in (1, 17, 130) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def rows_of_a_block() -> list[Tensor]:
-    """The results of the small operators, and what they write."""
-    operators: Any = torch.ops.clearllama
-    h, delta, weight = normal(130, 200), normal(130, 200, seed=1), normal(200, seed=2)
-    cos, sin = normal(130, 16), normal(130, 16, seed=1)
-    keys, values = torch.zeros(1, 2, 150, 32), torch.zeros(1, 2, 150, 32)
-    q, k, v = normal(1, 130, 128), normal(1, 130, 64, seed=1), normal(1, 130, 64, seed=2)
-    y = operators.rotate(q, k, v, cos, sin, torch.arange(7, 137), keys, values)
-    norm = operators.add_norm(h, delta, weight, 1e-5)
-    return [h, norm, operators.swiglu(normal(130, 200), delta), y, keys, values]
+def layers() -> list[Tensor]:
+    """The logits of a model with packed weights, and what it writes to the cache."""
+    net = tiny.quantized(tiny.model(tiny.WIDE, attention="kernel"), "int8")
+    net.runner = KernelRunner(net)
+    cache = net.new_cache(100)
+    found = [net(part, cache=cache) for part in tiny.random_tokens(60, tiny.WIDE).split([40, 1, 19], 1)]
+    return [*found, *(buffer for layer in cache.layers for buffer in layer.buffers)]
 
 
 OPERATORS: dict[str, Callable[[], list[Tensor]]] = {
-    **{f"linear_blocks {kind}": lambda kind=kind: products(kind) for kind in KINDS},  # type: ignore[misc]
+    **{f"linear_tiles {kind}": lambda kind=kind: products(kind) for kind in KINDS},  # type: ignore[misc]
     "linear_bf16": lambda: [
         kernels.linear_bf16(normal(m, 300).bfloat16(), normal(900, 300, seed=1).bfloat16(), None) for m in (1, 4, 17)
     ],
     "attend 1": lambda: attention(1, torch.bfloat16) + attention(1, torch.float32),
     "attend 5": lambda: attention(5, torch.bfloat16) + attention(5, torch.float32),
-    "attend 40": lambda: attention(40, torch.bfloat16),
+    "attend 40": lambda: attention(40, torch.bfloat16) + attention(40, torch.float32),
     "quantize_to_tiles": lambda: [
         kernels.quantize_to_tiles(normal(250, 200), (1.0, 0.9), *kind[:3]) for kind in PLAIN_KINDS
     ],
-    "add_norm, swiglu, rotate": rows_of_a_block,
+    "layers": layers,
 }
 
 
@@ -107,7 +105,7 @@ def passes(net: Any) -> list[Tensor]:
     out.append(net(torch.tensor([[8, 9, 3]]), cache=cache))
     rows = net.new_cache(batch=6, fixed=True)
     positions = torch.arange(6)[:, None] * 3
-    return [*out, net.runner.next_logits(net, torch.arange(6)[:, None], positions, rows)]
+    return [*out, tiny.next_logits(net, torch.arange(6)[:, None], positions, rows)]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -162,22 +160,23 @@ def threads_in(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.xfail(strict=True, reason="PyTorch multiplies by the output layer while it has one thread")
 def test_the_output_layer_of_a_batch_runs_on_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("widen", "has_tiles"):  # as on a processor with AVX-512 and without AMX
         monkeypatch.setattr(kernels, name, lambda: False)
     net = packed_model(tmp_path)
     seen = threads_in("linear", monkeypatch)
-    net.runner.next_logits(net, torch.arange(6)[:, None], torch.zeros(6, 1).long(), net.new_cache(batch=6, fixed=True))
+    with net.runner.threads(6):
+        tiny.next_logits(net, torch.arange(6)[:, None], torch.zeros(6, 1).long(), net.new_cache(batch=6, fixed=True))
     assert seen == [2]
 
 
-@pytest.mark.xfail(strict=True, reason="in float32, PyTorch attends to a prompt while it has one thread")
-def test_attention_of_a_prompt_in_float32_runs_on_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = packed_model(tmp_path)
+def test_attention_that_the_kernels_lack_runs_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = threads_in("scaled_dot_product_attention", monkeypatch)
-    net(tiny.random_tokens(40, tiny.WIDE), cache=net.new_cache())
-    assert seen == [2] * tiny.WIDE.n_layers
+    q, k = normal(40, 20).view(1, 2, 20, 20), normal(40, 20, seed=1).view(1, 2, 20, 20)
+    with kernels.own_threads():
+        kernel_attention(q, k, k)  # a head_dim of 20
+        assert torch.get_num_threads() == 1
+    assert seen == [2]
 
 
 # ---------------------------------------------------------------------------------------------------- own_threads
@@ -225,13 +224,13 @@ def test_a_stream_leaves_the_numbers_to_its_reader(tmp_path: Path) -> None:
     """Between two tokens, and whatever becomes of the stream, PyTorch's threads are those that the user has chosen."""
     path = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
     llm = loader.load(path, dtype="bfloat16", device="cpu", quantize="int8")
-    seen, real = [], llm.model.runner.run
+    seen, real = [], llm.model.runner.layers
 
     def run(*args: Any) -> Tensor:
         seen.append(torch.get_num_threads())
         return real(*args)
 
-    llm.model.runner.run = run  # type: ignore[method-assign]
+    llm.model.runner.layers = run  # type: ignore[method-assign]
     torch.set_num_threads(3)
     stream = llm.stream_ids([5, 6, 7], max_new_tokens=20)
     next(stream), next(stream)
@@ -255,7 +254,7 @@ def test_a_stream_leaves_the_numbers_to_its_reader(tmp_path: Path) -> None:
     def fail(*args: Any) -> Tensor:
         raise MemoryError
 
-    llm.model.runner.run = fail  # type: ignore[method-assign]
+    llm.model.runner.layers = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         llm.generate("hello", max_new_tokens=4)
     with pytest.raises(MemoryError):
@@ -424,13 +423,10 @@ ctypes.PyDLL(None).exit(0)  # with the lock of Python's interpreter, like the en
 
 def test_an_operator_that_refuses_its_arguments_leaves_the_threads_usable() -> None:
     kernels.choose_threads(3)
-    operators: Any = torch.ops.clearllama
-    cos, keys = normal(1, 16), torch.zeros(1, 2, 9, 32)
-    q, k = normal(1, 1, 128), normal(1, 1, 64)
-    for position in (9, -1, 2**40):
-        with pytest.raises(IndexError, match="a position is outside the cache"):
-            operators.rotate(q, k, k, cos, cos, torch.tensor([position]), keys, keys)
-    assert not bool(keys.any())
+    linear = layer(random_blocks(40, 64, *KINDS[0]))
+    for id in (40, -1, 2**40):
+        with pytest.raises(IndexError, match="an id is not between 0 and 39"):
+            kernels.rows_of_tiles(linear.tiles, torch.tensor([0, id]), (40, 64), linear.format)
     assert equal(OPERATORS["linear_bf16"](), OPERATORS["linear_bf16"]())
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from llama.attention import ATTENTION, Attend
 from llama.checkpoint.write import to_layout
+from llama.cache import KVCache
 from llama.config import ModelConfig
-from llama.engine.compiled import CompiledRunner
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
 from llama.engine.linears import make_embedding, make_linear
 from llama.engine.quantized_weight import QuantizedWeight
@@ -71,6 +71,17 @@ def model(config: ModelConfig = CONFIG, seed: int = 0, attention: str = "cpu", *
     return net
 
 
+def cache_maker(fixed: bool) -> Any:
+    """Return a value of `Transformer.make_cache` that makes fixed caches, or caches that grow."""
+    return functools.partial(KVCache, fixed=fixed)
+
+
+def next_logits(net: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    """Return the logits (B, V) after tokens (B, 1), computed as generation/batch.py does: over all slots of a cache."""
+    slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
+    return net.output(net.states(tokens, positions, slots, net.max_seq_len, cache)[:, -1]).float()
+
+
 def quantized(net: Transformer, scheme: str) -> Transformer:
     """Replace the linear layers of a model, and its tied embedding, by the loader's quantized layers, in place."""
     for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
@@ -112,12 +123,6 @@ def transformers_model(config: ModelConfig = CONFIG) -> Any:
             given[name] = to_layout(ours, state[ours], config.head_dim, "interleaved", "half")
     theirs.load_state_dict(given, strict=not config.tie_embeddings)
     return theirs
-
-
-def compiled(net: Transformer) -> Transformer:
-    """Let a model decode with compiled steps, in place; return it."""
-    net.runner = CompiledRunner(net, net.runner.cache_kind)
-    return net
 
 
 def rows(table: Rope, positions: Tensor, end: int) -> tuple[Tensor, ...]:

@@ -107,7 +107,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         parser.add_argument_group("advanced model options"),
         ADAPTER,
         TOKENIZER,
-        ("--compile", None, "compile the decoding step: about 20 s the first time"),
+        ("--compile", None, "on CUDA, compile the decoding step"),
         KV_CACHE,
         ("--gpu-layers", "K", "put only the last K layers on the GPU"),
         ("--threads", "N", "CPU threads (default: one per usable core)"),

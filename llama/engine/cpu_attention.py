@@ -9,16 +9,15 @@ from ..attention import AttentionFunction, dequantized, sdpa
 from ..cache import KeysOrValues, QuantizedKV
 from . import kernels
 
-FEW_QUERIES = 16
 FEW_KEYS = 32  # two vectors of the widest kind: PyTorch's kernel loses NaN below that
 
 
 def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
     """`attention.sdpa`, but NaN in q or k gives NaN; PyTorch alone returns 0 if all scores of few keys are NaN."""
     q, k, v = dequantized(q, k, v)
-    y = sdpa(q, k, v, mask)
-    compiling = torch.compiler.is_compiling()  # a compiled step must not branch on the number of keys: it serves any
-    if q.shape[2] == 1 and not compiling and k.shape[2] < FEW_KEYS:
+    with kernels.all_threads():
+        y = sdpa(q, k, v, mask)
+    if q.shape[2] == 1 and k.shape[2] < FEW_KEYS:
         y = y + (0 * q).sum(-1, keepdim=True) + (0 * k).sum((1, 2, 3), keepdim=True)
     return y
 
@@ -26,17 +25,15 @@ def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = 
 def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
     """`attention.sdpa` with the C++ kernels: they read keys and values once for all heads of a group.
 
-    For few queries, the kernel divides the keys among the cores even if there are fewer heads than cores. For many, it
-    multiplies matrices in bfloat16, so in float32 PyTorch's kernel runs.
+    For few queries, the kernel divides the keys among the cores even if there are fewer heads than cores.
     """
-    few, D = q.shape[2] <= FEW_QUERIES, q.shape[3]
-    if torch.is_grad_enabled() and q.requires_grad:  # the kernels have no derivatives
+    D = q.shape[3]
+    known = D % 16 == 0 and D <= 256 and q.dtype in (torch.float32, torch.bfloat16)
+    if not known or (torch.is_grad_enabled() and q.requires_grad):  # the kernels have no derivatives
         return cpu_sdpa(q, k, v, mask)
-    if D % 16 == 0 and D <= 256 and (q.dtype == torch.bfloat16 or (few and q.dtype == torch.float32)):
-        if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
-            return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
-        return kernels.attend(*dequantized(q, k, v), mask)
-    return cpu_sdpa(q, k, v, mask)
+    if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
+        return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
+    return kernels.attend(*dequantized(q, k, v), mask)
 
 
 def pick_attention(device: torch.device, plain: bool = False) -> AttentionFunction:

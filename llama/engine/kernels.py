@@ -1,11 +1,11 @@
 """The C++ kernels in cpp/: compiled once for this processor, stored in the cache folder, loaded as torch operators.
 
-    linear_blocks      multiply x by a weight in 2 to 8 bits
+    linear_tiles       multiply x by a packed weight in 2 to 8 bits
+    rows_of_tiles      dequantize some rows of a packed weight
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
     linear_bf16        multiply rows of x by a weight in 16 bits: a few; with AMX, or if they widen, any number
     attend             attention
-    add_norm, rotate, swiglu, block
-                       what cpu_runner.py calls: the other parts of a block, and a complete one
+    layers             all layers of a model (cpu_runner.py)
 
 The sources include only the stable headers of torch, and several cores compile them, in ten to twenty seconds. Without
 a compiler, or on a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators.
@@ -53,16 +53,9 @@ FORMS = {
 }
 WIDENING = ("avx2", "neon")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
-OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
+OPERATORS = ("linear_tiles", "rows_of_tiles", "quantize_to_tiles", "linear_bf16", "attend", "layers")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -fvisibility=hidden -pthread -w"
 
-
-# The operators that a compiled step calls, and their results for tensors without data.
-SHAPES: dict[str, Callable[..., Tensor]] = {
-    "linear_blocks": lambda x, tiles, bits, group, offset, out_features, *flags: x.new_empty(len(x), out_features),
-    "linear_bf16": lambda x, weight, bias: x.new_empty(len(x), len(weight)),
-    "attend": lambda q, *others: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),  # (B, T, H, D)
-}
 
 
 def pick_form() -> str | None:
@@ -149,9 +142,8 @@ def _load() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, UsageError, ImportError, subprocess.SubprocessError) as error:
         _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         return None
-    for name, result in SHAPES.items():
-        torch.library.register_fake(f"clearllama::{name}", result)
     library.clearllama_choose_threads.argtypes = ctypes.c_int64, ctypes.c_int64
+    library.clearllama_threads.restype = ctypes.c_int64
     return library
 
 
@@ -266,6 +258,22 @@ def own_threads() -> Iterator[None]:
         choose(0, threads)
 
 
+@contextlib.contextmanager
+def all_threads() -> Iterator[None]:
+    """Within `own_threads`, a context for one of PyTorch's own operators: it uses all threads again."""
+    library = _library()
+    threads = 1 if library is None or torch.get_num_threads() > 1 else int(library.clearllama_threads())
+    if library is None or threads == 1:
+        yield
+        return
+    try:
+        library.clearllama_choose_threads(threads, threads)
+        yield
+    finally:
+        library.clearllama_choose_threads(threads, 1)
+        end_openmp_threads()
+
+
 def choose_threads(count: int) -> None:
     """Set the number of threads for the kernels that the calling thread runs; 0: as many as PyTorch uses."""
     if (library := _library()) is not None:
@@ -273,7 +281,7 @@ def choose_threads(count: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the operators
-def linear_blocks(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: int) -> Tensor:
+def linear_tiles(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: int) -> Tensor:
     """Multiply x (.., K) by a weight (N, K) packed by tiles.pack: (.., N), in x's dtype.
 
     x is quantized to 8 bits with a scale for each group of inputs; the relative error of the product is about 0.6 %.
@@ -282,8 +290,15 @@ def linear_blocks(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: i
     if x.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
     bits, group, offset, codebook, levels = format
-    y: Tensor = torch.ops.clearllama.linear_blocks(rows, tiles, bits, group, offset, out_features, codebook, levels)
+    y: Tensor = torch.ops.clearllama.linear_tiles(rows, tiles, bits, group, offset, out_features, codebook, levels)
     return y.view(*x.shape[:-1], out_features).to(x.dtype)
+
+
+def rows_of_tiles(tiles: Tensor, ids: Tensor, shape: tuple[int, int], format: BlockFormat) -> Tensor:
+    """Rows `ids` (n,) of a packed weight (N, K), dequantized as tiles.unpack does: (n, K) float32."""
+    bits, group, offset, *rest = format
+    y: Tensor = torch.ops.clearllama.rows_of_tiles(tiles, ids.contiguous(), bits, group, offset, *shape, *rest)
+    return y
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
@@ -311,7 +326,7 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> Tensor:
-    """attention.sdpa for a few queries: -> (B, H, T, D). k and v may be int8 with scales (B, KV, S).
+    """attention.sdpa: -> (B, H, T, D). k and v may be int8 with scales (B, KV, S).
 
     D must be a multiple of 16 up to 256. q, k and v may have any strides except on the last axis, which must be 1.
     """

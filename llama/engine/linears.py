@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UsageError
 from ..quant.blocks import BlockFormat, Blocks
-from ..quant.tiles import unpack, unpack_rows
+from ..quant.tiles import unpack
 from . import kernels
 from .quantized_weight import QuantizedWeight
 
@@ -53,7 +53,8 @@ class FewRowsLinear(nn.Module):
         known = self.weight.dtype in HALVES if self.widens else x.dtype == self.weight.dtype == torch.bfloat16
         if few and known and x.dtype in (torch.float32, *HALVES) and not _records(x, self.weight):
             return kernels.linear_bf16(x, self.weight, self.bias)
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
+        with kernels.all_threads():
+            return F.linear(x, self.weight.to(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         dtype = str(self.weight.dtype).removeprefix("torch.")
@@ -100,7 +101,7 @@ class TileLinear(nn.Module):
                 "layers with packed weights have no gradients; load the model with llama.load_model, or use"
                 " torch.no_grad"
             )
-        y = kernels.linear_blocks(x, self.tiles, self.format, self.out_features)
+        y = kernels.linear_tiles(x, self.tiles, self.format, self.out_features)
         return y if self.bias is None else y + self.bias
 
 
@@ -237,10 +238,8 @@ class TileEmbedding(nn.Module):
         return self.blocks.weight
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        ids = tokens.flatten()  # (n,)
-        if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:  # the last tile may have more rows
-            raise IndexError(f"token ids must lie between 0 and {self.num_embeddings - 1}")
-        rows = unpack_rows(self.tiles, ids, self.embedding_dim, self.format)  # (n, C)
+        shape = self.num_embeddings, self.embedding_dim
+        rows = kernels.rows_of_tiles(self.tiles, tokens.flatten(), shape, self.format)  # (n, C)
         return rows.reshape(*tokens.shape, -1).to(self.dtype)
 
 

@@ -6,18 +6,18 @@ every layer and ends at the first number that is not finite.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..generate import prompt_chunk
+from ..generate import prefill
 from ..model import Runner, Transformer
-from .cpu_runner import KernelRunner
 from .linears import BlockEmbedding, TileEmbedding, TileLinear
+from .placement import PlacedRunner
 
 FLOAT32 = "try dtype='float32' (--dtype float32)"
 
@@ -37,7 +37,7 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
     It raises no Exception, since it is part of another error's message: a failure becomes text as well.
     """
     dtype = str(model.norm.weight.dtype).removeprefix("torch.")
-    if model.runner.world is not None:  # in a second pass, the processes could stop at different layers
+    if model.world is not None:  # in a second pass, the processes could stop at different layers
         return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:
         found = begins(model, tokens)
@@ -91,18 +91,12 @@ def begins(model: Transformer, tokens: Sequence[int]) -> Begins | None:
 
 def _pass(model: Transformer, tokens: Sequence[int]) -> None:
     """Prefill and one decoding step, module by module: the last token is fed alone."""
-    runner = model.runner
-    if isinstance(runner, KernelRunner):  # it calls no hooks
-        runner = Runner(runner.cache_kind, runner.check_memory)
-    cache = runner.new_cache(model, len(tokens), batch=1, fixed=False)
-    edges = [*range(0, len(tokens) - 1, prompt_chunk(cache.device)), len(tokens) - 1, len(tokens)]
-    for start, end in pairwise(edges):
-        part = torch.tensor([tokens[start:end]], device=cache.device)  # (1, T)
-        positions = cache.place(end - start)  # (T,)
-        key_positions = torch.arange(cache.visible, device=cache.device)  # (S,)
-        h = runner.run(model, part, positions, key_positions, len(tokens), cache)  # (1, T, C)
-        cache.commit()
-    model.output(h[:, -1])
+    model = copy.copy(model)  # the same modules
+    if not isinstance(model.runner, PlacedRunner):
+        model.runner = Runner()  # others call no hooks
+    cache = model.new_cache(len(tokens))
+    prefill(model, tokens[:-1], cache) if len(tokens) > 1 else None
+    model(torch.tensor([tokens[-1:]], device=cache.device), cache=cache)
 
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..attention import causal_mask
-from ..cache import MemoryCheck
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Cache, Runner, Transformer
+from ..rope import FreqsCis
 from .runtime import pick_device
 
 Devices = str | torch.device | Sequence[str | torch.device] | None  # "cuda", "cuda:0,cuda:1", [device, ...], None: best
@@ -94,26 +93,23 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
 class PlacedRunner(Runner):
     """Runs consecutive layers on each of several devices."""
 
-    def __init__(self, placement: Placement, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
-        super().__init__(cache_kind, check_memory)
+    def __init__(self, model: Transformer, placement: Placement):
         self.placement = placement
+        # Tokens are created where they are sampled, on the last device.
+        model.tok_embeddings.register_forward_pre_hook(lambda _, tokens: (tokens[0].to(placement.embedding),))
 
-    def run(
-        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: Cache
+    def layers(
+        self, model: Transformer, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
     ) -> Tensor:
         """The result is on the last device; the arguments may be on any one device."""
-        placement = self.placement
-        h = model.tok_embeddings(tokens.to(placement.embedding))  # (B, T, C)
-        freqs_cis = model.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2)
-        mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
-        blocks = enumerate(zip(model.layers, placement.layers, strict=True))
+        blocks = enumerate(zip(model.layers, self.placement.layers, strict=True))
         for device, group in groupby(blocks, key=lambda item: item[1][1]):
             h, at = h.to(device), positions.to(device)
             rows = freqs_cis.to(device) if isinstance(freqs_cis, Tensor) else tuple(x.to(device) for x in freqs_cis)
             seen = None if mask is None else mask.to(device)
             for i, (block, _) in group:
                 h = block(h, rows, seen, at, None if cache is None else cache.layers[i])
-        return model.norm(h.to(placement.output))
+        return h.to(self.placement.output)
 
 
 def describe_devices(model: Transformer) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..generate import Token
+from ..sampling import Token
 from ..sampling import Processor
 from ..tokenizer import Decoder, Tokenizer
 from .batch import Request

@@ -35,20 +35,9 @@ from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
-from ..generate import (
-    Token,
-    agree,
-    check_extreme,
-    history_of,
-    most_probable,
-    prefill_chunks,
-    prompt_chunk,
-    random_generator,
-    room_for,
-    top_of,
-)
+from ..generate import prefill_chunks, prompt_chunk, room_for
 from ..model import Transformer
-from ..sampling import Constraint, History, SamplingParams, choose, extreme
+from ..sampling import Chooser, Constraint, SamplingParams, Token, check_extreme, extreme, most_probable, top_of
 from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
@@ -122,10 +111,8 @@ class ActiveSequence:
 
     number: int
     request: Request
-    room: int  # maximum number of new tokens
-    generator: torch.Generator
-    history: History | None
-    generated: int = 0
+    chooser: Chooser
+    end: int  # the largest number of tokens of prompt and answer
 
 
 class Slot:
@@ -290,9 +277,19 @@ class Batch:
         if room == 0:
             yield Ended(number, None)
             return
-        device = self.cache.device
-        history = history_of(prompt, len(prompt), params, self.n_vocab, device)
-        slot.sequence = ActiveSequence(number, request, room, random_generator(params, device), history)
+        chooser = Chooser(
+            prompt,
+            params,
+            self.cache.device,
+            stop_ids=self.stop_ids,
+            n_vocab=self.n_vocab,
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            constraint=request.constraint,
+            world=self.model.world,
+            diagnose=partial(locate, self.model),
+        )
+        slot.sequence = ActiveSequence(number, request, chooser, len(prompt) + room)
         yield from self._choose_next(slot, logits, None)
 
     def _feed(self, prompt: list[int], slot: Slot, source: Slot, cached: int) -> Iterator[Tensor]:
@@ -330,13 +327,15 @@ class Batch:
         yield from self._grow()
         if not self._active():
             return
-        logits = self._next_logits()  # (B, V)
-        ids, extremes = agree(self.model, (logits.argmax(-1), extreme(logits)))  # (B,) each
-        best = zip(ids.tolist(), extremes.tolist(), strict=True)
-        for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
+        best: tuple[Tensor, ...]
+        with self.model.runner.threads(self._width):
+            logits = self._next_logits()  # (B, V)
+            best = logits.argmax(-1), extreme(logits)  # (B,) each
+        ids, extremes = best if self.model.world is None else self.model.world.agree(best)
+        for slot, *row in list(zip(self.slots, logits, ids.tolist(), extremes.tolist(), strict=False)):
             if slot.sequence is not None:
                 slot.ids.append(slot.next)
-                yield from self._choose_next(slot, row_logits, (id, top))
+                yield from self._choose_next(slot, row[0], (row[1], row[2]))
 
     def _grow(self) -> Iterator[Event]:
         """Make room for one more token in each row. If memory runs out, the longest answer ends with an error."""
@@ -358,13 +357,16 @@ class Batch:
             hidden = self.model.hidden(token, cache=row)  # (1, 1, C)
             return self.model.output(hidden[:, -1]).float()[:, : self.n_vocab]  # (1, V)
         fed = [(slot.next, len(slot.ids)) if slot.sequence else ([*slot.ids, 0][0], 0) for slot in self.slots[:B]]
-        # (B, 1) each, contiguous, since compiled code assumes the strides of its arguments
-        tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
+        tokens, positions = torch.tensor(fed, device=device).T.unsqueeze(-1)  # (B, 1) each
         if B == 1:
             positions = positions[0]  # (T,), as code that was compiled for a single text expects
         if self.rows is None or self.rows.batch != B:
             self.rows = self.cache.rows(0, B)
-        return self.model.runner.next_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
+        # No shape and no branch depends on the positions: each row sees all slots, through its mask.
+        slots = torch.arange(self.rows.slots, device=device)  # (S,)
+        longest = min(self.rows.slots, self.model.max_seq_len)
+        h = self.model.states(tokens, positions, slots, longest, self.rows)  # (B, 1, C)
+        return self.model.output(h[:, -1]).float()[:, : self.n_vocab]  # (B, V)
 
     @property
     def _width(self) -> int:
@@ -394,35 +396,12 @@ class Batch:
             yield self._end(slot)
             return
         try:
-            token = self._choose(sequence, logits, best, slot.ids)
+            token = sequence.chooser.choose(logits, best)
         except LlamaError as error:
             self._clear(slot)
             yield self._end(slot, error)
             return
-        sequence.generated += 1
         slot.next = token.id
         yield TokenEvent(sequence.number, token)
-        if token.stop or sequence.generated == sequence.room:
+        if token.stop or len(sequence.chooser.text) == sequence.end:
             yield self._end(slot)
-        elif (history := sequence.history) is not None:
-            sequence.history = History(torch.cat((history.ids, history.ids.new_tensor([token.id]))), history.start)
-
-    def _choose(
-        self, sequence: ActiveSequence, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]
-    ) -> Token:
-        request, params, constraint = sequence.request, sequence.request.params, sequence.request.constraint
-        logprob, is_best = None, params.greedy and not params.filters
-        if best is not None and is_best and sequence.history is None and constraint is None:
-            id, top = best
-            logprob = float(logits.log_softmax(-1)[id]) if request.logprobs else None
-        else:
-            allowed = None if constraint is None else constraint.allowed()
-            choice = choose(logits, params, sequence.history, sequence.generator, request.logprobs, allowed)
-            choice = agree(self.model, choice)
-            id, top = int(choice[0]), float(choice[1])
-            logprob = float(choice[2]) if request.logprobs else None
-        check_extreme(top, f"new token {sequence.generated + 1}", text, partial(locate, self.model))
-        if constraint is not None:
-            constraint.advance(id)
-        tops = top_of(most_probable(logits, request.top_logprobs)) if request.top_logprobs else {}
-        return Token(id, logprob, id in self.stop_ids, tops)

@@ -206,7 +206,7 @@ class Session:
 # ------------------------------------------------------------------------------------------------------ the checks
 def check_model(model: Transformer) -> None:
     """Raise UsageError if sessions are not supported: RoPE depends on the length, or processes share the model."""
-    if model.runner.world is not None:
+    if model.world is not None:
         raise UsageError("a session can't be saved or loaded if several processes share the model; use one process")
     if model.rope.by_length:
         raise UsageError(
@@ -249,7 +249,7 @@ def _traits(model: Transformer) -> dict[str, Any]:
         **dataclasses.asdict(model.config),
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "quantization": describe_quantization(model) or "none",
-        "kv_cache": model.runner.cache_kind,
+        "kv_cache": model.cache_kind,
         "device": model.norm.weight.device.type,
     }
     for name in ("adapters", "patched"):  # buffers that the loader and a patch (study/inside.py) add

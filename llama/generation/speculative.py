@@ -29,19 +29,19 @@ from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
-from ..generate import (
-    Progress,
+from ..generate import Progress, prefill, room_for
+from ..model import Transformer
+from ..sampling import (
+    Chooser,
+    Constraint,
+    SamplingParams,
     Token,
     check_extreme,
+    extreme,
     history_of,
-    most_probable,
-    prefill,
-    random_generator,
-    room_for,
-    top_of,
+    probs,
+    sample,
 )
-from ..model import Transformer
-from ..sampling import Constraint, SamplingParams, extreme, probs, sample
 from .prefix import shared_prefix
 
 DRAFT_TOKENS = 10  # default maximum of drafted tokens in one pass
@@ -107,19 +107,25 @@ def speculate(  # the parameters of generate.generate
     tokens.
     """
     check_rope(model)
-    tokens = list(prompt)  # the prompt and each new token
-    end = len(tokens) + room_for(model, tokens, params, cache)
+    end = len(prompt) + room_for(model, prompt, params, cache)
     cache = model.new_cache(end) if cache is None else cache
-    generator = random_generator(params, cache.device)
-
-    def distribution(
-        logits: Tensor, text: Sequence[int], name: str, of: Transformer, allowed: Tensor | None = None
-    ) -> Tensor:
-        check_extreme(float(extreme(logits)), f"{name} {len(text) - len(prompt) + 1}", text, partial(locate, of))
-        return probs(logits, params, history_of(text, len(prompt), params, n_vocab, logits.device), allowed)
+    chooser = Chooser(
+        prompt,
+        params,
+        cache.device,
+        stop_ids=stop_ids,
+        n_vocab=n_vocab,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        constraint=constraint,
+        diagnose=partial(locate, model),
+    )
+    tokens, generator = chooser.text, chooser.generator
 
     def pick(logits: Tensor, text: Sequence[int]) -> DraftToken:
-        q = distribution(logits[:n_vocab], text, "the draft model for new token", draft.model or model)
+        logits, name = logits[:n_vocab], f"the draft model for new token {len(text) - len(prompt) + 1}"
+        check_extreme(float(extreme(logits)), name, text, partial(locate, draft.model or model))
+        q = probs(logits, params, history_of(text, len(prompt), params, n_vocab, logits.device))
         return DraftToken(int(sample(q, generator)), q)
 
     if draft.model is not None:
@@ -131,9 +137,8 @@ def speculate(  # the parameters of generate.generate
         logits = prefill(model, tokens[cache.length :], cache, progress=progress)[None]  # (1, V)
         drafted = list[DraftToken]()
         while True:
-            for row, token in zip_longest(logits[:, :n_vocab], drafted):  # after the last token, after each drafted one
-                allowed = None if constraint is None else constraint.allowed()
-                p = distribution(row, tokens, "new token", model, allowed)
+            for row, token in zip_longest(logits, drafted):  # after the last token, after each drafted one
+                p = chooser.probs(row)
                 if token is None:  # every drafted token was accepted, and the pass has one more distribution
                     id, accepted = int(sample(p, generator)), False
                 else:
@@ -142,13 +147,9 @@ def speculate(  # the parameters of generate.generate
                     draft.learn(accepted)
                 if not accepted:
                     cache.trim(len(tokens))  # drop the tokens that were drafted after these
-                tokens.append(id)
-                if constraint is not None:
-                    constraint.advance(id)
-                logprob = float(row.log_softmax(-1)[id]) if logprobs else None
-                top = top_of(most_probable(row, top_logprobs)) if top_logprobs else {}
-                yield Token(id, logprob, id in stop_ids, top)
-                if id in stop_ids or len(tokens) == end:
+                chosen = chooser.append(id, row)
+                yield chosen
+                if chosen.stop or len(tokens) == end:
                     return
                 if not accepted:
                     break

@@ -1,6 +1,6 @@
 """Packing of quantized weights into tiles, the layout that the kernels read, and unpacking.
 
-A tile is 16 rows of a weight (N, K); cpp/blocks.h describes its bytes. The files of a quantized checkpoint store the
+A tile is 16 rows of a weight (N, K); cpp/groups.h describes its bytes. The files of a quantized checkpoint store the
 same bytes, so such a file is only mapped when it is loaded.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .blocks import BLOCK, BlockFormat, Blocks
 
-TILE = 16  # rows of a tile, as in cpp/blocks.h
+TILE = 16  # rows of a tile, as in cpp/groups.h
 PER_ROW = 64  # inputs per group in a tile if a row has one scale
 
 

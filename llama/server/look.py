@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event as Flag
@@ -28,10 +27,10 @@ from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
 from ..errors import LlamaError
-from ..generate import check_extreme, history_of, prefill_chunks, random_generator, room_for
+from ..generate import next_logits, prefill_chunks, room_for
 from ..generation.answer import Prompt
 from ..generation.prefix import shared_prefix
-from ..sampling import History, choose, extreme
+from ..sampling import Chooser, check_extreme, extreme
 from ..study import trace, trace_page
 from ..study.intervene import ablated
 from ..text import Llama
@@ -124,12 +123,18 @@ class Looks:
     def _switched(self, off: Heads) -> contextlib.AbstractContextManager[None]:
         return ablated(self.model, off) if off else contextlib.nullcontext()
 
-    def _check(self, top: float, ids: Sequence[int]) -> None:
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """A context for what finds NaN: after an error, the caches may hold it."""
         try:
-            check_extreme(top, f"token {len(ids) + 1}", ids, partial(locate, self.model))
+            yield
         except LlamaError:
-            self.cached.clear()  # they may hold NaN
+            self.cached.clear()
             raise
+
+    def _check(self, top: float, ids: Sequence[int]) -> None:
+        with self._checked():
+            check_extreme(top, f"token {len(ids) + 1}", ids, partial(locate, self.model))
 
     @torch.inference_mode()
     def _feed(
@@ -173,37 +178,29 @@ class Looks:
             yield {"end": "stop"}
             return
         kept, hidden = yield from self._feed(ids, off)
-        generator = random_generator(params, kept.cache.device)
-        history = history_of(ids, start, params, self.n_vocab, kept.cache.device)
-        reports: deque[dict[str, Tensor]] = deque()  # of tokens that are not yielded yet
-
-        def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,)
-            nonlocal history
-            reports.append({})
-            allowed = None if constraint is None else constraint.allowed()
-            report = reports[-1].__setitem__
-            choice = choose(logits[: self.n_vocab], params, history, generator, allowed=allowed, report=report)
-            if history is not None:
-                history = History(torch.cat((history.ids, choice[0])), history.start)
-            if constraint is not None:
-                constraint.advance(int(choice[0]))
-            return choice
-
-        steps = model.runner.decode(model, model.output(hidden)[0].float(), kept.cache, room, pick)
-        with contextlib.closing(steps):
-            while True:
-                with self._switched(off):
-                    found = next(steps, None)
-                if found is None:
-                    yield {"end": "context" if len(ids) >= self.longest else "length"}
-                    return
-                kept.ids = ids[: kept.cache.length]
-                self._check(found[1], ids)
-                ids.append(id := found[0])
-                yield self._drawn(id, reports.popleft(), top, greedy=params.greedy)
-                if id in tokenizer.stop_ids:
-                    yield {"end": "stop"}
-                    return
+        chooser = Chooser(
+            ids,
+            params,
+            kept.cache.device,
+            start=start,
+            stop_ids=tokenizer.stop_ids,
+            n_vocab=self.n_vocab,
+            constraint=constraint,
+            diagnose=partial(locate, model),
+        )
+        logits = model.output(hidden)[0].float()  # (V,)
+        for step in range(room):
+            report: dict[str, Tensor] = {}
+            with model.runner.threads(1), self._switched(off), self._checked():
+                if step > 0:
+                    logits = next_logits(model, token.id, kept.cache)  # (V,)
+                token = chooser.choose(logits, report=report.__setitem__)
+            kept.ids = chooser.text[: kept.cache.length]
+            yield self._drawn(token.id, report, top, greedy=params.greedy)
+            if token.stop:
+                yield {"end": "stop"}
+                return
+        yield {"end": "context" if len(chooser.text) >= self.longest else "length"}
 
     def _drawn(self, id: int, report: dict[str, Tensor], top: int, greedy: bool) -> dict[str, Any]:
         """A drawn token and its most probable alternatives.

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ..chat.tool_calls import ToolCallStream, call_marks
-from ..generate import Token
+from ..sampling import Token
 from ..generation.answer import Completion, Piece
 from ..tokenizer import Decoder, Tokenizer
 from .requests import Call

@@ -153,7 +153,7 @@ def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors
 def transformer(model: Transformer | Llama) -> Transformer:
     """The model itself. Raises UsageError if processes share it: this process would see a part of each tensor."""
     model = model.model if isinstance(model, Llama) else model
-    if model.runner.world is not None:
+    if model.world is not None:
         raise UsageError("the tensors of a model in several processes can't be read or changed; run it in one process")
     return model
 

@@ -306,7 +306,7 @@ def test_the_second_pass_removes_its_hooks(broken: Transformer) -> None:
 def test_a_session_works_after_nan(attention: str, fixed: bool) -> None:
     """The cache must not keep NaN: a masked key has weight 0, but 0 times NaN is NaN."""
     net = tiny.model(attention=attention)
-    net.runner.fixed_cache = fixed
+    net.make_cache = tiny.cache_maker(fixed)
     llm, session = Llama(net, _tokenizer()), Session()
     poison = [5, 6, 7, 200, 9]
     net.tok_embeddings.weight[200] = math.nan
@@ -323,7 +323,7 @@ def test_a_session_works_after_nan(attention: str, fixed: bool) -> None:
 
 def test_a_draft_works_after_nan() -> None:
     small = tiny.model()
-    small.runner.fixed_cache = True
+    small.make_cache = tiny.cache_maker(True)
     small.tok_embeddings.weight[200] = math.nan
     net, draft = tiny.model(seed=1), ModelDraft(small)
     with pytest.raises(NumericalError, match="draft model"):

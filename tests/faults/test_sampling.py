@@ -116,7 +116,8 @@ def test_an_answer_ends_at_the_end_of_the_context_and_its_tokens_are_correct(
     how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama
 ) -> None:
     net, prompt = tiny.model(), tiny.random_tokens(240)[0].tolist()
-    net.runner.fixed_cache, net.runner.cache_kind = how == "fixed cache", "int8" if how == "8-bit cache" else "model"
+    net.make_cache = tiny.cache_maker(how == "fixed cache")
+    net.cache_kind = "int8" if how == "8-bit cache" else "model"
     llm = Llama(net, copy.copy(tiny_llm.tokenizer))
     llm.tokenizer.stop_ids = frozenset()
     if how == "batch":
@@ -312,7 +313,7 @@ def test_chunks_with_a_cache_equal_transformers_without_one(
     name: str, chunk: int, fixed: bool, theirs: Callable[..., torch.Tensor]
 ) -> None:
     net, ids = tiny.model(attention=name), tiny.random_tokens(30)[0].tolist()
-    net.runner.fixed_cache = fixed
+    net.make_cache = tiny.cache_maker(fixed)
     expected, cache = theirs(ids), net.new_cache(40)
     for start in range(0, 30, chunk):
         logits = net(torch.tensor([ids[start : start + chunk]]), cache=cache)[0]

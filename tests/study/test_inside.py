@@ -261,7 +261,7 @@ def test_a_tensor_that_was_not_recorded_is_named() -> None:
 
 def test_a_model_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
-    monkeypatch.setattr(model.runner, "world", object())
+    monkeypatch.setattr(model, "world", object())
     with pytest.raises(UsageError, match="several processes"), study.activations(model, "embed"):
         pass
 

@@ -7,9 +7,41 @@
 #include <vector>
 
 #include "border.h"
-#include "blocks.h"
+#include "groups.h"
 #include "matrix.h"
 #include "pool.h"
+
+// Keys or values (B, KV, S, D) as a cache keeps them: rows, heads and slots are any distance apart. In 8 bits, with a scale for each head and slot.
+struct Kept {
+    void* data;
+    int64_t row, head, slot;
+    float* scales;  // or null
+    int64_t scale_row, scale_head;
+
+    template <typename C>
+    C* at(int64_t b, int64_t h, int64_t s) const { return (C*)data + b * row + h * head + s * slot; }
+    float* scale(int64_t b, int64_t h, int64_t s) const { return scales ? scales + b * scale_row + h * scale_head + s : nullptr; }
+};
+
+// Attention of queries (B, H, T, D), whose rows, heads and tokens are any distance apart -> y (B, T, H, D).
+struct Attention {
+    int64_t B, H, KV, T, S, D;
+    const void* q;
+    int64_t row, head, token;
+    Kept keys, values;
+    const bool* mask;  // (T, S), or (B, T, S) with `mask_by_row`; null: every query sees every key
+    bool mask_by_row;
+    void* y;
+
+    int64_t queries() const { return H / KV * T; }  // that share a key/value head: number r is token r % T of the group's head r / T
+    template <typename N>
+    const N* query(int64_t b, int64_t kv, int64_t r) const { return (const N*)q + b * row + (kv * (H / KV) + r / T) * head + r % T * token; }
+    template <typename N>
+    N* result(int64_t b, int64_t kv, int64_t r) const { return (N*)y + ((b * T + r % T) * H + kv * (H / KV) + r / T) * D; }
+    const bool* seen(int64_t b, int64_t r) const { return mask ? mask + ((mask_by_row ? b * T : 0) + r % T) * S : nullptr; }
+};
+
+void attend(const Attention& a, bool is_float);  // queries and results in float32 or bfloat16; attention.cpp defines it
 
 namespace {
 
@@ -307,44 +339,51 @@ void attend_piece(const Piece<C>& p) {
     }
 }
 
-template <typename T, typename C>
-void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, const std::optional<Tensor>& k_scale,
-               const std::optional<Tensor>& v_scale, Tensor& y) {
-    const int64_t B = q.size(0), H = q.size(1), TOKENS = q.size(2), D = q.size(3), KV = k.size(1), S = k.size(2), G = H / KV;
-    const int64_t R = G * TOKENS, pieces = (S + CHUNK - 1) / CHUNK, width = D + 2;
-    const auto* q_data = (const T*)q.const_data_ptr();
-    const auto *k_data = (const C*)k.const_data_ptr(), *v_data = (const C*)v.const_data_ptr();
-    const auto* k_scales = k_scale ? (const float*)k_scale->const_data_ptr() : nullptr;
-    const auto* v_scales = v_scale ? (const float*)v_scale->const_data_ptr() : nullptr;
-    const auto* mask_data = mask ? (const bool*)mask->const_data_ptr() : nullptr;
-    const bool mask_by_row = mask && mask->dim() == 4 && mask->size(0) == B && B > 1;
-    std::vector<float> parts(B * KV * pieces * R * width);
-    for_each_unit(B * KV * pieces, [&](int64_t unit) {
-        std::vector<float> query(R * D);
+inline void check_heads(int64_t H, int64_t KV, int64_t D) {
+    require(KV > 0 && H % KV == 0, "a number of heads that is a multiple of the key/value heads");
+    require(D % 16 == 0 && D <= WIDEST, "a head_dim that is a multiple of 16 up to 256");
+}
+
+// Keys or values in a tensor (B, KV, S, D), with any strides but the last; `scales` (B, KV, S) makes them 8-bit integers.
+inline Kept kept(const Tensor& x, const std::optional<Tensor>& scales, ScalarType dtype, Sizes sizes) {
+    check_rows(x, "keys and values", scales ? ScalarType::Char : dtype, sizes);
+    if (!scales) return {x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2), nullptr, 0, 0};
+    check_rows(*scales, "the scales of keys and values", ScalarType::Float, {sizes.begin()[0], sizes.begin()[1], sizes.begin()[2]});
+    return {x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2), (float*)scales->mutable_data_ptr(), scales->stride(0), scales->stride(1)};
+}
+
+inline const bool* mask_of(const std::optional<Tensor>& mask, int64_t B, int64_t T, int64_t S) {
+    if (!mask) return nullptr;
+    if (mask->dim() == 4) check(*mask, "mask", ScalarType::Bool, {mask->size(0) == B ? B : 1, 1, T, S});
+    else check(*mask, "mask", ScalarType::Bool, {T, S});
+    return (const bool*)mask->const_data_ptr();
+}
+
+// N: of queries and results; C: of keys and values
+template <typename N, typename C>
+void attend_few(const Attention& a) {
+    const int64_t R = a.queries(), D = a.D, pieces = (a.S + CHUNK - 1) / CHUNK, width = D + 2, heads = a.B * a.KV;
+    std::vector<float> parts(heads * pieces * R * width), queries(heads * R * D);
+    for (int64_t unit = 0; unit < heads * R; unit++) {
+        const N* from = a.query<N>(unit / R / a.KV, unit / R % a.KV, unit % R);
+        float* query = &queries[unit * D];
+        for (int64_t i = 0; i < D; i++) query[i] = to_float(from[i]) / std::sqrt(float(D));
+        if (a.keys.scales) hadamard(query, D);  // as the keys were
+    }
+    for_each_unit(heads * pieces, [&](int64_t unit) {
         std::vector<const bool*> seen(R);
-        const int64_t piece = unit % pieces, head = unit / pieces % KV, b = unit / pieces / KV;
-        const int64_t first = piece * CHUNK;
-        for (int64_t r = 0; r < R; r++) {  // row r: query head head * G + r / T, token r % T
-            const int64_t h = head * G + r / TOKENS, t = r % TOKENS;
-            const T* from = q_data + b * q.stride(0) + h * q.stride(1) + t * q.stride(2);
-            for (int64_t i = 0; i < D; i++) query[r * D + i] = to_float(from[i]) / std::sqrt(float(D));
-            if (k_scale) hadamard(&query[r * D], D);  // as the keys were
-            seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
-        }
-        int64_t n = std::min(CHUNK, S - first);
+        const int64_t first = unit % pieces * CHUNK, kv = unit / pieces % a.KV, b = unit / pieces / a.KV;
+        for (int64_t r = 0; r < R; r++) seen[r] = a.mask ? a.seen(b, r) + first : nullptr;
+        int64_t n = std::min(CHUNK, a.S - first);
         const auto sees_last = [&](const bool* mask) { return !mask || mask[n - 1]; };
         while (n > 0 && std::none_of(seen.begin(), seen.end(), sees_last)) n--;  // slots after the last visible key are empty
         float* part = parts.data() + unit * R * width;
-        const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
-        const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);
-        const auto* v_at = v_data + b * v.stride(0) + head * v.stride(1) + first * v.stride(2);
-        attend_piece(Piece<C>{R, D, n, query.data(), k_at, v_at, k.stride(2), v.stride(2), k_scales ? k_scales + scale_at : nullptr,
-                              v_scales ? v_scales + scale_at : nullptr, seen.data(), part, part + R * D, part + R * (D + 1)});
+        attend_piece(Piece<C>{R, D, n, &queries[unit / pieces * R * D], a.keys.at<C>(b, kv, first), a.values.at<C>(b, kv, first), a.keys.slot, a.values.slot,
+                              a.keys.scale(b, kv, first), a.values.scale(b, kv, first), seen.data(), part, part + R * D, part + R * (D + 1)});
     });
-    auto* out = (T*)y.mutable_data_ptr();
-    for (int64_t row = 0; row < B * KV * R; row++) {
-        const int64_t r = row % R;
-        const float* part = parts.data() + row / R * pieces * R * width;
+    for (int64_t unit = 0; unit < heads * R; unit++) {
+        const int64_t r = unit % R;
+        const float* part = parts.data() + unit / R * pieces * R * width;
         float top = -INFINITY, total = 0, sums[WIDEST] = {};
         for (int64_t p = 0; p < pieces; p++) top = std::max(top, part[p * R * width + R * D + r]);
         for (int64_t p = 0; p < pieces && top > -INFINITY; p++) {
@@ -353,8 +392,7 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
             total += weight * one[R * (D + 1) + r];
             for (int64_t i = 0; i < D; i++) sums[i] += weight * one[r * D + i];
         }
-        const int64_t b = row / R / KV, h = row / R % KV * G + r / TOKENS, t = r % TOKENS;
-        T* to = out + ((b * TOKENS + t) * H + h) * D;
+        N* to = a.result<N>(unit / R / a.KV, unit / R % a.KV, r);
         for (int64_t i = 0; i < D; i++) from_float(total == 0 ? 0 : sums[i] / total, to[i]);
     }
 }

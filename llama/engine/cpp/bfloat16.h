@@ -1,19 +1,14 @@
-// Rows of x times a bfloat16 weight: the operator, and its form for a few rows on processors with instructions for bfloat16.
+// Rows of x times a bfloat16 weight, on processors with instructions for bfloat16.
 
 #pragma once
 
 #include <algorithm>
-#include <optional>
 
 #include "border.h"
-#include "elementwise.h"
 #include "matrix.h"
 #include "panels.h"
 #include "pool.h"
 #include "vectors.h"
-#if !defined(HAS_BF16)
-#include "widened.h"
-#endif
 
 namespace {
 
@@ -63,32 +58,5 @@ void product_bf16(const bf16* x, int64_t M, int64_t K, const bf16* w, const bf16
     }
 }
 #endif
-
-// (M, K) times a weight (N, K), plus a bias (N) -> (M, N) in x's dtype. With instructions for bfloat16, everything is in bfloat16; the weight is
-// read once for every 4 rows, with AMX once for every 512 rows. Otherwise x is in bfloat16 or float32, the weight in bfloat16 or float16.
-Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
-    require(x.dim() == 2 && weight.dim() == 2, "x (M, K) and weight (N, K)");
-    const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
-    const ScalarType dtype = x.scalar_type(), stored = weight.scalar_type();
-    check_model_dtype(x);
-    check(x, "x", dtype, {M, K});
-    check(weight, "the weight of a linear layer", stored, {N, K});
-    if (bias) check(*bias, "the bias of a linear layer", dtype, {N});
-    Tensor y = torch::stable::new_empty(x, {M, N});
-    const void *w = weight.const_data_ptr(), *b = bias ? bias->const_data_ptr() : nullptr;
-#if defined(HAS_BF16)
-    require(dtype == ScalarType::BFloat16 && stored == dtype, "x and weight in bfloat16");
-    product_bf16((const bf16*)x.const_data_ptr(), M, K, (const bf16*)w, (const bf16*)b, (bf16*)y.mutable_data_ptr(), N);
-#else
-    require(stored == ScalarType::BFloat16 || stored == ScalarType::Half, "a weight in bfloat16 or float16");
-    with_type(x, [&](auto* type) {
-        typedef std::remove_pointer_t<decltype(type)> T;
-        const auto run = [&](const auto* typed) { widened_product((const T*)x.const_data_ptr(), M, K, typed, (const T*)b, (T*)y.mutable_data_ptr(), N); };
-        if (stored == ScalarType::Half) run((const f16*)w);
-        else run((const bf16*)w);
-    });
-#endif
-    return y;
-}
 
 }  // namespace

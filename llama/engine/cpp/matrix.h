@@ -123,39 +123,46 @@ inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint3
     const TileRegisters registers;
     for (int64_t m = 0; m < M; m += 32) slice_product({x + m * stride, stride, 16 * stride, 32}, M - m, panels, K, count, false, y + m * 16 * count);
 }
-#else
-// Panels and rows of x that are multiplied together: their sums fit in the registers, and DEPTH inputs of the panels in the first cache.
-constexpr int64_t PANELS = PARTS == 1 ? 2 : 1, TALL = PARTS == 1 ? 12 : 6, DEPTH = 256;
+#endif
+
+// A panel has 16 numbers for each input, or, in bfloat16, 16 pairs for every 2 inputs: a lane has PAIR inputs.
+template <typename N>
+constexpr int64_t PAIR = 4 / sizeof(N);
+inline floats multiply_add(floats acc, words a, words b, const bf16*) { return dot2(acc, a, b); }
+inline floats multiply_add(floats acc, words a, words b, const float*) { return acc + (floats)a * (floats)b; }
+
+// Panels and rows of x that are multiplied together: their sums fit in the registers, and DEEP inputs of the panels in the first cache.
+constexpr int64_t PANELS = PARTS == 1 ? 2 : 1, TALL = PARTS == 1 ? 12 : 6, DEEP = 256;
 
 // Adds the products of inputs `from` to `to` of COUNT rows and PANELS panels to y.
-template <int COUNT>
-inline void vector_rows(const bf16* x, int64_t stride, const uint32_t* panels, int64_t K, int64_t from, int64_t to, float* y, int64_t width) {
+template <int COUNT, typename N>
+inline void vector_rows(const N* x, int64_t stride, const uint32_t* panels, int64_t K, int64_t from, int64_t to, float* y, int64_t width) {
     constexpr int VECTORS = PANELS * PARTS;
     floats acc[COUNT][VECTORS] = {};
     for (int m = 0; m < COUNT && from; m++) std::memcpy(acc[m], y + m * width, sizeof acc[m]);
-    for (int64_t k = from; k < to; k += 2) {
+    for (int64_t k = from; k < to; k += PAIR<N>) {
         words columns[VECTORS];
-        for (int i = 0; i < VECTORS; i++) columns[i] = load<words>(panels + (i / PARTS * K + k) * 8 + i % PARTS * LANES);
+        for (int i = 0; i < VECTORS; i++) columns[i] = load<words>(panels + (i / PARTS * K + k) * (16 / PAIR<N>) + i % PARTS * LANES);
         for (int m = 0; m < COUNT; m++) {
-            const words pair = words{} + load<uint32_t>(x + m * stride + k);
-            for (int i = 0; i < VECTORS; i++) acc[m][i] = dot2(acc[m][i], columns[i], pair);
+            const words both = words{} + load<uint32_t>(x + m * stride + k);
+            for (int i = 0; i < VECTORS; i++) acc[m][i] = multiply_add(acc[m][i], columns[i], both, x);
         }
     }
     for (int m = 0; m < COUNT; m++) std::memcpy(y + m * width, acc[m], sizeof acc[m]);
 }
 
 // x (M, K), rows `stride` apart, times an even number of panels -> y (M, 16 count). K is a multiple of 2.
-inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint32_t* panels, int64_t K, int64_t count, float* y) {
+template <typename N>
+inline void matrix_product(const N* x, int64_t stride, int64_t M, const uint32_t* panels, int64_t K, int64_t count, float* y) {
     const int64_t width = 16 * count;
     for (int64_t p = 0; p < count; p += PANELS)
-        for (int64_t k = 0; k < K; k += DEPTH)
+        for (int64_t k = 0; k < K; k += DEEP)
             for (int64_t m = 0; m < M;) {
                 const int64_t left = M - m, now = left >= TALL ? TALL : left >= 4 ? 4 : 1;
-                auto run = now == TALL ? vector_rows<TALL> : now == 4 ? vector_rows<4> : vector_rows<1>;
-                run(x + m * stride, stride, panels + p * K * 8, K, k, std::min(K, k + DEPTH), y + m * width + 16 * p, width);
+                auto run = now == TALL ? vector_rows<TALL, N> : now == 4 ? vector_rows<4, N> : vector_rows<1, N>;
+                run(x + m * stride, stride, panels + p * K * (16 / PAIR<N>), K, k, std::min(K, k + DEEP), y + m * width + 16 * p, width);
                 m += now;
             }
 }
-#endif
 
 }  // namespace

@@ -14,7 +14,7 @@
 #include <new>
 #include <type_traits>
 
-#include "blocks.h"
+#include "groups.h"
 #include "border.h"
 #include "matrix.h"
 #include "pool.h"
@@ -157,46 +157,18 @@ void panel_product(const T* x, int64_t M, int64_t K, int64_t least, int64_t N, T
 }
 
 template <typename T>
-void product_in_panels(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, decltype(&panel_from<Format{8}>) panel_of_tile, bool per_row,
-                       T* y, int64_t N) {
-    const auto tile = [=](int64_t n) { return tiles + n / ROWS * s.tile; };
+void product_in_panels(const T* x, int64_t M, int64_t K, const Packed<T>& layer, const Shape& s, decltype(&panel_from<Format{8}>) panel_of_tile, bool per_row) {
+    const auto tile = [=](int64_t n) { return layer.tiles + n / ROWS * s.tile; };
     const auto fill = [=](int64_t n, int64_t k, int64_t depth, uint32_t* panel) {
         const int64_t g = k / s.group;  // DEPTH is a multiple of every group
         panel_of_tile(tile(n), s, g, std::min(s.groups - g, depth / s.group), depth, panel);
     };
-    const auto finish = [=](int64_t n, f32x16 sums) { return per_row ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; };
-    panel_product(x, M, K, s.groups * s.group, N, y, fill, finish);  // the weight's last group is padded
+    const auto finish = [=](int64_t n, f32x16 sums) {
+        if (per_row) sums *= load<f32x16>(tile(n) + s.groups * s.stride);
+        return layer.bias ? as_stored<T>(sums) + widen_some(layer.bias + n, std::min(ROWS, layer.N - n)) : sums;
+    };
+    panel_product(x, M, K, s.groups * s.group, layer.N, layer.y, fill, finish);  // the weight's last group is padded
 }
 #endif
-
-template <typename T>
-void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N, bool codebook,
-                      bool levels) {
-    const Shape shape = shape_of(K, bits, group, offset, codebook, levels);
-#if defined(__AMX_BF16__)
-    if (M >= PANEL_ROWS) {
-        const auto panel = with_format(bits, group, offset, codebook, levels, []<Format F>() { return panel_from<F>; });
-        return product_in_panels(x, M, K, tiles, shape, panel, group == 0, y, N);
-    }
-#endif
-    product(x, M, K, tiles, shape, functions_of(bits, group, offset, codebook, levels), y, N);
-}
-
-// (M, K) in float32 or bfloat16, times a packed weight (N, K) -> (M, N) in x's dtype.
-Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N, bool codebook, bool levels) {
-    require(x.dim() == 2, "x (M, K)");
-    const int64_t M = x.size(0), K = x.size(1);
-    check_model_dtype(x);
-    check(x, "x", x.scalar_type(), {M, K});
-    require(is_format(bits, group, offset, codebook, levels), "the format of a packed weight");
-    check(tiles, "the packed weight of a linear layer", ScalarType::Byte, {(N + ROWS - 1) / ROWS, shape_of(K, bits, group, offset, codebook, levels).tile});
-    Tensor y = torch::stable::new_empty(x, {M, N});
-    const auto* w = (const uint8_t*)tiles.const_data_ptr();
-    with_type(x, [&](auto* type) {
-        typedef decltype(type) Numbers;
-        linear_blocks_of((Numbers)x.const_data_ptr(), M, K, w, bits, group, offset, (Numbers)y.mutable_data_ptr(), N, codebook, levels);
-    });
-    return y;
-}
 
 }  // namespace

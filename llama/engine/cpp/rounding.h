@@ -4,7 +4,7 @@
 
 #include <sys/mman.h>
 
-#include "blocks.h"
+#include "groups.h"
 #include "border.h"
 
 namespace {
@@ -154,7 +154,7 @@ void quantize_lanes(const T* w, int64_t rows, int64_t K, const Settings& s, uint
     if (!s.group) std::memcpy(tile + 4 * lane, &row_scale, sizeof(row_scale));
 }
 
-// quant.rounding.quantize explains the method, blocks.h the layout.
+// quant.rounding.quantize explains the method, groups.h the layout.
 template <typename T>
 void quantize_rows(const T* w, int64_t N, int64_t K, const Settings& s, uint8_t* tiles, int64_t tile_bytes) {
     for_each_unit((N + ROWS - 1) / ROWS, [&](int64_t t) {

@@ -136,6 +136,13 @@ inline V widen(const T* p) {
     return load<V>(parts);
 }
 
+template <typename T, typename V>
+inline V as_stored(V x) {  // rounded to T
+    T numbers[sizeof(V) / 4];
+    store(x, numbers);
+    return widen<V>(numbers);
+}
+
 // The first `count` numbers of a vector; the others are 0.
 template <typename V = f32x16, typename T>
 inline V widen_some(const T* p, int64_t count) {

@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "blocks.h"
+#include "groups.h"
 #include "matrix.h"
 #include "pool.h"
 #include "vectors.h"

@@ -63,6 +63,7 @@ struct Functions {
     void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
     const Functions* wide;
     bool offset;
+    void (*row)(const uint8_t* tile, const Shape& s, int64_t lane, int64_t K, float* y);
 };
 
 // formats.cpp defines it, and compiles the functions of every format: half of the work of compiling the kernels.
@@ -395,8 +396,24 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, int8_t
     }
 }
 
+// A linear layer with a packed weight: y (M, N) = x (M, K) times the weight, plus a bias (N) or none.
 template <typename T>
-void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, const Functions& stored, T* y, int64_t N) {
+struct Packed {
+    const uint8_t* tiles;
+    int64_t N;
+    const T* bias;
+    T* y;
+
+    int64_t count() const { return (N + ROWS - 1) / ROWS; }  // tiles
+    void write(f32x16 sums, int64_t m, int64_t tile) const {
+        const int64_t n = tile * ROWS, some = std::min(ROWS, N - n);
+        store(bias ? as_stored<T>(sums) + widen_some(bias + n, some) : sums, y + m * N + n, some);
+    }
+};
+
+// Multiplies x (M, K) by the weights of several layers, which have the same format and K: x is quantized once, and one loop does all of it.
+template <typename T>
+void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t layer_count, const Shape& s, const Functions& stored) {
     const bool widened = M > WIDEN_FROM && stored.widen;
     const Functions& f = widened ? *stored.wide : stored;
     const int64_t padded = s.groups * s.group * (1 + f.pairs) + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
@@ -409,21 +426,23 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
         to_8_bits(x + m * K, K, s, f, &q[m * padded], &scale[at], &start[at], &sum[at]);
         rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
     });
-    const int64_t count_of_tiles = (N + ROWS - 1) / ROWS;
-    const auto write = [&](const f32x16& sums, int64_t m, int64_t t) { store(sums, y + m * N + t * ROWS, std::min(ROWS, N - t * ROWS)); };
-    if (M == 1) {
-        for_each_part((count_of_tiles + STREAMS - 1) / STREAMS, STREAMS * s.tile, [&](int64_t unit) {
-            const int64_t t = STREAMS * unit, two = STREAMS == 2 && t + 1 < count_of_tiles;  // a last tile alone is multiplied twice
+    const int64_t streams = M == 1 ? STREAMS : 1, blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
+    const auto units = [=](const Packed<T>& layer) { return (layer.count() + streams - 1) / streams * blocks; };
+    int64_t total = 0;
+    for (int64_t i = 0; i < layer_count; i++) total += units(layers[i]);
+    for_each_part(total, streams * s.tile, [&](int64_t unit) {
+        const Packed<T>* layer = layers;
+        for (int64_t some; unit >= (some = units(*layer)); layer++) unit -= some;
+        const int64_t t = unit / blocks * streams;
+        const uint8_t* tile = layer->tiles + t * s.tile;
+        if (M == 1) {
+            const int64_t two = STREAMS == 2 && t + 1 < layer->count();  // a last tile alone is multiplied twice
             f32x16 out[2];
-            f.one_row(tiles + t * s.tile, two * s.tile, s, rows.data(), out);
-            for (int64_t j = 0; j <= two; j++) write(out[j], 0, t + j);
-        });
-        return;
-    }
-    const int64_t blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
-    for_each_part(count_of_tiles * blocks, s.tile, [&](int64_t unit) {
-        const int64_t t = unit / blocks, end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
-        const uint8_t* tile = tiles + t * s.tile;
+            f.one_row(tile, two * s.tile, s, rows.data(), out);
+            for (int64_t j = 0; j <= two; j++) layer->write(out[j], 0, t + j);
+            return;
+        }
+        const int64_t end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
         Shape shape = s;
         if (widened) {
             thread_local std::vector<uint8_t> wide;
@@ -439,9 +458,36 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
             for (int64_t i = 0; i < best->count; i++) some[i] = rows[std::min(m + i, end - 1)];
             f32x16 out[12];
             best->run(tile, 0, shape, some, out);
-            for (int64_t i = 0; i < best->count && m < end; i++, m++) write(out[i], m, t);
+            for (int64_t i = 0; i < best->count && m < end; i++, m++) layer->write(out[i], m, t);
         }
     });
+}
+
+// Dequantizes row `lane` of a tile: -> y (K), rounded as groups.py rounds.
+template <Format F>
+void row_of_tile(const uint8_t* tile, const Shape& s, int64_t lane, int64_t K, float* y) {
+    const uint8_t* const end = tile + s.tile - 64;
+    const Codebook values(end);
+    const int64_t per_block = groups_of_a_block<F>(s);
+    floats factors[2][PARTS];
+    for (int64_t g = 0; g < s.groups; g++) {
+        const uint8_t* block = tile + g / per_block * s.stride;
+        load_factors<F>(block, s, factors);
+        const Group<F> from(block, s, g % per_block, factors);
+        const float scale = F.per_row ? load<float>(end + 4 * lane) : from.scale[lane / LANES][lane % LANES], offset = from.offset[lane / LANES][lane % LANES];
+        for (int64_t k = 0; k < group_of<F>(s); k += Group<F>::STEP) {
+            words fours[Group<F>::STEP / 4][PARTS];
+            from.weights(k, fours);
+            for (int64_t i = 0, at = g * s.group + k; i < Group<F>::STEP && at < K; i++, at++) {
+                words four = fours[i / 4][lane / LANES];
+                if (F.codebook) four = values(four);
+                const int32_t quant = four[lane % LANES] >> i % 4 * 8 & 255;
+                float product = float(quant - F.middle()) * scale;
+                asm("" : "+m"(product));  // the compiler would round only the sum
+                y[at] = F.offset ? product + offset : product;
+            }
+        }
+    }
 }
 
 constexpr Format FORMATS[] = {
