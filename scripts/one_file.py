@@ -127,7 +127,7 @@ def generate(model: Transformer, prompt: list[int], limit: int, temperature: flo
 
 # The rest reads the file, which has the weights, and the sizes and the vocabulary as metadata.
 def read_model(file: gguf.GGUFReader, metadata: dict) -> Transformer:
-    """All weights in float32. The rows of wq and wk are in pairs, unlike in Hugging Face's files."""
+    """All weights in float32. Rows 2i and 2i + 1 of wq and wk are pairs, as the rotation needs."""
     w = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)) for t in file.tensors}
     names = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]  # in the order of Layer
     names += ["ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
@@ -191,9 +191,9 @@ if __name__ == "__main__":
 
     torch.manual_seed(args.seed)
     prompt = tokenizer.encode(chat_prompt(args.question)).ids
-    text = decoders.DecodeStream()  # waits for the last byte of a character
+    text = decoders.DecodeStream(skip_special_tokens=True)  # waits for a character's last byte
     for token in generate(model, prompt, args.max_new_tokens, args.temperature, args.top_p):
-        if token == metadata["tokenizer.ggml.eos_token_id"]:  # <|im_end|>: the end of its turn
+        if tokenizer.id_to_token(token) in ("<|im_end|>", "<|endoftext|>"):
             break
         print(text.step(tokenizer, token) or "", end="", flush=True)
     print()
