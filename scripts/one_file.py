@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 
-class Layer(NamedTuple):
+class Layer(NamedTuple):  # the weights of one layer
     attention_norm: Tensor  # (C,)
     wq: Tensor  # (H * D, C): outputs, then inputs, as in all matrices
     wk: Tensor  # (KV * D, C)
@@ -37,12 +37,12 @@ class Layer(NamedTuple):
     w_down: Tensor  # (C, hidden_dim)
 
 
-class Transformer(NamedTuple):
+class Transformer(NamedTuple):  # all weights, and what their shapes do not tell
     tok_embeddings: Tensor  # (V, C)
     layers: list[Layer]  # 30
     norm: Tensor  # (C,)
     output: Tensor  # (V, C); in this model it is tok_embeddings
-    norm_eps: float
+    norm_eps: float  # keeps rms_norm from dividing by 0
     head_dim: int  # D
     freqs_cis: Tensor  # (8192, D/2) complex: the rotations at each position of a text
 
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def precompute_freqs_cis(dim: int, end: int, theta: float) -> Tensor:
-    """cis(m * theta^(-2i/D)) for positions m and pairs i, where cis(a) = cos(a) + 1j * sin(a)."""
+    """cis(m * theta^(-2i/D)) in row m and column i, where cis(a) = cos(a) + 1j * sin(a)."""
     inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (D/2,)
     angles = torch.arange(end)[:, None] * inv_freq  # (end, D/2): up to 8191, so in float64
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # (end, D/2)
@@ -62,7 +62,7 @@ def precompute_freqs_cis(dim: int, end: int, theta: float) -> Tensor:
 def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Rotate each pair by the token's position. q k^T then depends on distances only."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (T, heads, D/2): entries 2i, 2i + 1
-    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2)  # (T, heads, D)
+    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2)  # (T, heads, D): alike in all
 
 
 def attention(x: Tensor, layer: Layer, freqs_cis: Tensor, cache: Tensor, start: int) -> Tensor:
@@ -91,7 +91,7 @@ def feed_forward(x: Tensor, layer: Layer) -> Tensor:
 
 
 def forward(model: Transformer, tokens: list[int], cache: Tensor, start: int) -> Tensor:
-    """The logits (V,) of the next token, after T new tokens at position `start` and following."""
+    """Feed T tokens, the first at position `start`; return the next token's logits (V,)."""
     freqs_cis = model.freqs_cis[start : start + len(tokens)]  # (T, D/2)
     h = model.tok_embeddings[tokens]  # (T, C)
     for i, layer in enumerate(model.layers):
@@ -103,19 +103,19 @@ def forward(model: Transformer, tokens: list[int], cache: Tensor, start: int) ->
 
 
 def choose(logits: Tensor, temperature: float, top_p: float) -> int:
-    """The likeliest token at temperature 0; else draw from the likeliest ones that reach top_p."""
+    """At temperature 0 the likeliest token; else a draw from the fewest whose sum reaches top_p."""
     if temperature == 0:
         return int(logits.argmax())
     probs = (logits / temperature).softmax(-1)  # (V,)
     ordered, ids = probs.sort(descending=True, stable=True)  # (V,) each
     outside = ordered.cumsum(-1) - ordered >= top_p  # (V,): likelier tokens reach top_p already
-    outside[0] = False
+    outside[0] = False  # the likeliest token always stays
     probs[ids[outside]] = 0
     return int(torch.multinomial(probs, 1))
 
 
 def generate(model: Transformer, prompt: list[int], limit: int, temperature: float, top_p: float):
-    """Yield `limit` new tokens. The cache saves computing keys and values of earlier ones again."""
+    """Yield `limit` new tokens. Keys and values are cached, so that each token is fed only once."""
     KV = len(model.layers[0].wk) // model.head_dim
     cache = torch.zeros(len(model.layers), 2, len(prompt) + limit, KV, model.head_dim)  # 2: k, v
     tokens, start = prompt, 0
@@ -145,7 +145,7 @@ def read_model(file: gguf.GGUFReader, metadata: dict) -> Transformer:
 
 
 def read_tokenizer(metadata: dict) -> Tokenizer:
-    """Byte-level BPE: a word is split into bytes; then neighbours merge, the first merges first."""
+    """Byte-level BPE: a word is split into bytes; then neighbours are joined, as `merges` lists."""
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
@@ -169,7 +169,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 
 
 if __name__ == "__main__":
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"  # on Linux
     folder = os.environ.get("CLEARLLAMA_CACHE") or f"{user_cache}/clearllama"
     pulled = os.path.expanduser(f"{folder}/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser = argparse.ArgumentParser(description="Answer a question with SmolLM2-135M-Instruct.")

@@ -24,6 +24,7 @@ from llama.text import Llama
 from . import tiny
 from .scripts import one_file
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(one_file.__file__)
 QUESTIONS = [
     "What is the capital of Japan?",
