@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,21 +139,38 @@ def test_rotations_are_the_packages_up_to_the_last_position() -> None:
 
 
 # --------------------------------------------------------------------------------------------- the command
-@pytest.mark.parametrize(("first", "printed"), [("h", "hhh\n"), ("<|im_end|>", "\n"), ("<|endoftext|>", "\n")])
-def test_it_prints_the_answer_of_the_file_in_the_cache_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: str, printed: str
-) -> None:
-    """If all logits are equal, every token of the answer is that of id 0."""
+@pytest.fixture
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the script prints with a model in the cache folder whose logits are all equal, and `first` as its id 0."""
     state = {**tiny.weights(), "norm.weight": torch.zeros(tiny.CONFIG.dim)}
     vocabulary = tiny.byte_vocabulary()
     tokens, types = vocabulary["tokenizer.ggml.tokens"], vocabulary["tokenizer.ggml.token_type"]
-    at = tokens.index(first)
-    for values in (tokens, types):
-        values[0], values[at] = values[at], values[0]
-    tiny.write_gguf(tmp_path / models.FILE, state=state, metadata=vocabulary)
-    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
-    run(monkeypatch, "--max-new-tokens", "3", "Hello?")
-    assert capsys.readouterr().out == printed
+
+    def answer(first: str, *arguments: str) -> str:
+        at = tokens.index(first)
+        for values in (tokens, types):
+            values[0], values[at] = values[at], values[0]
+        tiny.write_gguf(tmp_path / models.FILE, state=state, metadata=vocabulary)
+        monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+        run(monkeypatch, "Hello?", *arguments)
+        return capsys.readouterr().out
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [("h", "hhh\n"), ("<|im_end|>", "\n"), ("<|endoftext|>", "\n"), ("<|im_start|>", "\n")]
+)
+def test_it_prints_the_answer_without_control_tokens(printed: Callable[..., str], first: str, expected: str) -> None:
+    assert printed(first, "--max-new-tokens", "3") == expected
+
+
+def test_a_seed_repeats_an_answer(printed: Callable[..., str]) -> None:
+    """top_p keeps the ids 0 and 1, h and <|im_start|>; one of them is drawn 30 times, and h is printed."""
+    options = "--temperature", "1", "--top-p", str(1.5 / tiny.CONFIG.vocab_size), "--max-new-tokens", "30", "--seed"
+    answers = [printed("h", *options, seed) for seed in ("1", "1", "2")]
+    assert answers[0] == answers[1] != answers[2]
+    assert 0 < answers[0].count("h") < 30
 
 
 @pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "/nowhere/x"}, {"CLEARLLAMA_CACHE": "~/nowhere"}])
@@ -170,7 +188,7 @@ def test_without_the_file_it_says_where_it_was_expected(
     assert error.value.code == f"there is no file {path}; run clearllama pull, or pass --model FILE"
 
 
-@pytest.mark.parametrize(("architecture", "pre"), [("llama", "llama-bpe"), ("qwen2", "qwen2"), ("llama", None)])
+@pytest.mark.parametrize(("architecture", "pre"), [("llama", "llama-bpe"), ("qwen2", "smollm"), ("llama", None)])
 def test_another_family_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str, pre: str | None
 ) -> None:
