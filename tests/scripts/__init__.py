@@ -12,6 +12,7 @@ __all__ = [
     "compare_peers",
     "lesson_svg",
     "make_tiny",
+    "one_file",
     "reference",
     "render_lessons",
     "site_hooks",
