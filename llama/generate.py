@@ -108,20 +108,20 @@ def generate(  # many parameters, since an answer has no other state
         diagnose=diagnose,
     )
     logits = prefill(model, chooser.text[cache.length :], cache, chunk, progress)  # (V,)
-    for step in range(room):
+    while True:
         with model.runner.threads(1):
-            if step > 0:
-                logits = next_logits(model, token.id, cache)  # (V,)
             token = chooser.choose(logits)
         yield token
-        if token.stop:
+        if token.stop or len(chooser.text) == len(prompt) + room:
             return
+        logits = next_logits(model, token.id, cache)  # (V,)
 
 
 def next_logits(model: Transformer, id: int, cache: KVCache) -> Tensor:
     """Feed one id into the model: the logits (V,) of the token after it."""
-    h = model.hidden(torch.tensor([[id]], device=cache.device), cache=cache)  # (1, 1, C)
-    return model.output(h[:, -1])[0].float()  # (1, V), then (V,)
+    with model.runner.threads(1):
+        h = model.hidden(torch.tensor([[id]], device=cache.device), cache=cache)  # (1, 1, C)
+        return model.output(h[:, -1])[0].float()  # (1, V), then (V,)
 
 
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:

@@ -35,7 +35,7 @@ from .engine.runtime import no_cudnn_attention, pick_dtype
 from .errors import CheckpointError, ConfigError, UsageError
 from .generate import prompt_chunk
 from .hub import resolve
-from .model import Runner, Transformer
+from .model import Transformer
 from .quant.schemes import pick_scheme
 from .rope import FORMS
 from .rope_scaling import PARAMETERS, STRETCHING, inverse_frequencies, kind_of, reach, trained_length

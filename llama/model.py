@@ -36,7 +36,6 @@ from .config import ModelConfig
 from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
 
-
 Cache = KVCache | None
 
 

@@ -399,10 +399,11 @@ class Chooser:
         else:
             allowed = self.allowed()
             choice = choose(logits, self.params, self.history, self.generator, self.logprobs, allowed, report)
-            id, top, *found = [value.item() for value in (choice if self.world is None else self.world.agree(choice))]
-            logprob = found[0] if found else None
+            agreed = choice if self.world is None else self.world.agree(choice)
+            id, top = int(agreed[0]), float(agreed[1])
+            logprob = float(agreed[2]) if self.logprobs else None
         self.check(top)
-        return self.append(int(id), logits, logprob)
+        return self.append(id, logits, logprob)
 
     def probs(self, logits: Tensor) -> Tensor:
         """The distribution of the next token from logits (V,): (V,). Raises NumericalError if one is not finite."""

@@ -233,7 +233,11 @@ def layers() -> None:
     cases = itertools.product(SIZES, ((None,), ("int8",), ("int4", "int4", "int8", None)), dtypes, ("model", "int8"))
     for number, ((C, H, KV, D, F_), schemes, dtype, cache_kind) in enumerate(cases):
         norms, skipped = number % 3 == 0, (1,) * (number % 2)
-        biases: dict[str, Any] = {"attention_bias": number % 4 == 1, "mlp_bias": number % 4 == 1, "qkv_bias": number % 4 == 2}
+        biases: dict[str, Any] = {
+            "attention_bias": number % 4 == 1,
+            "mlp_bias": number % 4 == 1,
+            "qkv_bias": number % 4 == 2,
+        }
         config = ModelConfig(C, 2, H, KV, D, F_, 50, norm_eps=1e-5, max_seq_len=90, no_rope_layers=skipped, **biases)
         net = random_model(config, schemes, dtype, norms)
         net.cache_kind, runner, found = cache_kind, net.runner, []

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
-from llama.cache import KVCache
-from llama.engine import compiled, kernels
+from llama.engine import kernels
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
-from llama.generate import Token, generate, prefill_chunks
+from llama.generate import generate, prefill_chunks
 from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Request, Started, TokenEvent
 from llama.model import Runner, Transformer
-from llama.sampling import SamplingParams
+from llama.sampling import SamplingParams, Token
 from llama.text import Llama
 
 from . import tiny
@@ -143,68 +140,22 @@ def test_requests_run_one_by_one_if_frequencies_depend_on_the_length(form: str) 
     assert_same(batched(net, requests, 3), [alone(net, request) for request in requests])
 
 
-class Traced:
-    """Replaces a library compiled by Inductor: PyTorch runs the exported trace itself.
-
-    So the assumptions of the trace (numbers of rows and slots, order of the weights) are checked without a compiler.
-    The slow case checks the compiled library.
-    """
-
-    calls: list[int] = []  # noqa: RUF012  (number of rows of each call)
-
-    def __init__(self, path: str, *_: object):
-        program = torch.export.load(path)
-        self.module, self.inputs = program.module(), program.call_spec.in_spec
-
-    def boxed_run(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.calls.append(len(arguments[0]))
-        args, _ = pytree.tree_unflatten(arguments, self.inputs)
-        return [self.module(*args)]
-
-
-@needs_kernels
-@pytest.mark.parametrize("by", ["trace", pytest.param("library", marks=pytest.mark.slow)])  # compiles two libraries
-def test_batches_work_with_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
-    if by == "trace":
-        monkeypatch.setattr(
-            torch._inductor,
-            "aoti_compile_and_package",
-            lambda trace, package_path: torch.export.save(trace, package_path),
-        )
-        monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", Traced)
-        monkeypatch.setattr(Traced, "calls", [])
-    config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=200)
-    requests = ragged(random.Random(8), 7, longest=30)
-    net = tiny.model(config, rope="real", attention="kernel")
-    expected = [alone(net, request) for request in requests]
-    fast = tiny.compiled(net)
-    assert fast.runner.fixed_cache
-    for slots in (1, 6, 7):  # for seven requests; at the end 4, 2 and 1 remain
-        assert_same(batched(fast, requests, slots), expected)
-    if by == "trace":
-        assert {1, 6, 7} <= set(Traced.calls)
-        assert min(set(Traced.calls) - {1}) >= compiled.FEWEST_ROWS
-
-
 def test_logits_of_a_row_equal_those_of_a_full_pass() -> None:
     """All logits are compared, for rows at different positions and slots that are used again."""
     net = tiny.model()
     fed: list[torch.Tensor] = []  # (B, 2) token and position of each row
     rows: list[torch.Tensor] = []  # (B, V)
-    real = Runner.next_logits
+    real = Batch._next_logits
 
-    def spy(
-        runner: Runner, model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache
-    ) -> torch.Tensor:
-        fed.append(torch.cat((tokens, positions.view(-1, 1)), 1))
-        logits = real(runner, model, tokens, positions, cache)
+    def spy(batch: Batch) -> torch.Tensor:
+        fed.append(torch.tensor([(slot.next, len(slot.ids)) for slot in batch.slots[: batch._width]]))
+        logits = real(batch)
         rows.append(logits.clone())
         return logits
 
     requests = ragged(random.Random(9), 6, temperature=0.0, repetition_penalty=1.0, max_new_tokens=9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "next_logits", spy)
+        patch.setattr(Batch, "_next_logits", spy)
         found = batched(net, requests, 3)
     texts = [list(request.prompt) + [token.id for token in row] for request, row in zip(requests, found, strict=True)]
     full = [net(torch.tensor([text]))[0] for text in texts]  # (T, V) each, without a cache

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from llama.checkpoint import open_checkpoint
 from llama.engine import kernels, linears
-from llama.engine.compiled import CompiledRunner, inductor_step
+from llama.engine.compiled import GraphRunner
 from llama.engine.linears import BlockLinear, Int4Linear, make_linear
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.generate import generate, prefill
@@ -117,7 +117,7 @@ def test_prefill_decoding_and_batch_steps_stay_on_the_device_and_never_wait(
         for logits in (prefill(model, PROMPT, cache, chunk=3)[None], model(zeros(1, 1), cache=cache)[:, -1]):
             assert (logits.device, logits.dtype, logits.shape) == (CUDA, torch.float32, (1, CONFIG.vocab_size))
         rows = model.new_cache(100, batch=3).rows(0, 3)
-        step = functools.partial(model.runner.next_logits, model, zeros(3, 1), cache=rows)
+        step = functools.partial(tiny.next_logits, model, zeros(3, 1), cache=rows)
         assert step(zeros(3, 1)).device == CUDA
         with pytest.raises(Exception, match="cuda:0"):  # a mix of devices is noticed
             step(zeros(3, 1).new_zeros(3, 1, device="cpu"))
@@ -224,10 +224,9 @@ def test_the_step_for_cuda_is_one_graph_for_all_layers_and_equals_the_block(monk
     monkeypatch.setattr(torch, "compile", lambda function, mode: compile(function, backend=backend, fullgraph=True))
     begun: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
-    monkeypatch.setattr("llama.engine.compiled.library_step", lambda model, blocks, kind: inductor_step(blocks))
     model, fast = block_model("int8", "real"), block_model("int8", "real")
-    fast.runner = CompiledRunner(fast)
-    caches = [net.new_cache(40) for net in (model, fast)]
+    fast.runner = GraphRunner(fast)
+    caches = [net.new_cache(40, fixed=True) for net in (model, fast)]
     for part in (PROMPT, [5], [3], [2]):
         expected, found = (
             net(torch.tensor([part]), cache=cache) for net, cache in zip((model, fast), caches, strict=True)
@@ -305,7 +304,7 @@ def test_a_batch_and_a_draft_give_the_tokens_of_a_single_run(scheme: str | None)
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 def test_the_compiled_step_gives_the_logits_of_the_block(scheme: str | None) -> None:
     model, fast = gpu_model(scheme), gpu_model(scheme)
-    fast.runner = CompiledRunner(fast)
+    fast.runner = GraphRunner(fast)
     for slots in (40, 100, 40):  # graphs are recorded for each cache
         caches = [net.new_cache(slots, fixed=True) for net in (model, fast)]
         for part in (PROMPT, *([token] for token in PROMPT)):

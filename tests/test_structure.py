@@ -128,7 +128,7 @@ def test_every_way_of_executing_is_a_subclass_of_runner() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     found = {kind.__name__ for kind in Runner.__subclasses__() if kind.__module__.startswith("llama.engine.")}
-    assert found <= {"CompiledRunner", "KernelRunner", "PlacedRunner"}
+    assert found <= {"GraphRunner", "KernelRunner", "PlacedRunner"}
 
 
 def test_no_assert_guards_user_input() -> None:

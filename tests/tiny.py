@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from llama.attention import ATTENTION, Attend
-from llama.checkpoint.write import to_layout
 from llama.cache import KVCache
+from llama.checkpoint.write import to_layout
 from llama.config import ModelConfig
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
 from llama.engine.linears import make_embedding, make_linear

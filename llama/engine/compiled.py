@@ -19,6 +19,7 @@ from ..cache import KVCache
 from ..errors import UsageError
 from ..model import Attention, Cache, FeedForward, Runner, Transformer, TransformerBlock
 from ..rope import FreqsCis
+from .cpu_runner import has_gradients
 from .watch import ModelWatch
 
 
@@ -41,7 +42,7 @@ class GraphRunner(Runner):
         self, model: Transformer, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
     ) -> Tensor:
         one = h.shape[1] == 1 and mask is not None and cache is not None and cache.layers[0].visible is None
-        if cache is None or not one or not self.watch.unchanged(model.layers) or torch.is_grad_enabled():
+        if cache is None or not one or not self.watch.unchanged(model.layers) or has_gradients(model):
             return super().layers(model, h, freqs_cis, mask, positions, cache)
         torch.compiler.cudagraph_mark_step_begin()  # graphs may overwrite what they returned for the last token
         for block, layer in zip(model.layers, cache.layers, strict=True):

@@ -29,18 +29,23 @@ ops: Any = torch.ops.clearllama
 class KernelRunner(Runner):
     """Runs the layers of a model on the C++ kernels. The results are those of `Runner`, except for the order of sums.
 
-    The model must be one that the kernels support (`supports`), and its layers must not be replaced afterwards.
+    complete  whether the kernels run complete layers; False if a linear layer is wrapped (engine/parallel.py), or for an
+              unusual head_dim. Then each layer runs as a module, whose linear layers use the kernels
     """
 
     def __init__(self, model: Transformer):
         blocks: list[Any] = list(model.layers)
         layers: list[Any] = [block.get_submodule(name) for block in blocks for name in LINEARS]
-        none = torch.empty(0)
-        self.any_rows = kernels.has_tiles() or kernels.widen() or all(isinstance(x, TileLinear) for x in layers)
+        D, none = model.config.head_dim, torch.empty(0)
+        self.complete = D % 16 == 0 and D <= 256 and all(isinstance(x, TileLinear | FewRowsLinear) for x in layers)
+        layers = layers if self.complete else []
+        self.any_rows = (
+            kernels.has_tiles() or kernels.widen() or all(isinstance(x, TileLinear) for x in linears(model.layers))
+        )
         self.weights = [x.tiles if isinstance(x, TileLinear) else x.weight for x in layers]
         kinds = [x.format if isinstance(x, TileLinear) else (16, 0, 0, 0, 0) for x in layers]
         numbers = [[*kind, x.out_features] for kind, x in zip(kinds, layers, strict=True)]
-        self.formats = torch.tensor(numbers).view(len(blocks), len(LINEARS), -1)  # (L, 7, 6)
+        self.formats = torch.tensor(numbers).view(-1, len(LINEARS), 6)  # (L, 7, 6)
         biased = any(x.bias is not None for x in layers)
         self.biases = [none if x.bias is None else x.bias for x in layers] if biased else []
         self.norms = [norm.weight for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
@@ -59,7 +64,7 @@ class KernelRunner(Runner):
         cache: KVCache | None,
     ) -> Tensor:
         tokens = h.shape[0] * h.shape[1]
-        if not self.unchanged(model) or not self.fits(tokens) or has_gradients(model):
+        if not (self.complete and self.unchanged(model) and self.fits(tokens)) or has_gradients(model):
             return super().layers(model, h, freqs_cis, mask, positions, cache)
         cos, sin = torch.view_as_real(freqs_cis).unbind(-1) if isinstance(freqs_cis, Tensor) else freqs_cis
         keys, values, scales, offsets, end = self.slots(model, h, cache)
@@ -84,11 +89,17 @@ class KernelRunner(Runner):
         offsets = [layer.key_offset for layer in cache.layers]
         none = torch.empty(0)
         known = [none if x is None else x for x in offsets] if any(x is not None for x in offsets) else []
-        return [b[0] for b in buffers], [b[1] for b in buffers], [x for b in buffers for x in b[2:]], known, cache.visible
+        return (
+            [b[0] for b in buffers],
+            [b[1] for b in buffers],
+            [x for b in buffers for x in b[2:]],
+            known,
+            cache.visible,
+        )
 
     def fits(self, tokens: int) -> bool:
         """Whether the kernels run so many tokens; otherwise PyTorch multiplies many rows by a bfloat16 weight."""
-        return 0 < tokens and (tokens <= FEW_ROWS or self.any_rows)
+        return tokens > 0 and (tokens <= FEW_ROWS or self.any_rows)
 
     def threads(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """PyTorch's threads and the kernels' must not take turns, so the kernels get the threads for the pass."""
@@ -120,8 +131,7 @@ def linears(layers: nn.Module) -> list[nn.Module]:
 
 
 def supports(model: Transformer) -> bool:
-    """Whether the kernels run a model: they know its layers, sizes, dtype and form of RoPE."""
-    D = model.config.head_dim
-    if model.rope.form not in ("complex", "real") or model.norm.weight.dtype == torch.float16 or D % 16 or D > 256:
+    """Whether the kernels run a model: they know its linear layers, dtype and form of RoPE."""
+    if model.rope.form not in ("complex", "real") or model.norm.weight.dtype == torch.float16:
         return False
     return all(isinstance(layer, TileLinear | FewRowsLinear) for layer in linears(model.layers)) and kernels.ready()

@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -55,7 +55,6 @@ WIDENING = ("avx2", "neon")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_tiles", "rows_of_tiles", "quantize_to_tiles", "linear_bf16", "attend", "layers")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -fvisibility=hidden -pthread -w"
-
 
 
 def pick_form() -> str | None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..sampling import Token
-from ..sampling import Processor
+from ..sampling import Processor, Token
 from ..tokenizer import Decoder, Tokenizer
 from .batch import Request
 

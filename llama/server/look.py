@@ -193,7 +193,7 @@ class Looks:
             report: dict[str, Tensor] = {}
             with model.runner.threads(1), self._switched(off), self._checked():
                 if step > 0:
-                    logits = next_logits(model, token.id, kept.cache)  # (V,)
+                    logits = next_logits(model, chooser.text[-1], kept.cache)  # (V,)
                 token = chooser.choose(logits, report=report.__setitem__)
             kept.ids = chooser.text[: kept.cache.length]
             yield self._drawn(token.id, report, top, greedy=params.greedy)

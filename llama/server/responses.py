@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 from ..chat.tool_calls import ToolCallStream, call_marks
-from ..sampling import Token
 from ..generation.answer import Completion, Piece
+from ..sampling import Token
 from ..tokenizer import Decoder, Tokenizer
 from .requests import Call
 

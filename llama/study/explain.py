@@ -231,7 +231,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
     T, D = "(T, C)", "(H, T, D)"
     return [
         ("embedding", "e = the token's row of the embedding matrix, the input h of block 0", f"e {T}",
-         [(model.Runner.run, "model.tok_embeddings(tokens)")]),
+         [(model.Transformer.states, "self.tok_embeddings(tokens)")]),
         ("RMSNorm", "x = h / sqrt(mean(h²) + eps) · w_norm", f"h {T}; x {T}",
          [(norm, normed), (norm, "y.type_as(x) * self.weight")]),
         ("projections", "q = W_q x,  k = W_k x,  v = W_v x, cut into heads of D",

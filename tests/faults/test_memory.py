@@ -88,15 +88,11 @@ def test_mapped_weights_are_writable_and_share_no_memory_with_buffers(form: str,
 
 # ------------------------------------------------------------------------------------------------------- compiling
 @linux
-def test_without_a_compiler_compile_is_refused(
+def test_a_model_runs_without_a_compiler(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: Try
 ) -> None:
-    """Neither the kernels nor the step can be compiled. The command runs without kernels, but refuses --compile."""
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path.parent / f"{tmp_path.name}.cache"))
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.delenv("CXX", raising=False)
-    done = attempt("generate", *RUN, "-m", gguf, "--compile")
-    done.refused("c++, g++ or clang++ was not found", "leave compile out", code=2)
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
-    attempt("generate", *RUN, "-m", gguf, "--compile").refused("/nonexistent/c++ was not found", code=2)
-    assert attempt("generate", *RUN, "-m", gguf).survived()
+    for compiler in (None, "/nonexistent/c++"):
+        monkeypatch.delenv("CXX", raising=False) if compiler is None else monkeypatch.setenv("CXX", compiler)
+        assert attempt("generate", *RUN, "-m", gguf).survived()

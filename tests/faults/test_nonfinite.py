@@ -267,21 +267,6 @@ def test_errors_of_perplexity_name_the_layer(broken: Transformer) -> None:
         nats(broken, [PROMPT])
 
 
-@pytest.mark.slow  # compiles a library
-@needs_kernels
-def test_errors_of_a_compiled_model_name_the_layer() -> None:
-    """Compiled code does not call the layers as modules, but the second pass does."""
-    config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=200)
-    net = tiny.model(config, rope="real", attention="kernel")
-    fast = tiny.compiled(net)
-    answer = [token.id for token in generate(fast, PROMPT, SamplingParams(max_new_tokens=9))]
-    at = next(i for i, id in enumerate(answer) if i >= 1 and id not in [*PROMPT, *answer[:i]])
-    fast.tok_embeddings.weight[answer[at], 5] = math.nan
-    message = failure(fast, max_new_tokens=9)
-    assert f"new token {at + 2} " in message
-    assert f"1 of 20,480 numbers of tok_embeddings.weight, first at [{answer[at]}, 5]" in message
-
-
 def test_a_failure_of_the_second_pass_is_reported(broken: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> Any:
         raise RuntimeError("can't allocate memory:\nyou tried 1 TB")

@@ -16,13 +16,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import llama
 from llama import study
-from llama.engine import compiled
+from llama.engine.compiled import FixedCaches, GraphRunner
 from llama.engine.cpu_runner import KernelRunner
 from llama.errors import UsageError
 from llama.generate import generate
 from llama.generation.speculative import NGramDraft
 from llama.loader import load
-from llama.model import Runner, Transformer
+from llama.model import Transformer
 from llama.rope import half_to_interleaved
 from llama.sampling import SamplingParams
 from llama.study.inside import tensors_of
@@ -188,7 +188,7 @@ def test_a_patched_pattern_weighs_the_values(kind: str) -> None:
         return seen[f"v.{at.layer}"].repeat_interleave(2, dim=2)
 
     def logits(change: dict[str, study.inside.Function]) -> Tensor:
-        model.runner = Runner(kind)
+        model.cache_kind = kind
         cache = model.new_cache(20)
         with study.patch(model, change), study.activations(model, "pattern.1") as after:
             first, last = model(TOKENS[:, :6], cache=cache), model(TOKENS[:, 6:], cache=cache)
@@ -198,7 +198,6 @@ def test_a_patched_pattern_weighs_the_values(kind: str) -> None:
     with study.activations(model, "v.*") as seen:
         expected = logits({"z.*": values})
     torch.testing.assert_close(logits({"pattern.*": itself}), expected, rtol=0, atol=1e-4 if kind == "model" else 0.2)
-    model.runner = Runner()
     with study.patch(model, {"pattern.*": lambda x, at: x.clone()}):
         torch.testing.assert_close(model(TOKENS), tiny.model()(TOKENS), rtol=0, atol=1e-5)
 
@@ -327,13 +326,9 @@ def test_compiled_steps_are_switched_off_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps: list[int] = []
-
-    def library_step(*args: Any, **options: Any) -> compiled.Step:
-        return lambda block, h, *inputs: steps.append(1) or h
-
-    monkeypatch.setattr(compiled, "library_step", library_step)
-    model = tiny.compiled(tiny.model(rope="real"))
-    plain = tiny.model(rope="real")
+    monkeypatch.setattr(torch, "compile", lambda function, mode: lambda block, h, *inputs: steps.append(1) or h)
+    model, plain = tiny.model(rope="real"), tiny.model(rope="real")
+    model.runner, model.make_cache = GraphRunner(model), FixedCaches()
 
     def decoded(net: Transformer) -> list[int]:
         return [token.id for token in generate(net, IDS, SamplingParams(max_new_tokens=8))]
@@ -345,7 +340,7 @@ def test_compiled_steps_are_switched_off_with_one_line(
         expected = decoded(plain)
     with study.patch(model, STEERED):
         assert decoded(model) == expected != decoded(tiny.model(rope="real"))
-    handle = model.norm.register_forward_hook(lambda module, inputs, output: None)  # somebody's own hook
+    handle = model.layers[0].register_forward_hook(lambda module, inputs, output: None)  # somebody's own hook
     decoded(model)
     handle.remove()
     assert not steps
