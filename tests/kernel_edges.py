@@ -228,7 +228,7 @@ SIZES = ((72, 3, 1, 16, 100), (64, 4, 2, 48, 96), (33, 2, 2, 80, 65))  # C, H, K
 
 
 def layers() -> None:
-    """All layers in one call, against model.py: every size, format, cache and number of tokens; biases, norms of heads."""
+    """All layers in one call, against model.py: sizes, formats, caches, numbers of tokens, biases, norms of heads."""
     dtypes = (torch.float32, torch.bfloat16) if kernels.widen() else (torch.bfloat16,)
     cases = itertools.product(SIZES, ((None,), ("int8",), ("int4", "int4", "int8", None)), dtypes, ("model", "int8"))
     for number, ((C, H, KV, D, F_), schemes, dtype, cache_kind) in enumerate(cases):

@@ -29,8 +29,8 @@ ops: Any = torch.ops.clearllama
 class KernelRunner(Runner):
     """Runs the layers of a model on the C++ kernels. The results are those of `Runner`, except for the order of sums.
 
-    complete  whether the kernels run complete layers; False if a linear layer is wrapped (engine/parallel.py), or for an
-              unusual head_dim. Then each layer runs as a module, whose linear layers use the kernels
+    complete  whether the kernels run complete layers. If a linear layer is wrapped (engine/parallel.py), or for an
+              unusual head_dim, each layer runs as a module, whose linear layers use the kernels
     """
 
     def __init__(self, model: Transformer):
@@ -39,9 +39,8 @@ class KernelRunner(Runner):
         D, none = model.config.head_dim, torch.empty(0)
         self.complete = D % 16 == 0 and D <= 256 and all(isinstance(x, TileLinear | FewRowsLinear) for x in layers)
         layers = layers if self.complete else []
-        self.any_rows = (
-            kernels.has_tiles() or kernels.widen() or all(isinstance(x, TileLinear) for x in linears(model.layers))
-        )
+        packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
+        self.any_rows = packed or kernels.has_tiles() or kernels.widen()
         self.weights = [x.tiles if isinstance(x, TileLinear) else x.weight for x in layers]
         kinds = [x.format if isinstance(x, TileLinear) else (16, 0, 0, 0, 0) for x in layers]
         numbers = [[*kind, x.out_features] for kind, x in zip(kinds, layers, strict=True)]
@@ -89,13 +88,8 @@ class KernelRunner(Runner):
         offsets = [layer.key_offset for layer in cache.layers]
         none = torch.empty(0)
         known = [none if x is None else x for x in offsets] if any(x is not None for x in offsets) else []
-        return (
-            [b[0] for b in buffers],
-            [b[1] for b in buffers],
-            [x for b in buffers for x in b[2:]],
-            known,
-            cache.visible,
-        )
+        scales = [scale for both in buffers for scale in both[2:]]
+        return [both[0] for both in buffers], [both[1] for both in buffers], scales, known, cache.visible
 
     def fits(self, tokens: int) -> bool:
         """Whether the kernels run so many tokens; otherwise PyTorch multiplies many rows by a bfloat16 weight."""
