@@ -17,7 +17,8 @@ from llama.generate import generate, prefill_chunks
 from llama.generation import batch
 from llama.generation.structured import compile_grammar
 from llama.sampling import SamplingParams
-from llama.server.look import Look, Looks
+from llama.server.engine import Look
+from llama.server.look import Looks
 from llama.study.inside import activations
 from llama.study.intervene import ablated
 from llama.text import Llama

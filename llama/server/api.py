@@ -1,0 +1,229 @@
+"""What the shapes of an API share: the answers to a request in parts, streams of them, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from queue import Full
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ..chat.tool_calls import ToolCallStream, call_marks
+from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
+from ..generate import Token
+from ..generation.answer import Job, Piece
+from ..text import Llama
+from ..tokenizer import Decoder
+from .engine import Engine, Inbox, failure
+from .limits import Limits
+from .requests import AnswerRequest, UnknownModel
+from .spelling import Spelling
+
+REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
+CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
+RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
+STREAM_HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}  # a proxy must not delay events
+COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
+DISCONNECTED = 499  # the status in the log if the client disconnected
+
+
+class Format:
+    """How streams and errors are written: as server-sent events, and as OpenAI's error object."""
+
+    media_type, comment, end = "text/event-stream", b": in progress\n\n", b""
+
+    def event(self, text: str) -> bytes:
+        """An event of a stream, given its JSON."""
+        return f"data: {text}\n\n".encode()
+
+    def error(self, message: str, kind: str, code: str | None) -> Any:
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class Api(Format):
+    """The shape of an API: what a request may ask for, and what the response is."""
+
+    parse: Callable[[Mapping[str, Any], Llama, str], AnswerRequest]  # of a body, for the model with this name
+
+    @abstractmethod
+    def whole(self, reply: Reply, parts: list[Part]) -> Any:
+        """The body of a response, given the complete answers."""
+
+    @abstractmethod
+    def chunk(self, reply: Reply, parts: list[Part]) -> Any:
+        """An event of a stream, given what is new in one of the answers."""
+
+    async def chunks(self, reply: Reply) -> AsyncIterator[Any]:
+        """The events of a stream."""
+        async for part in reply.parts():
+            yield self.chunk(reply, [part])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new in an answer: text, tokens and complete calls; at its end also the reason."""
+
+    choice: Choice
+    text: str
+    tokens: list[Token]
+    calls: list[dict[str, Any]]  # number in the answer, id, name, arguments
+    finish_reason: str | None
+
+
+class Choice:
+    """One answer of a reply. `add` makes parts of its pieces: several in a stream, else one.
+
+    Those of a stream, joined, are the complete text, calls and tokens.
+    """
+
+    def __init__(self, request: AnswerRequest, index: int, spelling: Spelling):
+        self.request, self.index, self.spelling = request, index, spelling
+        self.finder = ToolCallStream(request.tools) if request.tools else None
+        self.marks = call_marks(spelling.tokenizer) if request.tools else {}
+        self.text = request.echoed[index // request.n] if request.echoed else ""  # not sent yet, like tokens and calls
+        self.tokens: list[Token] = []
+        self.calls: list[dict[str, Any]] = []
+        self.count, self.cut = 0, False  # calls found so far; whether the answer ends within one
+        self.ended, self.offset = False, 0  # where in the text the next token begins
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """For the offsets of tokens in the text."""
+        return Decoder(self.spelling.tokenizer, () if self.request.echoed else self.request.jobs[self.index].ids)
+
+    def add(self, piece: Piece) -> Part | None:
+        """The next part, or None if there is nothing to send yet."""
+        self.tokens += piece.prompt or []
+        self.tokens += [piece.token] if piece.token is not None else []
+        self.ended = piece.completion is not None
+        for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
+            if isinstance(event, str):
+                self.text += event
+            elif self.request.several_calls or not self.count:
+                id = event.get("id") or uuid.uuid4().hex[:9]  # Mistral's templates require nine letters and digits
+                self.calls.append({"number": self.count, "id": id, **event["function"]})
+                self.count += 1
+        if not self.ended and not (self.request.stream and (self.text or self.calls)):
+            return None
+        reason: str | None = None if piece.completion is None else piece.completion.finish_reason
+        if reason == "stop" and self.count and not self.cut:  # the model ended the answer after complete calls
+            reason = "tool_calls"
+        part = Part(self, self.text, self.tokens, self.calls, reason)
+        self.text, self.tokens, self.calls = "", [], []
+        return part
+
+    def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
+        mark = "" if piece.token is None else self.marks.get(piece.token.id, "")
+        events, rest = calls.feed(mark + piece.text), calls.end() if piece.completion is not None else []
+        self.cut = any(isinstance(event, str) and event.strip("; \n") for event in rest)  # a stop string in a call
+        return events + rest
+
+
+class Reply(Inbox):
+    """The answers to one request. The constructor queues them; `cancel` ends them, and may be called at any time.
+
+    model  the name of the model
+    total  the server's counts of tokens, to which this reply adds its own
+    """
+
+    def __init__(self, request: AnswerRequest, engine: Engine, spelling: Spelling, model: str, total: Counter[str]):
+        super().__init__()
+        self.request, self.engine, self.model, self.total = request, engine, model, total
+        self.id, self.created, self.tokens = uuid.uuid4().hex, int(time.time()), Counter[str]()
+        self.choices = {job: Choice(request, i, spelling) for i, job in enumerate(request.jobs)}
+        if len(request.jobs) > (most := engine.limits.waiting):
+            count = len(request.jobs)
+            raise UsageError(f"n times the number of prompts is {count}; this server takes at most {most}")
+        engine.submit(request.jobs, self._deliver)
+
+    def _deliver(self, job: Job, piece: Piece | LlamaError) -> None:
+        """Count the tokens of a complete answer, also after a disconnect, and hand the piece to the event loop."""
+        if isinstance(piece, LlamaError):
+            return self.put(piece)
+        if piece.completion is not None:
+            stats, once = piece.completion.stats, self.choices[job].index % self.request.n == 0  # n answers, one prompt
+            for counts in (self.tokens, self.total):
+                counts.update({name: getattr(stats, name) for name in COUNTED if once or name == "new_tokens"})
+        self.put((self.choices[job], piece))
+
+    def cancel(self) -> None:
+        self.engine.cancel(self.request.jobs)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """The parts of all answers, as they are generated. Raises LlamaError if an answer fails."""
+        left, received = len(self.choices), self.received()
+        while left:
+            choice, piece = await anext(received)
+            left -= piece.completion is not None
+            if (part := choice.add(piece)) is not None:
+                yield part
+
+
+class Stream(StreamingResponse):
+    """A stream of events. However it ends, it calls `cancel`, and `ended` with the final status."""
+
+    def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], limits: Limits, format: Format):
+        self.events, self.cancel, self.status = self._events(values, limits, format), cancel, DISCONNECTED
+        self.pause, self.comment = limits.pause, format.comment
+        self.ended: Callable[[int], object] = lambda status: None
+        super().__init__(self.events, 200, STREAM_HEADERS, format.media_type)
+
+    async def _events(self, values: AsyncIterator[Any], limits: Limits, format: Format) -> AsyncGenerator[bytes]:
+        late = time.monotonic() + limits.seconds
+        try:
+            while (left := late - time.monotonic()) > 0:
+                async with asyncio.timeout(left):  # not around a `yield`, which waits for the client
+                    value = await anext(values, None)
+                if value is None:
+                    yield format.end
+                    self.status = 200
+                    return
+                yield format.event(json.dumps(value, ensure_ascii=False))
+            raise TimeoutError
+        except Exception as failed:  # the status has been sent already
+            refused = refusal(failed, format)
+            yield format.event(bytes(refused.body).decode())
+            self.status = refused.status_code
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def comments() -> None:
+            while True:
+                await asyncio.sleep(self.pause)
+                if self.status == DISCONNECTED:  # not ended
+                    await send({"type": "http.response.body", "body": self.comment, "more_body": True})
+
+        commenting = asyncio.create_task(comments())
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            commenting.cancel()
+            self.cancel()
+            await self.events.aclose()
+            self.ended(self.status)
+
+
+def refusal(failed: Exception, format: Format) -> Response:
+    """A response with an error object and the matching status."""
+    headers: Mapping[str, str] | None = None
+    if isinstance(failed, HTTPException):
+        status, message, headers = failed.status_code, failed.detail, failed.headers
+    elif isinstance(failed, Full):
+        status, message, headers = 429, str(failed), RETRY
+    elif isinstance(failed, TimeoutError):
+        status, message = 504, "the answer took more time than this server allows (--timeout); lower max_tokens"
+    else:
+        error = failed if isinstance(failed, LlamaError) else failure("the server failed", failed)
+        status = 404 if isinstance(error, UnknownModel) else 400 if isinstance(error, REFUSED) else 500
+        message = str(error)
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return JSONResponse(format.error(message, kind, CODES.get(type(failed))), status, headers)
