@@ -1,4 +1,4 @@
-"""What the shapes of an API share: the answers to a request in parts, streams of them, and errors."""
+"""What the shapes of an API share: the answers to a request, streams of them, and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import uuid
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from queue import Full
 from typing import Any
@@ -23,7 +22,7 @@ from ..generate import Token
 from ..generation.answer import Job, Piece
 from ..text import Llama
 from ..tokenizer import Decoder
-from .engine import Engine, Inbox, failure
+from .engine import COUNTED, Engine, Inbox, failure
 from .limits import Limits
 from .requests import AnswerRequest, UnknownModel
 from .spelling import Spelling
@@ -32,7 +31,6 @@ REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # err
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
 STREAM_HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}  # a proxy must not delay events
-COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
 DISCONNECTED = 499  # the status in the log if the client disconnected
 
 
@@ -55,56 +53,49 @@ class Api(Format):
     parse: Callable[[Mapping[str, Any], Llama, str], AnswerRequest]  # of a body, for the model with this name
 
     @abstractmethod
-    def whole(self, reply: Reply, parts: list[Part]) -> Any:
-        """The body of a response, given the complete answers."""
+    def chunk(self, reply: Reply, choices: list[Choice]) -> Any:
+        """An event of a stream, given the choice with something new."""
 
-    @abstractmethod
-    def chunk(self, reply: Reply, parts: list[Part]) -> Any:
-        """An event of a stream, given what is new in one of the answers."""
+    def whole(self, reply: Reply) -> Any:
+        """The body of a response that is not a stream."""
+        return self.chunk(reply, reply.choices)
 
     async def chunks(self, reply: Reply) -> AsyncIterator[Any]:
         """The events of a stream."""
-        async for part in reply.parts():
-            yield self.chunk(reply, [part])
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is new in an answer: text, tokens and complete calls; at its end also the reason."""
-
-    choice: Choice
-    text: str
-    tokens: list[Token]
-    calls: list[dict[str, Any]]  # number in the answer, id, name, arguments
-    finish_reason: str | None
+        async for choice in reply.news():
+            yield self.chunk(reply, [choice])
+            choice.clear()
 
 
 class Choice:
-    """One answer of a reply. `add` makes parts of its pieces: several in a stream, else one.
+    """One answer of a reply, as far as it has not been sent: text, tokens, complete calls and, at its end, the reason.
 
-    Those of a stream, joined, are the complete text, calls and tokens.
+    What a stream sends, joined, is the complete answer.
     """
 
     def __init__(self, request: AnswerRequest, index: int, spelling: Spelling):
         self.request, self.index, self.spelling = request, index, spelling
+        self.clear()
+        self.text = request.echoed[index // request.n] if request.echoed else ""
+        self.finish_reason: str | None = None
         self.finder = ToolCallStream(request.tools) if request.tools else None
         self.marks = call_marks(spelling.tokenizer) if request.tools else {}
-        self.text = request.echoed[index // request.n] if request.echoed else ""  # not sent yet, like tokens and calls
-        self.tokens: list[Token] = []
-        self.calls: list[dict[str, Any]] = []
         self.count, self.cut = 0, False  # calls found so far; whether the answer ends within one
-        self.ended, self.offset = False, 0  # where in the text the next token begins
+        self.offset = 0  # where in the text the next token begins
+
+    def clear(self) -> None:
+        """Forget what has been sent."""
+        self.text, self.tokens, self.calls = "", list[Token](), list[dict[str, Any]]()
 
     @cached_property
     def decoder(self) -> Decoder:
         """For the offsets of tokens in the text."""
         return Decoder(self.spelling.tokenizer, () if self.request.echoed else self.request.jobs[self.index].ids)
 
-    def add(self, piece: Piece) -> Part | None:
-        """The next part, or None if there is nothing to send yet."""
+    def add(self, piece: Piece) -> bool:
+        """Add a piece. Returns whether there is something to send."""
         self.tokens += piece.prompt or []
         self.tokens += [piece.token] if piece.token is not None else []
-        self.ended = piece.completion is not None
         for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
             if isinstance(event, str):
                 self.text += event
@@ -112,14 +103,12 @@ class Choice:
                 id = event.get("id") or uuid.uuid4().hex[:9]  # Mistral's templates require nine letters and digits
                 self.calls.append({"number": self.count, "id": id, **event["function"]})
                 self.count += 1
-        if not self.ended and not (self.request.stream and (self.text or self.calls)):
-            return None
-        reason: str | None = None if piece.completion is None else piece.completion.finish_reason
-        if reason == "stop" and self.count and not self.cut:  # the model ended the answer after complete calls
-            reason = "tool_calls"
-        part = Part(self, self.text, self.tokens, self.calls, reason)
-        self.text, self.tokens, self.calls = "", [], []
-        return part
+        if piece.completion is None:
+            return self.request.stream and bool(self.text or self.calls)
+        self.finish_reason = piece.completion.finish_reason
+        if self.finish_reason == "stop" and self.count and not self.cut:  # the model ended it after complete calls
+            self.finish_reason = "tool_calls"
+        return True
 
     def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
         mark = "" if piece.token is None else self.marks.get(piece.token.id, "")
@@ -129,43 +118,37 @@ class Choice:
 
 
 class Reply(Inbox):
-    """The answers to one request. The constructor queues them; `cancel` ends them, and may be called at any time.
+    """The answers to one request. The constructor queues them; `cancel` ends them, and may be called at any time."""
 
-    model  the name of the model
-    total  the server's counts of tokens, to which this reply adds its own
-    """
-
-    def __init__(self, request: AnswerRequest, engine: Engine, spelling: Spelling, model: str, total: Counter[str]):
+    def __init__(self, request: AnswerRequest, engine: Engine, model: str):
         super().__init__()
-        self.request, self.engine, self.model, self.total = request, engine, model, total
+        self.request, self.engine, self.model = request, engine, model
         self.id, self.created, self.tokens = uuid.uuid4().hex, int(time.time()), Counter[str]()
-        self.choices = {job: Choice(request, i, spelling) for i, job in enumerate(request.jobs)}
-        if len(request.jobs) > (most := engine.limits.waiting):
-            count = len(request.jobs)
+        spelling, count, most = Spelling(engine.llm.tokenizer), len(request.jobs), engine.limits.waiting
+        self.choices = [Choice(request, i, spelling) for i in range(count)]
+        self.numbers = {job: i for i, job in enumerate(request.jobs)}
+        if count > most:
             raise UsageError(f"n times the number of prompts is {count}; this server takes at most {most}")
         engine.submit(request.jobs, self._deliver)
 
     def _deliver(self, job: Job, piece: Piece | LlamaError) -> None:
         """Count the tokens of a complete answer, also after a disconnect, and hand the piece to the event loop."""
-        if isinstance(piece, LlamaError):
-            return self.put(piece)
-        if piece.completion is not None:
-            stats, once = piece.completion.stats, self.choices[job].index % self.request.n == 0  # n answers, one prompt
-            for counts in (self.tokens, self.total):
+        if isinstance(piece, Piece) and piece.completion is not None:
+            stats, once = piece.completion.stats, self.numbers[job] % self.request.n == 0  # n answers, one prompt
+            for counts in (self.tokens, self.engine.tokens):
                 counts.update({name: getattr(stats, name) for name in COUNTED if once or name == "new_tokens"})
-        self.put((self.choices[job], piece))
+        self.put(piece if isinstance(piece, LlamaError) else (self.choices[self.numbers[job]], piece))
 
     def cancel(self) -> None:
         self.engine.cancel(self.request.jobs)
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """The parts of all answers, as they are generated. Raises LlamaError if an answer fails."""
-        left, received = len(self.choices), self.received()
-        while left:
+    async def news(self) -> AsyncIterator[Choice]:
+        """The choices that have something to send, until all have ended. Raises LlamaError if an answer fails."""
+        received = self.received()
+        while any(choice.finish_reason is None for choice in self.choices):
             choice, piece = await anext(received)
-            left -= piece.completion is not None
-            if (part := choice.add(piece)) is not None:
-                yield part
+            if choice.add(piece):
+                yield choice
 
 
 class Stream(StreamingResponse):

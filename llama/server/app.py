@@ -24,12 +24,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..text import Llama
-from .api import COUNTED, DISCONNECTED, Api, Format, Reply, Stream, refusal
-from .engine import Engine, Look, Steps
+from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
+from .engine import COUNTED, Engine, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
 from .requests import check_model, parse_answer, parse_body, parse_inspection, parse_page
-from .spelling import Spelling
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +60,8 @@ class Server:
 
     def __init__(self, engine: Engine, model: str, key: str | None):
         self.llm, self.engine, self.model, self.key, self.limits = engine.llm, engine, model, key, engine.limits
-        self.spelling, self.looks = Spelling(self.llm.tokenizer), Looks(self.llm, model)
-        self.started = int(time.time())
+        self.looks, self.started = Looks(self.llm, model), int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
-        self.tokens: Counter[str] = Counter()
         self.received = 0  # bytes of bodies that are not parsed yet
         self.parsing, self.compiling = asyncio.Semaphore(self.limits.parsed), asyncio.Semaphore(self.limits.compiled)
         self.tracing = asyncio.Semaphore(1)
@@ -140,7 +137,7 @@ class Server:
         for (path, status), count in sorted(self.statuses.items()):
             lines.append(f'clearllama_requests_total{{path="{path}",status="{status}"}} {count}')
         for name in COUNTED:
-            lines += [f"# TYPE clearllama_{name}_total counter", f"clearllama_{name}_total {self.tokens[name]}"]
+            lines += [f"# TYPE clearllama_{name}_total counter", f"clearllama_{name}_total {self.engine.tokens[name]}"]
         waiting = self.engine.queue.qsize()
         for name, value in (("running", len(self.engine.listeners) - waiting), ("waiting", waiting)):
             lines += [f"# TYPE clearllama_answers_{name} gauge", f"clearllama_answers_{name} {value}"]
@@ -149,11 +146,11 @@ class Server:
     # ----------------------------------------------------------------------------------------------------- completions
     async def complete(self, api: Api, request: Request) -> Response:
         asked = await self._parsed(request, api.parse)
-        reply = Reply(asked, self.engine, self.spelling, self.model, self.tokens)
+        reply = Reply(asked, self.engine, self.model)
         if asked.stream:
             return Stream(api.chunks(reply), reply.cancel, self.limits, api)
-        parts = await self._undisturbed(request, reply.parts(), reply.cancel)
-        return JSONResponse(api.whole(reply, parts))
+        await self._undisturbed(request, reply.news(), reply.cancel)
+        return JSONResponse(api.whole(reply))
 
     async def _parsed(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
         """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""

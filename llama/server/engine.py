@@ -19,6 +19,7 @@ from ..text import Llama
 from .limits import Limits
 
 log = logging.getLogger(__name__)
+COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
 
 Steps = Generator[Any, None, None]
 # Receives the pieces of the answers to one request; the engine's thread calls it
@@ -131,6 +132,7 @@ class Engine:
         self.llm, self.limits, self.closed = llm, limits, False
         self.listeners: dict[Job, Listener] = {}  # of jobs that wait or run
         self.queue = Schedule(limits, self.listeners)
+        self.tokens = Counter[str]()  # of all answers that have ended
         self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 

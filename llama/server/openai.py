@@ -6,10 +6,10 @@ import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
-from .api import COUNTED, Api, Part, Reply
+from .api import Api, Choice, Reply
+from .engine import COUNTED
 from .requests import parse_chat, parse_text
 
 LOWEST = -9999.0  # for a log-probability of minus infinity, which JSON lacks; the value of OpenAI's API
@@ -23,14 +23,14 @@ class OpenAI(Api):
     kinds: tuple[str, str]  # the `object` of a response and of a chunk
 
     @abstractmethod
-    def content(self, part: Part) -> dict[str, Any]: ...
+    def content(self, choice: Choice) -> dict[str, Any]: ...
     @abstractmethod
-    def logprobs(self, part: Part) -> dict[str, Any]: ...
+    def logprobs(self, choice: Choice) -> dict[str, Any]: ...
 
-    def choice(self, part: Part) -> dict[str, Any]:
-        logprobs = self.logprobs(part) if part.choice.request.logprobs else None
-        content = {"index": part.choice.index, **self.content(part)}
-        return {**content, "logprobs": logprobs, "finish_reason": part.finish_reason}
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = self.logprobs(choice) if choice.request.logprobs else None
+        content = {"index": choice.index, **self.content(choice)}
+        return {**content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def body(self, reply: Reply, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         kind = self.kinds[reply.request.stream]
@@ -42,11 +42,11 @@ class OpenAI(Api):
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
-    def whole(self, reply: Reply, parts: list[Part]) -> dict[str, Any]:
-        return self.body(reply, sorted(map(self.choice, parts), key=itemgetter("index")), self.usage(reply))
+    def chunk(self, reply: Reply, choices: list[Choice]) -> dict[str, Any]:
+        return self.body(reply, [*map(self.choice, choices)])
 
-    def chunk(self, reply: Reply, parts: list[Part]) -> dict[str, Any]:
-        return self.body(reply, [*map(self.choice, parts)])
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return self.chunk(reply, reply.choices) | {"usage": self.usage(reply)}
 
     async def chunks(self, reply: Reply) -> AsyncIterator[dict[str, Any]]:
         async for chunk in super().chunks(reply):
@@ -60,20 +60,19 @@ class Completions(OpenAI):
 
     parse, prefix, kinds = staticmethod(parse_text), "cmpl", ("text_completion", "text_completion")
 
-    def content(self, part: Part) -> dict[str, Any]:
-        return {"text": part.text}
+    def content(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
 
-    def logprobs(self, part: Part) -> dict[str, Any]:
-        choice, spelled = part.choice, part.choice.spelling.text
-        texts = [spelled(token.id) for token in part.tokens]
-        offsets, tops = [], list[dict[str, float] | None]()
-        for token, text in zip(part.tokens, texts, strict=True):
+    def logprobs(self, choice: Choice) -> dict[str, Any]:
+        spelled, offsets, tops = choice.spelling.text, [], list[dict[str, float] | None]()
+        for token in choice.tokens:
             offsets.append(choice.offset)
             choice.offset += len(choice.decoder.feed(token.id))
             likely = reversed([*islice(token.top.items(), choice.request.top)])
-            entries = {spelled(id): number(logprob) for id, logprob in likely}
-            tops.append(None if token.logprob is None else {**entries, text: number(token.logprob)})
-        scores = [None if token.logprob is None else number(token.logprob) for token in part.tokens]
+            top = {spelled(id): number(logprob) for id, logprob in likely}
+            tops.append(None if token.logprob is None else {**top, spelled(token.id): number(token.logprob)})
+        scores = [None if token.logprob is None else number(token.logprob) for token in choice.tokens]
+        texts = [spelled(token.id) for token in choice.tokens]
         return {"tokens": texts, "token_logprobs": scores, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -82,23 +81,22 @@ class Chat(OpenAI):
 
     parse, prefix, kinds = staticmethod(parse_chat), "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
-    def content(self, part: Part) -> dict[str, Any]:
-        text, stream = part.text, part.choice.request.stream
-        calls = {"tool_calls": [_call(call, stream) for call in part.calls]} if part.calls else {}
+    def content(self, choice: Choice) -> dict[str, Any]:
+        text, stream = choice.text, choice.request.stream
+        calls = {"tool_calls": [_call(call, stream) for call in choice.calls]} if choice.calls else {}
         if stream:
             return {"delta": {**({"content": text} if text else {}), **calls}}
         content = None if calls and not text else text
         return {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
 
-    def logprobs(self, part: Part) -> dict[str, Any]:
-        spelling = part.choice.spelling
+    def logprobs(self, choice: Choice) -> dict[str, Any]:
+        spelling, entries = choice.spelling, []
 
         def entry(id: int, logprob: float | None) -> dict[str, Any]:
             return {"token": spelling.text(id), "logprob": number(logprob or 0.0), "bytes": list(spelling.raw(id))}
 
-        entries = []
-        for token in part.tokens:
-            top = [entry(id, logprob) for id, logprob in islice(token.top.items(), part.choice.request.top)]
+        for token in choice.tokens:
+            top = [entry(id, logprob) for id, logprob in islice(token.top.items(), choice.request.top)]
             entries.append({**entry(token.id, token.logprob), "top_logprobs": top})
         return {"content": entries, "refusal": None}
 
@@ -111,9 +109,8 @@ class Chat(OpenAI):
 
 
 def _call(call: dict[str, Any], stream: bool) -> dict[str, Any]:
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    index = {"index": call["number"]} if stream else {}
-    return {**index, "id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return {**({"index": call["number"]} if stream else {}), "id": call["id"], "type": "function", "function": function}
 
 
 def number(logprob: float) -> float:

@@ -110,7 +110,12 @@ def parts(
     choice.marks |= {7: mark}
     end = Completion("", [], finish, None, Stats(1, 0, 0, 0, 0, 0))
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
-    return [Chat().choice(part) for piece in given if (part := choice.add(piece)) is not None]
+    found = []
+    for piece in given:
+        if choice.add(piece):
+            found.append(Chat().choice(choice))
+            choice.clear()
+    return found
 
 
 CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'
