@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Any, overload
 
 from torch import Tensor
@@ -26,7 +25,7 @@ from .engine.placement import describe_devices
 from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
 from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, exclude_until
-from .generation.batch import Batch, Ended, PromptScored, Started, TokenEvent
+from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar, forced_call
@@ -359,18 +358,19 @@ class Llama:
 
     def answers(
         self,
-        jobs: Iterable[Job] | Queue[Job | None],
+        jobs: Iterable[Job] | Source,
         *,
         batch_size: int = BATCH_SIZE,
         between: Callable[[], object] = lambda: None,
     ) -> Iterator[tuple[Job, Piece | LlamaError]]:
         """Answers to many prompts at once, each as from `stream_ids`: (the job, its next piece).
 
-        jobs come from `prepare`, in an iterable or in a queue. At most batch_size answers are in progress; when one
-        ends, the next prompt is read and uses its row (generation/batch.py). There is a piece for each token, so its
-        text may be empty. A prompt that can't be run, or whose logits are not finite, yields its error instead of its
-        last piece. Other threads may put prompts into the queue while the answers are read, and None at the end.
-        Setting job.cancelled ends an answer before its next token. `between` is called between passes of the model.
+        jobs come from `prepare`, in an iterable or a Source, such as a queue. At most batch_size answers are in
+        progress; when one ends, the next job is read and uses its row (generation/batch.py). There is a piece for each
+        token, so its text may be empty. A job that can't be run, or whose logits are not finite, yields its error
+        instead of its last piece. Other threads may put jobs into a queue while the answers are read, and None at the
+        end. Setting job.cancelled ends an answer before its next token. `between` is called between passes of the
+        model.
         """
         stop_ids, n_vocab = self.tokenizer.stop_ids, self.tokenizer.n_vocab
         running: dict[int, Answer] = {}  # by the number of the request

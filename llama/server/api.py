@@ -9,7 +9,7 @@ import uuid
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from queue import Full
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..generation.answer import Job, Piece
 from ..text import Llama
 from ..tokenizer import Decoder
 from .engine import COUNTED, Engine, Inbox, failure
-from .limits import Limits
 from .requests import AnswerRequest, UnknownModel
 from .spelling import Spelling
 
@@ -58,7 +57,7 @@ class Api(Format):
 
     def whole(self, reply: Reply) -> Any:
         """The body of a response that is not a stream."""
-        return self.chunk(reply, reply.choices)
+        return self.chunk(reply, [*reply.choices.values()])
 
     async def chunks(self, reply: Reply) -> AsyncIterator[Any]:
         """The events of a stream."""
@@ -118,78 +117,70 @@ class Choice:
 
 
 class Reply(Inbox):
-    """The answers to one request. The constructor queues them; `cancel` ends them, and may be called at any time."""
+    """The answers to one request. The constructor queues its jobs."""
 
     def __init__(self, request: AnswerRequest, engine: Engine, model: str):
-        super().__init__()
-        self.request, self.engine, self.model = request, engine, model
+        super().__init__(engine)
+        self.request, self.model, self.cancel = request, model, partial(engine.cancel, request.jobs)
         self.id, self.created, self.tokens = uuid.uuid4().hex, int(time.time()), Counter[str]()
         spelling, count, most = Spelling(engine.llm.tokenizer), len(request.jobs), engine.limits.waiting
-        self.choices = [Choice(request, i, spelling) for i in range(count)]
-        self.numbers = {job: i for i, job in enumerate(request.jobs)}
+        self.choices = {job: Choice(request, i, spelling) for i, job in enumerate(request.jobs)}
         if count > most:
             raise UsageError(f"n times the number of prompts is {count}; this server takes at most {most}")
         engine.submit(request.jobs, self._deliver)
 
     def _deliver(self, job: Job, piece: Piece | LlamaError) -> None:
         """Count the tokens of a complete answer, also after a disconnect, and hand the piece to the event loop."""
-        if isinstance(piece, Piece) and piece.completion is not None:
-            stats, once = piece.completion.stats, self.numbers[job] % self.request.n == 0  # n answers, one prompt
+        choice = self.choices[job]
+        if isinstance(piece, LlamaError):
+            return self.put(piece)
+        if piece.completion is not None:
+            stats, once = piece.completion.stats, choice.index % self.request.n == 0  # n answers have one prompt
             for counts in (self.tokens, self.engine.tokens):
                 counts.update({name: getattr(stats, name) for name in COUNTED if once or name == "new_tokens"})
-        self.put(piece if isinstance(piece, LlamaError) else (self.choices[self.numbers[job]], piece))
-
-    def cancel(self) -> None:
-        self.engine.cancel(self.request.jobs)
+        self.put((choice, piece))
 
     async def news(self) -> AsyncIterator[Choice]:
-        """The choices that have something to send, until all have ended. Raises LlamaError if an answer fails."""
-        received = self.received()
-        while any(choice.finish_reason is None for choice in self.choices):
-            choice, piece = await anext(received)
+        """The choices that have something to send, until all have ended."""
+        async for choice, piece in super().news():
             if choice.add(piece):
                 yield choice
+            if all(choice.finish_reason for choice in self.choices.values()):
+                return
 
 
 class Stream(StreamingResponse):
-    """A stream of events. However it ends, it calls `cancel`, and `ended` with the final status."""
+    """A stream of values. However it ends, it cancels the inbox, and calls `ended` with the final status."""
 
-    def __init__(self, values: AsyncIterator[Any], cancel: Callable[[], object], limits: Limits, format: Format):
-        self.events, self.cancel, self.status = self._events(values, limits, format), cancel, DISCONNECTED
-        self.pause, self.comment = limits.pause, format.comment
+    def __init__(self, values: AsyncIterator[Any], inbox: Inbox, format: Format):
+        self.events, self.inbox, self.format, self.status = self._events(values), inbox, format, DISCONNECTED
         self.ended: Callable[[int], object] = lambda status: None
         super().__init__(self.events, 200, STREAM_HEADERS, format.media_type)
 
-    async def _events(self, values: AsyncIterator[Any], limits: Limits, format: Format) -> AsyncGenerator[bytes]:
-        late = time.monotonic() + limits.seconds
+    async def _events(self, values: AsyncIterator[Any]) -> AsyncGenerator[bytes]:
         try:
-            while (left := late - time.monotonic()) > 0:
-                async with asyncio.timeout(left):  # not around a `yield`, which waits for the client
-                    value = await anext(values, None)
-                if value is None:
-                    yield format.end
-                    self.status = 200
-                    return
-                yield format.event(json.dumps(value, ensure_ascii=False))
-            raise TimeoutError
+            async for value in values:
+                yield self.format.event(json.dumps(value, ensure_ascii=False))
+            yield self.format.end
+            self.status = 200
         except Exception as failed:  # the status has been sent already
-            refused = refusal(failed, format)
-            yield format.event(bytes(refused.body).decode())
+            refused = refusal(failed, self.format)
+            yield self.format.event(bytes(refused.body).decode())
             self.status = refused.status_code
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def comments() -> None:
             while True:
-                await asyncio.sleep(self.pause)
+                await asyncio.sleep(self.inbox.engine.limits.pause)
                 if self.status == DISCONNECTED:  # not ended
-                    await send({"type": "http.response.body", "body": self.comment, "more_body": True})
+                    await send({"type": "http.response.body", "body": self.format.comment, "more_body": True})
 
         commenting = asyncio.create_task(comments())
         try:
             await super().__call__(scope, receive, send)
         finally:
             commenting.cancel()
-            self.cancel()
+            self.inbox.cancel()
             await self.events.aclose()
             self.ended(self.status)
 

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Full
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from ..text import Llama
 from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
-from .engine import COUNTED, Engine, Look, Steps
+from .engine import COUNTED, Engine, Inbox, Look
 from .look import Looks
 from .openai import Chat, Completions
 from .requests import check_model, parse_answer, parse_body, parse_inspection, parse_page
@@ -138,9 +138,8 @@ class Server:
             lines.append(f'clearllama_requests_total{{path="{path}",status="{status}"}} {count}')
         for name in COUNTED:
             lines += [f"# TYPE clearllama_{name}_total counter", f"clearllama_{name}_total {self.engine.tokens[name]}"]
-        waiting = self.engine.queue.qsize()
-        for name, value in (("running", len(self.engine.listeners) - waiting), ("waiting", waiting)):
-            lines += [f"# TYPE clearllama_answers_{name} gauge", f"clearllama_answers_{name} {value}"]
+        for name, jobs in (("running", self.engine.running), ("waiting", self.engine.waiting)):
+            lines += [f"# TYPE clearllama_answers_{name} gauge", f"clearllama_answers_{name} {len(jobs)}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     # ----------------------------------------------------------------------------------------------------- completions
@@ -148,8 +147,8 @@ class Server:
         asked = await self._parsed(request, api.parse)
         reply = Reply(asked, self.engine, self.model)
         if asked.stream:
-            return Stream(api.chunks(reply), reply.cancel, self.limits, api)
-        await self._undisturbed(request, reply.news(), reply.cancel)
+            return Stream(api.chunks(reply), reply, api)
+        await self._all(request, reply)
         return JSONResponse(api.whole(reply))
 
     async def _parsed(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
@@ -181,29 +180,24 @@ class Server:
         return Response(file.read_bytes(), media_type=KINDS[file.suffix], headers=PAGE_HEADERS)
 
     async def look_answer(self, request: Request) -> Response:
-        look = self._look(self.looks.answer(**await self._parsed(request, parse_answer)))
-        return Stream(look.received(), look.cancelled.set, self.limits, EVENTS)
+        look = Look(self.looks.answer(**await self._parsed(request, parse_answer)), self.engine)
+        return Stream(look.news(), look, EVENTS)
 
     async def look_inside(self, request: Request) -> Response:
-        look = self._look(self.looks.inside(**await self._parsed(request, parse_inspection)))
-        return JSONResponse((await self._undisturbed(request, look.received(), look.cancelled.set))[-1])
+        look = Look(self.looks.inside(**await self._parsed(request, parse_inspection)), self.engine)
+        return JSONResponse((await self._all(request, look))[-1])
 
     async def look_page(self, request: Request) -> Response:
         ids = await self._parsed(request, parse_page)
         async with self.tracing:
-            look = self._look(self.looks.page(ids))
-            (render,) = await self._undisturbed(request, look.received(), look.cancelled.set)
+            (render,) = await self._all(request, Look(self.looks.page(ids), self.engine))
             return Response(await asyncio.to_thread(render), media_type="text/html")
 
-    def _look(self, steps: Steps) -> Look:
-        self.engine.queue.add_look(look := Look(steps))
-        return look
+    async def _all(self, request: Request, inbox: Inbox) -> list[Any]:
+        """All that arrives, unless the client disconnects before it."""
 
-    async def _undisturbed(self, request: Request, values: AsyncIterator[T], cancel: Callable[[], object]) -> list[T]:
-        """All values, unless the client disconnects or the time ends before them. At the end, call `cancel`."""
-
-        async def collect() -> list[T]:
-            return [value async for value in values]
+        async def collect() -> list[Any]:
+            return [found async for found in inbox.news()]
 
         async def disconnect() -> None:  # the body has been read
             while (await request.receive())["type"] != "http.disconnect":
@@ -211,14 +205,14 @@ class Server:
 
         whole, gone = asyncio.create_task(collect()), asyncio.create_task(disconnect())
         try:
-            await asyncio.wait((whole, gone), timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
-                raise ClientDisconnect if gone.done() else TimeoutError
+                raise ClientDisconnect
             return whole.result()
         finally:
             whole.cancel()
             gone.cancel()
-            cancel()
+            inbox.cancel()
 
 
 def one_value(app: ASGIApp) -> ASGIApp:

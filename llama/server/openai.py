@@ -46,7 +46,7 @@ class OpenAI(Api):
         return self.body(reply, [*map(self.choice, choices)])
 
     def whole(self, reply: Reply) -> dict[str, Any]:
-        return self.chunk(reply, reply.choices) | {"usage": self.usage(reply)}
+        return super().whole(reply) | {"usage": self.usage(reply)}
 
     async def chunks(self, reply: Reply) -> AsyncIterator[dict[str, Any]]:
         async for chunk in super().chunks(reply):

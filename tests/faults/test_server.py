@@ -375,9 +375,9 @@ def test_an_answer_ends_within_one_pass_after_its_client_is_gone(
     passes.wait()
     passes.allow(3)
     passes.wait()
-    (prompt,) = server.engine.listeners
+    (job,) = server.engine.running
     leave(client)
-    until(prompt.cancelled.is_set)
+    until(job.cancelled.is_set)
     count = passes.count
     assert gauges(server) == (1, 0)
     passes.allow(1)
@@ -398,7 +398,7 @@ def test_a_place_in_the_queue_is_free_at_once(server: Running, passes: Passes, s
     for client in clients:
         client.close()
     until(lambda: gauges(server)[1] == 0)
-    assert not any(prompt.cancelled.is_set() for prompt in [*server.engine.queue.queue])
+    assert not any(job.cancelled.is_set() for job in [*server.engine.waiting])
 
 
 def test_the_answers_of_other_clients_go_on(server: Running, passes: Passes, llm: Llama) -> None:
@@ -425,7 +425,7 @@ def test_a_request_that_takes_too_long_is_ended(llm: Llama, passes: Passes) -> N
             assert (status, "took more time" in json.loads(text.split("data: ")[-1])["error"]["message"]) == (200, True)
         assert [ask(server, path, {"ids": [5]})[0] for path in ("/look/inside", "/look/page")] == [504, 504]
         passes.allow(float("inf"))
-        until(lambda: gauges(server) == (0, 0) and not server.engine.queue.looks)
+        until(lambda: gauges(server) == (0, 0) and not server.engine.looks)
 
 
 # ------------------------------------------------------------------------------- L04: what a request must not control
@@ -787,7 +787,7 @@ def test_a_stream_that_its_client_does_not_read_ends_in_time(
                 passes.wait()
                 passes.allow(20)
                 assert other.result()[0] == 200
-            answers, looks = [*server.engine.listeners], [*server.engine.queue.looks]
+            answers, looks = [*server.engine.running, *server.engine.waiting], [*server.engine.looks]
             while stalled in connections:
                 assert time.monotonic() < began + 60
                 with contextlib.suppress(OSError):
@@ -797,7 +797,7 @@ def test_a_stream_that_its_client_does_not_read_ends_in_time(
             assert all(one.cancelled.is_set() for one in [*answers, *looks])
             assert len([*answers, *looks]) == 1
             passes.allow(float("inf"))
-            until(lambda: gauges(server) == (0, 0) and not server.engine.queue.looks)
+            until(lambda: gauges(server) == (0, 0) and not server.engine.looks)
     assert open_files() <= before
 
 
@@ -856,7 +856,7 @@ def test_an_answer_is_counted_and_logged_at_its_end(
             passes.allow(8)
             passes.wait()
             time.sleep(0.3)
-        until(lambda: all(prompt.cancelled.is_set() for prompt in [*server.engine.listeners]))
+        until(lambda: all(job.cancelled.is_set() for job in [*server.engine.running]))
         passes.allow(float("inf"))
         until(lambda: gauges(server) == (0, 0) and gone in counters(server) and caplog.messages)
         status, seconds = re.search(r"POST \S+ (\d+) (\S+) s", caplog.messages[-1]).groups()  # type: ignore[union-attr]
