@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Any, overload
 
 from torch import Tensor
@@ -25,8 +24,8 @@ from .engine.nonfinite import locate
 from .engine.placement import describe_devices
 from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
-from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopText, exclude_until
-from .generation.batch import Batch, Ended, PromptScored, Started, TokenEvent
+from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, exclude_until
+from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import Grammar, compile_grammar, forced_call
@@ -137,20 +136,20 @@ class Llama:
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         if alone := [name for name in ALONE if options.pop(name, None) is not None]:
             raise UsageError(f"{alone[0]} can't be combined with a list of prompts: call generate once for each prompt")
-        prompts: list[Prompt] = []
+        jobs: list[Job] = []
         for text in prompt:
-            with _named(len(prompts), len(prompt)):
-                prompts += self.prepare(self.tokenizer.encode_prompt(text, parse_special), options)
-        done: dict[Prompt, Completion] = {}
-        for one, piece in self.answers(prompts, batch_size=batch_size):
+            with _named(len(jobs), len(prompt)):
+                jobs += self.prepare(self.tokenizer.encode_prompt(text, parse_special), options)
+        done: dict[Job, Completion] = {}
+        for one, piece in self.answers(jobs, batch_size=batch_size):
             if isinstance(piece, LlamaError):
-                with _named(prompts.index(one), len(prompt)):
+                with _named(jobs.index(one), len(prompt)):
                     raise piece
             if piece.completion is not None:
                 done[one] = piece.completion
                 if progress is not None:
                     progress(len(done), len(prompt))
-        return [done[one] for one in prompts]
+        return [done[one] for one in jobs]
 
     def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text.
@@ -272,28 +271,28 @@ class Llama:
         return self._stream(prepared, session, guesses, progress)
 
     def _stream(
-        self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
+        self, job: Job, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
-        if prompt.prompt_logprobs:  # only a batch computes them
-            for _, piece in self.answers([prompt], batch_size=1):
+        if job.prompt_logprobs:  # only a batch computes them
+            for _, piece in self.answers([job], batch_size=1):
                 if isinstance(piece, LlamaError):
                     raise piece
                 yield piece
             return
-        ids = prompt.prompt
+        ids = job.ids
         cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
-        answer = Answer(self.tokenizer, prompt, 0 if cache is None else cache.length)
+        answer = Answer(self.tokenizer, job, 0 if cache is None else cache.length)
         plain = partial(generate, diagnose=partial(locate, self.model))
         tokens = (plain if draft is None else partial(speculate, draft=draft))(
             self.model,
             ids,
-            prompt.params,
+            job.params,
             stop_ids=self.tokenizer.stop_ids,
             n_vocab=self.tokenizer.n_vocab,
             cache=cache,
-            logprobs=prompt.logprobs,
-            top_logprobs=prompt.top_logprobs,
-            constraint=prompt.constraint,
+            logprobs=job.logprobs,
+            top_logprobs=job.top_logprobs,
+            constraint=job.constraint,
             progress=progress,
         )
         nonfinite = False
@@ -312,8 +311,8 @@ class Llama:
                 session.give_back([*ids, *answer.ids], nonfinite)
         yield answer.end() if draft is None else answer.end(draft.drafted, draft.accepted)
 
-    def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Prompt]:
-        """Prepare n prompts for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
+    def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
+        """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
 
         Raises UsageError for an invalid option.
         """
@@ -338,13 +337,13 @@ class Llama:
             ends = [id for id in (*self.tokenizer.stop_ids, *stop_ids) if id < self.tokenizer.n_vocab]
             params = dataclasses.replace(params, processors=[*params.processors, exclude_until(known + shortest, ends)])
         seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed
-        prompts = []
+        jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
             constraint = None if grammar is None else grammar.constraint(ids if continues else ())
             common = ids, seeded, logprobs, top, constraint, scored
-            prompts.append(Prompt(*common, stops=stops, stop_ids=stop_ids, continues=continues))
-        return prompts
+            jobs.append(Job(*common, stops=stops, stop_ids=stop_ids, continues=continues))
+        return jobs
 
     def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:
         """The grammar of an answer, given by one of the options GRAMMARS; None if there is none."""
@@ -359,22 +358,23 @@ class Llama:
 
     def answers(
         self,
-        prompts: Iterable[Prompt] | Queue[Prompt | None],
+        jobs: Iterable[Job] | Source,
         *,
         batch_size: int = BATCH_SIZE,
         between: Callable[[], object] = lambda: None,
-    ) -> Iterator[tuple[Prompt, Piece | LlamaError]]:
-        """Answers to many prompts at once, each as from `stream_ids`: (the prompt, its next piece).
+    ) -> Iterator[tuple[Job, Piece | LlamaError]]:
+        """Answers to many prompts at once, each as from `stream_ids`: (the job, its next piece).
 
-        prompts come from `prepare`, in an iterable or in a queue. At most batch_size answers are in progress; when one
-        ends, the next prompt is read and uses its row (generation/batch.py). There is a piece for each token, so its
-        text may be empty. A prompt that can't be run, or whose logits are not finite, yields its error instead of its
-        last piece. Other threads may put prompts into the queue while the answers are read, and None at the end.
-        Setting prompt.cancelled ends an answer before its next token. `between` is called between passes of the model.
+        jobs come from `prepare`, in an iterable or a Source, such as a queue. At most batch_size answers are in
+        progress; when one ends, the next job is read and uses its row (generation/batch.py). There is a piece for each
+        token, so its text may be empty. A job that can't be run, or whose logits are not finite, yields its error
+        instead of its last piece. Other threads may put jobs into a queue while the answers are read, and None at the
+        end. Setting job.cancelled ends an answer before its next token. `between` is called between passes of the
+        model.
         """
         stop_ids, n_vocab = self.tokenizer.stop_ids, self.tokenizer.n_vocab
         running: dict[int, Answer] = {}  # by the number of the request
-        batch = Batch(self.model, prompts, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab, between=between)
+        batch = Batch(self.model, jobs, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab, between=between)
         for event in batch:
             if isinstance(event, Started):
                 running[event.number] = Answer(self.tokenizer, event.request, event.cached)
@@ -383,16 +383,16 @@ class Llama:
             match event:
                 case PromptScored():
                     answer.score(event.tokens)
-                    yield answer.prompt, Piece("", prompt=event.tokens)
+                    yield answer.job, Piece("", prompt=event.tokens)
                 case TokenEvent():
                     text = answer.feed(event.token)
                     if answer.done:
-                        answer.prompt.cancelled.set()
+                        answer.job.cancelled.set()
                     if text is not None:
-                        yield answer.prompt, Piece(text, token=event.token)
+                        yield answer.job, Piece(text, token=event.token)
                 case Ended():
                     del running[event.number]
-                    yield answer.prompt, answer.end() if event.error is None else event.error
+                    yield answer.job, answer.end() if event.error is None else event.error
 
 
 def _messages(messages: str | Dicts) -> list[Message]:

@@ -29,7 +29,7 @@ needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights n
 
 def alone(net: Transformer, request: Request, **options: Any) -> list[Token]:
     """Return the tokens of one request without a batch."""
-    return list(generate(net, request.prompt, request.params, logprobs=request.logprobs, **options))
+    return list(generate(net, request.ids, request.params, logprobs=request.logprobs, **options))
 
 
 def batched(net: Transformer, requests: Iterable[Request], slots: int, **options: Any) -> list[list[Token]]:
@@ -157,7 +157,7 @@ def test_logits_of_a_row_equal_those_of_a_full_pass() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Batch, "_next_logits", spy)
         found = batched(net, requests, 3)
-    texts = [list(request.prompt) + [token.id for token in row] for request, row in zip(requests, found, strict=True)]
+    texts = [list(request.ids) + [token.id for token in row] for request, row in zip(requests, found, strict=True)]
     full = [net(torch.tensor([text]))[0] for text in texts]  # (T, V) each, without a cache
     checked = 0
     for inputs, logits in zip(fed, rows, strict=True):

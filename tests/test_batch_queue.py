@@ -20,7 +20,7 @@ from tests import tiny
 
 
 def alone(net: Transformer, request: Request) -> list[int]:
-    return [token.id for token in generate(net, request.prompt, request.params)]
+    return [token.id for token in generate(net, request.ids, request.params)]
 
 
 class Feed:
@@ -64,7 +64,7 @@ def arriving(seed: int, count: int) -> list[tuple[int, Request]]:
     rng, made, at = random.Random(seed), [], 0  # type: ignore[var-annotated]
     for i in range(count):
         at += rng.choice([0, 0, 1, 9, 200])
-        start = list(rng.choice(made)[1].prompt) if made and rng.random() < 0.6 else []
+        start = list(rng.choice(made)[1].ids) if made and rng.random() < 0.6 else []
         prompt = (start + [rng.randrange(320) for _ in range(rng.randint(1, 30))])[-200:]
         options = rng.choice([{}, {"temperature": 1.5}, {"presence_penalty": 1.0, "frequency_penalty": 0.5}])
         made.append((at, Request(prompt, SamplingParams(max_new_tokens=rng.randint(1, 14), seed=i, **options))))

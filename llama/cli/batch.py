@@ -19,7 +19,7 @@ from typing import Any
 from ..chat.messages import check_messages, continues_answer
 from ..checks import integer
 from ..errors import LlamaError, UsageError
-from ..generation.answer import Prompt
+from ..generation.answer import Job
 from ..sampling import SamplingParams
 from ..system.documents import parse_json
 from ..text import BATCH_SIZE, ENDS, GRAMMARS, Llama
@@ -171,13 +171,13 @@ def answer_all(
     args: argparse.Namespace, llm: Llama, items: list[Item], options: dict[str, Any], raw: bool, size: int
 ) -> Answered:
     """Each item with its answer or its error, in the order in which they finish."""
-    running: dict[Prompt, Item] = {}
+    running: dict[Job, Item] = {}
     refused: list[tuple[Item, dict[str, Any]]] = []
 
     def encode(item: Item) -> list[int]:
         return llm.tokenizer.encode_prompt(item.prompt["prompt"]) if raw else llm.encode_chat(item.messages)
 
-    def prompts() -> Iterator[Prompt]:
+    def prompts() -> Iterator[Job]:
         for item in items:
             try:
                 (prompt,) = llm.prepare(ranks.first(args, partial(encode, item)), item.options(options, raw))

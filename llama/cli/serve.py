@@ -50,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn
 
         from ..server.app import Server
-        from ..server.connections import Limits, configuration
+        from ..server.connections import configuration
     except ImportError as error:
         raise LlamaError(f"serving needs {error.name}: pip install 'clearllama[serve]'") from None
     from ..server.engine import Engine
+    from ..server.limits import Limits
 
     for option, (_, low, high, _) in NUMBERS.items():
         integer(option, getattr(args, option[2:]), low, high)
@@ -64,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     llm = loading.load(args)
     loading.set_chat_form(args, llm)
     name = args.name or loading.model_name(args.model)
-    engine = Engine(llm, args.parallel, args.queue)
-    limits, hosts = Limits(seconds=args.timeout), ["localhost", "127.0.0.1", "[::1]"] if local else None
-    app = Server(llm, engine, name, key, limits).app(hosts, args.cors_origin)
-    server = uvicorn.Server(configuration(app, args.parallel + args.queue, limits))
+    limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout)
+    engine, hosts = Engine(llm, limits), ["localhost", "127.0.0.1", "[::1]"] if local else None
+    app = Server(engine, name, key).app(hosts, args.cors_origin)
+    server = uvicorn.Server(configuration(app, limits))
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect

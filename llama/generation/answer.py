@@ -140,7 +140,7 @@ def exclude_until(length: int, ids: Sequence[int]) -> Processor:
 
 
 @dataclass(eq=False)
-class Prompt(Request):
+class Job(Request):
     """A request with what ends the text of its answer.
 
     stops      strings that end it; one that names a control token, which has no text, stops at its id
@@ -160,14 +160,14 @@ class Answer:
     Time is measured from construction, when the prefill starts, and at each token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, cached: int = 0):
-        self.prompt, self.cached = prompt, cached
+    def __init__(self, tokenizer: Tokenizer, job: Job, cached: int = 0):
+        self.job, self.cached = job, cached
         self.ids: list[int] = []
         self.done = False
-        self._decoder = Decoder(tokenizer, prompt.prompt if prompt.continues else ())
-        self._stop_text = StopText(prompt.stops)
-        named = (tokenizer.control[stop] for stop in prompt.stops if stop in tokenizer.control)
-        self._stop_ids = {*prompt.stop_ids, *named}
+        self._decoder = Decoder(tokenizer, job.ids if job.continues else ())
+        self._stop_text = StopText(job.stops)
+        named = (tokenizer.control[stop] for stop in job.stops if stop in tokenizer.control)
+        self._stop_ids = {*job.stop_ids, *named}
         self._scores: list[float] = []
         self._tops: list[Mapping[int, float]] = []
         self._prompt_scores: list[float | None] | None = None
@@ -204,16 +204,16 @@ class Answer:
             self.done = self.done or self._stop_text.found
         first = self._last if self._first is None else self._first
         stats = Stats(
-            prompt_tokens=len(self.prompt.prompt),
+            prompt_tokens=len(self.job.ids),
             cached_tokens=self.cached,
             new_tokens=len(self.ids),
             prefill_s=first - self._started,
             decode_s=self._last - first,
-            seed=self.prompt.params.seed or 0,
+            seed=self.job.params.seed or 0,
             drafted_tokens=drafted,
             accepted_tokens=accepted,
         )
         finish: FinishReason = "stop" if self.done else "length"
-        scores = self._scores if self.prompt.logprobs else None
+        scores = self._scores if self.job.logprobs else None
         full = "".join([*self._texts, text])
         return Piece(text, Completion(full, self.ids, finish, scores, stats, self._tops or None, self._prompt_scores))

@@ -54,7 +54,7 @@ class Request:
     owner            who sent the prompt; `Started.cached` counts only reused tokens of the same owner
     """
 
-    prompt: Sequence[int]
+    ids: Sequence[int]
     params: SamplingParams
     logprobs: bool = False
     top_logprobs: int = 0
@@ -158,7 +158,7 @@ class Batch:
         self.model, self.stop_ids, self.n_vocab, self.between = model, stop_ids, n_vocab, between
         longest = model.max_seq_len
         if isinstance(requests, Sequence):  # then the required sizes are known
-            needs = (len(request.prompt) + request.params.max_new_tokens for request in requests)
+            needs = (len(request.ids) + request.params.max_new_tokens for request in requests)
             slots, longest = max(1, min(slots, len(requests))), min(longest, max(needs, default=1))
         if model.rope.by_length:
             slots = 1
@@ -234,7 +234,7 @@ class Batch:
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
     def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Generator[Event | None]:
-        prompt, params, error = list(request.prompt), request.params, None
+        prompt, params, error = list(request.ids), request.params, None
         try:
             room = room_for(self.model, prompt, params, None)
         except LlamaError as found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -12,24 +11,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD = 2**16  # bytes of a request's head, and of further requests that a client sends before it has the response
-BACKLOG = 128  # connections that wait for the server in the operating system; it accepts all of them at once
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits for each request, and for all together.
-
-    body       bytes of a request
-    bodies     bytes of all requests that are not parsed yet
-    receive    seconds until a request has arrived completely
-    seconds    seconds from the arrival of a request to the end of its answer
-    """
-
-    body: int = 2**23
-    bodies: int = 2**28
-    receive: float = 30.0
-    seconds: float = 3600.0
+from .limits import Limits
 
 
 class Protocol(H11Protocol):
@@ -55,7 +37,7 @@ class Protocol(H11Protocol):
             self.end = self.loop.time() + self.limits.receive + self.limits.seconds
             self.deadline = self.loop.call_at(self.end, self.transport.abort)
         if not self.cycle.more_body:  # keep reading, to notice that the client disconnects
-            if len(self.conn.trailing_data[0]) > HEAD:
+            if len(self.conn.trailing_data[0]) > self.limits.head:
                 self.transport.abort()
             self.flow.resume_reading()
 
@@ -82,7 +64,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
 
-def raise_open_files(most: int = 2**14) -> int:
+def raise_open_files(most: int) -> int:
     """Raise the limit of open files to `most`, or as far as the system allows. Returns the new limit."""
     try:
         import resource
@@ -95,8 +77,8 @@ def raise_open_files(most: int = 2**14) -> int:
     return most
 
 
-def configuration(app: ASGIApp, answers: int, limits: Limits) -> Config:
-    """uvicorn's configuration for a server with at most `answers` answers in progress or waiting."""
+def configuration(app: ASGIApp, limits: Limits) -> Config:
+    """uvicorn's configuration for a server with these limits."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it writes 2,000 tracebacks/s if descriptors run out
     return Config(
         app,
@@ -107,7 +89,7 @@ def configuration(app: ASGIApp, answers: int, limits: Limits) -> Config:
         log_level="critical",  # clients can cause messages of all other levels
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
-        limit_concurrency=min(2 * answers + 64, raise_open_files() // 4),
-        h11_max_incomplete_event_size=HEAD,
+        backlog=limits.backlog,
+        limit_concurrency=min(2 * (limits.slots + limits.waiting) + 64, raise_open_files(limits.files) // 4),
+        h11_max_incomplete_event_size=limits.head,
     )

@@ -1,141 +1,183 @@
-"""The batch of a server: one thread runs the model, and event loops hand it prompts and looks through a queue."""
+"""The engine of a server: one thread runs the model, and event loops hand it jobs and looks."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from queue import Empty, Full, Queue
-from threading import Thread
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from queue import Empty, Full
+from threading import Condition, Thread
+from threading import Event as Flag
+from typing import Any
 
 from ..errors import LlamaError
-from ..generation.answer import Piece, Prompt
+from ..generation.answer import Job, Piece
 from ..text import Llama
-from .look import Look
+from .limits import Limits
 
 log = logging.getLogger(__name__)
+COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
 
+Steps = Generator[Any, None, None]
 # Receives the pieces of the answers to one request; the engine's thread calls it
-Listener = Callable[[Prompt, Piece | LlamaError], object]
-WAITING_LOOKS = 8
+Listener = Callable[[Job, Piece | LlamaError], object]
 
 
-class Prompts(Queue[Prompt | None]):
-    """The prompts that wait, and the looks (look.py): the first one runs, a step at a time, the others wait.
+def failure(what: str, error: BaseException) -> LlamaError:
+    """Log an unexpected error, without the texts of a request. Returns an error that tells the client its kind."""
+    log.error("%s: %s", what, type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
+    return LlamaError(f"{what}: {type(error).__name__}")
 
-    The steps of a look run in the engine's thread, so no pass of the batch runs while a look has hooks in the model.
+
+class Inbox:
+    """What the engine's thread hands to the event loop that made it, until the time of the request ends."""
+
+    cancel: Callable[[], object]  # ends what is computed for it; may be called at any time
+
+    def __init__(self, engine: Engine):
+        self.engine, self.loop, self.arrived = engine, asyncio.get_running_loop(), asyncio.Queue[Any]()
+        self.end = self.loop.time() + engine.limits.seconds
+
+    def put(self, found: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
+            self.loop.call_soon_threadsafe(self.arrived.put_nowait, found)
+
+    async def news(self) -> AsyncIterator[Any]:
+        """What arrives, up to None. Raises TimeoutError, and a LlamaError that arrives."""
+        while self.loop.time() < self.end:
+            async with asyncio.timeout_at(self.end):
+                found = await self.arrived.get()
+            if found is None:
+                return
+            if isinstance(found, LlamaError):
+                raise found
+            yield found
+        raise TimeoutError
+
+
+class Look(Inbox):
+    """A look that waits or runs. The constructor queues it; the engine's thread calls `step`."""
+
+    def __init__(self, steps: Steps, engine: Engine):
+        super().__init__(engine)
+        self.steps, self.cancelled = steps, Flag()
+        self.cancel = self.cancelled.set
+        engine.add_look(self)
+
+    def step(self) -> bool:
+        """Run the look up to its next result, and deliver it. Returns whether the look has ended."""
+        found: Any = None
+        try:
+            found = None if self.cancelled.is_set() else next(self.steps, None)
+        except LlamaError as error:
+            found = error
+        except BaseException as error:  # out of memory, for example: the batch goes on
+            found = failure("the look failed", error)
+        if ended := found is None or isinstance(found, LlamaError):
+            self.steps.close()
+        self.put(found)
+        return ended
+
+
+class Engine:
+    """One thread that runs jobs in one continuous batch (generation/batch.py), and looks (look.py) between its passes.
+
+    The first look runs, a step at a time, the others wait. No pass of the batch runs while a look has hooks in the
+    model.
     """
 
-    def __init__(self, waiting: int, listeners: dict[Prompt, Listener]):
-        super().__init__(waiting)
-        self.listeners, self.looks = listeners, deque[Look]()
+    def __init__(self, llm: Llama, limits: Limits):
+        self.llm, self.limits, self.closed = llm, limits, False
+        self.waiting: dict[Job, Listener] = {}
+        self.running: dict[Job, Listener] = {}
+        self.looks = deque[Look]()
+        self.tokens = Counter[str]()  # of all answers that have ended
         self.since = time.monotonic()  # when looks ran last, or the batch began to run
+        self.changed = Condition()
+        self.thread = Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
 
-    def _get(self) -> Prompt | None:
-        """Remove the first prompt of the request with the fewest answers in progress, so that each has its share."""
-        listeners, waiting = dict(self.listeners), {*self.queue}
-        running = Counter(listener for prompt, listener in listeners.items() if prompt not in waiting)
-        found = min(filter(None, self.queue), key=lambda prompt: running[listeners[prompt]], default=None)
-        self.queue.remove(found)
-        return found
+    def submit(self, jobs: Sequence[Job], listener: Listener) -> None:
+        """Queue the jobs of a request. Raises queue.Full, and queues none, if they do not fit."""
+        with self.changed:
+            if len(jobs) > self.limits.waiting - len(self.waiting):
+                raise Full("the server is busy: its queue is full; try again later")
+            self.waiting |= dict.fromkeys(jobs, listener)
+            self.changed.notify()
 
     def add_look(self, look: Look) -> None:
-        """Queue a look. Raises queue.Full if WAITING_LOOKS wait already."""
-        with self.not_empty:
-            if sum(not one.cancelled.is_set() for one in self.looks) > WAITING_LOOKS:
-                raise Full
+        """Queue a look. Raises queue.Full if too many wait already."""
+        with self.changed:
+            if sum(not one.cancelled.is_set() for one in self.looks) > self.limits.looks:
+                raise Full("the server is busy with other looks; try again later")
             self.looks.append(look)
-            self.not_empty.notify()
+            self.changed.notify()
 
-    def run_looks(self) -> None:
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End answers before their next token. Jobs that have ended are ignored."""
+        with self.changed:
+            for job in jobs:
+                job.cancelled.set()
+                self.waiting.pop(job, None)
+
+    def close(self, finish: bool) -> None:
+        """End the thread: after all answers if `finish` is set, otherwise before the next token."""
+        if not finish:
+            self.cancel([*self.waiting, *self.running])
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+        self.thread.join()
+
+    def get(self, block: bool) -> Job | None:
+        """The next job, for the batch: of the request with the fewest answers in progress, so that each has its share.
+
+        While there is none, it runs looks if `block` is set, else raises queue.Empty. None: the engine is closed.
+        """
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting or self.closed or self.looks or not block)
+                if self.waiting:
+                    counts = Counter(self.running.values())
+                    job = min(self.waiting, key=lambda job: counts[self.waiting[job]])
+                    self.running[job] = self.waiting.pop(job)
+                    return job
+            if self.closed:
+                return None
+            if not block:
+                raise Empty
+            self.since = time.monotonic()
+            self._run_looks()
+
+    def _run_looks(self) -> None:
         """Run looks, at least one step, for half as long as the batch ran since the last call."""
         now = time.monotonic()
         end = now + (now - self.since) / 2
         while self.looks:
             if self.looks[0].step():
-                with self.mutex:
+                with self.changed:
                     self.looks.popleft()
             if time.monotonic() >= end:
                 break
         self.since = time.monotonic()
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Prompt | None:
-        """The next prompt. Runs looks while there is none, if `block` is set."""
-        while True:
-            try:
-                return super().get(False)
-            except Empty:
-                if not block:
-                    raise
-            with self.not_empty:
-                self.not_empty.wait_for(lambda: self.queue or self.looks)
-            self.since = time.monotonic()
-            self.run_looks()
-
-
-class Engine:
-    """Runs prompts in one continuous batch (generation/batch.py).
-
-    slots    maximum number of answers in progress
-    waiting  maximum number of prompts that wait for a slot
-    """
-
-    def __init__(self, llm: Llama, slots: int, waiting: int):
-        self.llm, self.slots, self.closed = llm, slots, False
-        self.listeners: dict[Prompt, Listener] = {}  # of prompts that wait or run
-        self.queue = Prompts(waiting, self.listeners)
-        self.thread = Thread(target=self._run, name="engine", daemon=True)
-        self.thread.start()
-
-    def submit(self, prompts: Sequence[Prompt], listener: Listener) -> None:
-        """Queue the prompts of a request. Raises queue.Full, and queues none, if they do not fit.
-
-        Call it from one thread only.
-        """
-        if len(prompts) > self.queue.maxsize - self.queue.qsize():
-            raise Full
-        self.listeners.update(dict.fromkeys(prompts, listener))
-        for prompt in prompts:
-            self.queue.put_nowait(prompt)
-
-    def cancel(self, prompts: Sequence[Prompt]) -> None:
-        """End answers before their next token. Prompts whose answers have ended are ignored."""
-        for prompt in prompts:
-            prompt.cancelled.set()
-            with self.queue.mutex:
-                if waits := prompt in self.queue.queue:
-                    self.queue.queue.remove(prompt)
-            if waits:
-                self.listeners.pop(prompt, None)
-
-    def close(self, finish: bool) -> None:
-        """End the thread: after all answers if `finish` is set, otherwise before the next token."""
-        self.closed = True
-        if not finish:
-            self.cancel([*self.listeners])
-        self.queue.put(None)
-        self.thread.join()
-
     def _run(self) -> None:
-        while not self.closed or self.queue.qsize():
+        while not self.closed or self.waiting:
             try:
-                for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots, between=self.queue.run_looks):
-                    self._deliver(prompt, piece)
+                for job, piece in self.llm.answers(self, batch_size=self.limits.slots, between=self._run_looks):
+                    self._deliver(job, piece)
             except BaseException as error:  # out of memory, or a panic in a Rust library: continue with a new cache
-                log.error("the batch failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
-                self._fail(LlamaError(f"the model could not be run: {type(error).__name__}"))
+                self._fail(failure("the model could not be run", error))
 
     def _fail(self, error: LlamaError) -> None:
-        """Deliver an error to all answers in progress; if there are none, to the next prompt."""
-        with self.queue.mutex:
-            failed: list[Prompt | None] = [prompt for prompt in [*self.listeners] if prompt not in self.queue.queue]
-        for prompt in failed or [self.queue.get()]:
-            if prompt is not None:
-                self._deliver(prompt, error)
+        """Deliver an error to all answers in progress; if there are none, to the next job."""
+        for job in [*self.running] or filter(None, [self.get(True)]):
+            self._deliver(job, error)
 
-    def _deliver(self, prompt: Prompt, piece: Piece | LlamaError) -> None:
+    def _deliver(self, job: Job, piece: Piece | LlamaError) -> None:
         ended = isinstance(piece, LlamaError) or piece.completion is not None
-        listener = self.listeners.pop(prompt, None) if ended else self.listeners.get(prompt)
-        if listener is not None:  # somebody waits for the answer
-            listener(prompt, piece)
+        listener = self.running.pop(job) if ended else self.running[job]
+        listener(job, piece)

@@ -9,13 +9,10 @@ Letters: S keys, H heads, D head_dim, C model dim, L layers, V vocabulary.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Event as Flag
 from typing import Any
 
 import torch
@@ -28,53 +25,17 @@ from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
 from ..errors import LlamaError
 from ..generate import next_logits, prefill_chunks, room_for
-from ..generation.answer import Prompt
+from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..sampling import Chooser, check_extreme, extreme
 from ..study import trace, trace_page
 from ..study.intervene import ablated
 from ..text import Llama
+from .engine import Steps
 from .requests import LONGEST_LOOK, Heads
+from .spelling import Spelling
 
-log = logging.getLogger(__name__)
-
-Steps = Generator[Any, None, None]
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
-
-
-class Look:
-    """A look that waits or runs. The engine's thread calls `step`; the event loop that made it reads `results`."""
-
-    def __init__(self, steps: Steps):
-        self.steps, self.cancelled = steps, Flag()
-        self.loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[Any]()
-
-    def step(self) -> bool:
-        """Run the look up to its next result, and deliver it. Returns whether the look has ended."""
-        found: Any = None
-        try:
-            found = None if self.cancelled.is_set() else next(self.steps, None)
-        except LlamaError as error:
-            found = error
-        except BaseException as error:  # out of memory, for example: the batch goes on
-            log.error("a look failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
-            found = LlamaError(f"the look failed: {type(error).__name__}")
-        ended = found is None or isinstance(found, LlamaError)
-        if ended:
-            self.steps.close()
-        with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
-            self.loop.call_soon_threadsafe(self.arrived.put_nowait, found)
-        return ended
-
-    async def results(self) -> AsyncIterator[Any]:
-        """The results as they come. Raises LlamaError."""
-        while (found := await self.arrived.get()) is not None:
-            if isinstance(found, LlamaError):
-                raise found
-            yield found
-
-    async def last(self) -> Any:
-        return [found async for found in self.results()][-1]
 
 
 @dataclass
@@ -92,7 +53,7 @@ class Looks:
     def __init__(self, llm: Llama, name: str):
         self.llm, self.model, self.name = llm, llm.model, name
         self.n_vocab = llm.tokenizer.n_vocab
-        self.names = {id: name for name, id in llm.tokenizer.control.items()}
+        self.token = Spelling(llm.tokenizer).entry
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
         self.cached: dict[bool, Cached] = {}
         if (watch := getattr(llm.model.runner, "watch", None)) is not None:
@@ -109,16 +70,6 @@ class Looks:
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
-
-    def token(self, id: int) -> dict[str, Any]:
-        """A token for JSON: its text, or its bytes if they are not whole characters; control tokens have a name."""
-        data = self.llm.tokenizer.token_bytes(id) if id < self.n_vocab else b""
-        if id in self.names or not data:
-            return {"id": id, "text": self.names.get(id, f"<{id}>"), "control": True}
-        try:
-            return {"id": id, "text": data.decode()}
-        except UnicodeDecodeError:
-            return {"id": id, "bytes": list(data)}
 
     def _switched(self, off: Heads) -> contextlib.AbstractContextManager[None]:
         return ablated(self.model, off) if off else contextlib.nullcontext()
@@ -161,13 +112,13 @@ class Looks:
             yield {"read": len(kept.ids), "of": len(ids)}
 
     @torch.inference_mode()
-    def answer(self, prompt: Prompt, answer: list[int], off: Heads, top: int) -> Steps:
+    def answer(self, job: Job, answer: list[int], off: Heads, top: int) -> Steps:
         """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
 
         off  heads that are switched off;  top  alternatives for each token
         """
-        model, tokenizer, start = self.model, self.llm.tokenizer, len(prompt.prompt)
-        params, constraint, ids = prompt.params, prompt.constraint, [*prompt.prompt, *answer]
+        model, tokenizer, start = self.model, self.llm.tokenizer, len(job.ids)
+        params, constraint, ids = job.params, job.constraint, [*job.ids, *answer]
         room = min(room_for(model, ids, params, None), self.longest - len(ids))
         yield {"prompt": [self.token(id) for id in ids[:start]], "seed": params.seed}
         if constraint is not None:

@@ -16,7 +16,7 @@ from .. import checks
 from ..chat.messages import continues_answer, deeper
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
-from ..generation.answer import Prompt
+from ..generation.answer import Job
 from ..generation.structured import forced_call
 from ..sampling import LARGEST_SEED, OPTIONS
 from ..system.documents import KINDS, parse_json
@@ -56,10 +56,10 @@ Heads = tuple[tuple[int, int], ...]  # (layer, head)
 
 
 @dataclass
-class Call:
+class AnswerRequest:
     """A checked request.
 
-    prompts  one for each answer: prompt i // n, answer i % n
+    jobs     one for each answer: prompt i // n, answer i % n
     top      alternatives for each token in the response
     echoed   the texts of the prompts, if they are part of the response
     tools    the names of the functions, since each answer has a parser of its own
@@ -68,7 +68,7 @@ class Call:
     n: int
     stream: bool
     usage: bool  # a chunk with the usage ends the stream
-    prompts: list[Prompt] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     logprobs: bool = False
     top: int = 0
     echoed: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
+def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
     """Check a body of /v1/chat/completions and encode its messages. Raises a LlamaError."""
     body = _fields(body, CHAT_FIELDS, model)
     options, call = _shared(body, llm)
@@ -115,11 +115,11 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     if options["schema"] and options["grammar"]:
         raise UsageError("response_format can't be combined with a tool_choice that requires a call")
     options["continues"], ids = _conversation(body, tools, llm, options["grammar"] is not None)
-    call.prompts = _owned(body, llm.prepare(ids, options, call.n))
+    call.jobs = _owned(body, llm.prepare(ids, options, call.n))
     return call
 
 
-def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
+def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
     """Check a body of /v1/completions and encode its prompts. Raises a LlamaError."""
     body = _fields(body, TEXT_FIELDS, model)
     options, call = _shared(body, llm)
@@ -131,7 +131,7 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     if echo:
         call.echoed = [llm.tokenizer.decode(one) for one in ids]
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
-    call.prompts = _owned(body, [prompt for one in ids for prompt in llm.prepare(one, options, call.n)])
+    call.jobs = _owned(body, [prompt for one in ids for prompt in llm.prepare(one, options, call.n)])
     return call
 
 
@@ -153,8 +153,8 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
             raise UsageError("expected one of messages, prompt and ids")
     answer = _ids("answer", body["answer"], llm) if "answer" in body else []
     _check_look([*ids, *answer], LONGEST_LOOK - 1)
-    (prompt,) = llm.prepare(ids, options)
-    return {"prompt": prompt, "answer": answer, "off": _heads("off", body, llm), "top": body.get("top", SHOWN_TOP)}
+    (job,) = llm.prepare(ids, options)
+    return {"job": job, "answer": answer, "off": _heads("off", body, llm), "top": body.get("top", SHOWN_TOP)}
 
 
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
@@ -223,14 +223,14 @@ def check_model(name: object, model: str) -> None:
         raise UnknownModel(f"unknown model {shown(name)}; this server has {model!r}")
 
 
-def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
+def _owned(body: Mapping[str, Any], prompts: Sequence[Job]) -> list[Job]:
     """The prompts of a request with their owner: its prompt_cache_key or, without one, the request alone."""
     owner = body.get("prompt_cache_key", object())
     return [replace(prompt, owner=owner) for prompt in prompts]
 
 
-def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
-    """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
+def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], AnswerRequest]:
+    """The options of `Llama.prepare` that both endpoints have, and an AnswerRequest with the shared fields."""
     options = {name: body[name] for name in (*OPTIONS, *ENDS) if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
@@ -245,7 +245,7 @@ def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     more = _entries(body.get("stream_options", {}), STREAM_OPTIONS, "stream_options.")
     if more and not body.get("stream"):
         raise UsageError("stream_options needs stream: true")
-    return options, Call(body.get("n", 1), body.get("stream", False), more.get("include_usage", False))
+    return options, AnswerRequest(body.get("n", 1), body.get("stream", False), more.get("include_usage", False))
 
 
 def _limit(tokens: int, llm: Llama) -> int:

@@ -230,7 +230,7 @@ def test_a_cancelled_request_leaves_no_nan_to_the_next_one(monkeypatch: pytest.M
     assert flag.is_set()
     assert [event.error for event in events if isinstance(event, Ended)] == [None, None]
     answer = [event.token.id for event in events if isinstance(event, TokenEvent) and event.number == 1]
-    assert answer == [token.id for token in generate(net, good.prompt, good.params)]
+    assert answer == [token.id for token in generate(net, good.ids, good.params)]
 
 
 def _tokenizer() -> Any:

@@ -266,10 +266,10 @@ def test_every_query_attends_to_itself_so_no_row_is_fully_masked(positions: list
 def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: str) -> None:
     """Each emoji is four tokens, one per byte. No part of the stop string is shown."""
     from llama.generate import Token
-    from llama.generation.answer import Answer, Prompt
+    from llama.generation.answer import Answer, Job
 
     text = f"ab\U0001f643{stop}c"  # the first emoji shares three bytes with the other
-    answer, shown = Answer(tiny_llm.tokenizer, Prompt([1], SamplingParams(), stops=[stop])), []
+    answer, shown = Answer(tiny_llm.tokenizer, Job([1], SamplingParams(), stops=[stop])), []
     for id in tiny_llm.tokenizer.encode(text):
         shown.append(answer.feed(Token(id, None, False)))
         if answer.done:

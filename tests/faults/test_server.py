@@ -23,9 +23,8 @@ import pytest
 from llama import cli
 from llama.cli import serve
 from llama.errors import LlamaError, UsageError
-from llama.server import app
-from llama.server.app import _refusal
-from llama.server.connections import Limits
+from llama.server import api, app
+from llama.server.api import Format, refusal
 from llama.server.requests import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
@@ -47,7 +46,7 @@ from .test_soak import GROWTH, slope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BODY = 100_000  # bytes of Limits.body
+BODY = 100_000  # the limit of a request in bytes
 SLOTS, WAITING = 2, 12
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HOST = b"Host: 127.0.0.1\r\n"
@@ -99,14 +98,14 @@ def passes(llm: Llama) -> Passes:
 
 @pytest.fixture(scope="module")
 def server(llm: Llama, passes: Passes) -> Iterator[Running]:
-    with running(llm, SLOTS, WAITING, limits=Limits(body=BODY)) as found:
+    with running(llm, slots=SLOTS, waiting=WAITING, body=BODY) as found:
         yield found
 
 
 @pytest.fixture
 def impatient(llm: Llama) -> Iterator[Running]:
     """A server that waits a second for a client. Others wait longer, for clients on a busy machine."""
-    with running(llm, limits=Limits(receive=1.0)) as found:
+    with running(llm, receive=1.0) as found:
         yield found
 
 
@@ -162,7 +161,7 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-def refusal(status: int, text: str, *words: str) -> str:
+def error_object(status: int, text: str, *words: str) -> str:
     """Assert a response to a wrong request: 4xx, OpenAI's error object, one of the words. Returns the message."""
     assert 400 <= status < 500, text
     error = json.loads(text)["error"]
@@ -209,8 +208,8 @@ def test_every_kind_of_value_in_every_field(
             try:
                 parse(parse_body(json.dumps(body).encode()), llm, "tiny")
             except LlamaError as error:
-                response = _refusal(error)
-                refusal(response.status_code, bytes(response.body).decode(), field, *NAMES.get(field, ()))
+                response = refusal(error, Format())
+                error_object(response.status_code, bytes(response.body).decode(), field, *NAMES.get(field, ()))
             else:
                 valid += 1
     assert tried / 20 < valid < tried / 2
@@ -278,15 +277,15 @@ def test_wrong_values_are_refused_by_name(llm: Llama) -> None:
     schema = {"response_format": {"type": "json_object", "schema": {"type": "object"}}}
     for body in (tool(description=None, strict=None, parameters=None), tool(parameters={}), call(), schema,
                  call(arguments=""), {"seed": -1}, {"max_tokens": -1}, {"max_tokens": 10**6}):  # fmt: skip
-        assert parse_chat({"messages": HELLO, **body}, llm, "tiny").prompts
+        assert parse_chat({"messages": HELLO, **body}, llm, "tiny").jobs
 
 
 def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
     """A body with such a field has the prompt and the options of the body without it."""
 
     def parsed(messages: list[Any] = HELLO, **more: object) -> Any:
-        (prompt,) = parse_chat({"messages": messages, "max_tokens": 9, "seed": 1, **more}, llm, "tiny").prompts
-        return prompt.prompt, prompt.params
+        (job,) = parse_chat({"messages": messages, "max_tokens": 9, "seed": 1, **more}, llm, "tiny").jobs
+        return job.ids, job.params
 
     fields = ["user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort"]
     assert all(parsed(**{field: value}) == parsed() for field in fields for value in ("x", True, {}, None))
@@ -325,16 +324,16 @@ def test_bodies_that_are_no_request(server: Running) -> None:
     for body, words in MALFORMED.items():
         status, text, _ = ask(server, TEXT, body)
         assert status == 400
-        refusal(status, text, words)
+        error_object(status, text, words)
     for kind in ("", "text/plain", "application/json2"):
         status, text, _ = ask(server, TEXT, {"prompt": "a"}, **{"Content-Type": kind})
         assert status == 415
-        refusal(status, text, "application/json")
+        error_object(status, text, "application/json")
 
 
 def test_a_body_has_a_largest_size(server: Running) -> None:
     status, text, _ = ask(server, TEXT, b" " * (BODY + 1))
-    assert (status, "bytes" in refusal(status, text)) == (413, True)
+    assert (status, "bytes" in error_object(status, text)) == (413, True)
     chunk = b"%x\r\n%s\r\n" % (BODY // 4, b" " * (BODY // 4))
     with connect(server, POST + b"Transfer-Encoding: chunked\r\n\r\n" + 5 * chunk) as endless:
         assert endless.recv(100).startswith(b"HTTP/1.1 413")
@@ -343,13 +342,13 @@ def test_a_body_has_a_largest_size(server: Running) -> None:
 
 
 def test_all_bodies_together_have_a_largest_size(llm: Llama) -> None:
-    with running(llm, limits=Limits(body=BODY, bodies=2 * BODY)) as server:
+    with running(llm, body=BODY, bodies=2 * BODY) as server:
         part = POST + b"Content-Length: %d\r\n\r\n" % BODY + b" " * (BODY - 1000)
         large = [connect(server, part) for _ in range(2)]
         until(lambda: server.server.received == 2 * (BODY - 1000))
         status, text, headers = ask(server, TEXT, b" " * 5000)
         assert (status, headers["Retry-After"].isdigit()) == (429, True)
-        refusal(status, text, "large requests")
+        error_object(status, text, "large requests")
         assert ask(server, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
         for connection in large:
             connection.close()
@@ -376,9 +375,9 @@ def test_an_answer_ends_within_one_pass_after_its_client_is_gone(
     passes.wait()
     passes.allow(3)
     passes.wait()
-    (prompt,) = server.engine.listeners
+    (job,) = server.engine.running
     leave(client)
-    until(prompt.cancelled.is_set)
+    until(job.cancelled.is_set)
     count = passes.count
     assert gauges(server) == (1, 0)
     passes.allow(1)
@@ -399,7 +398,7 @@ def test_a_place_in_the_queue_is_free_at_once(server: Running, passes: Passes, s
     for client in clients:
         client.close()
     until(lambda: gauges(server)[1] == 0)
-    assert not any(prompt.cancelled.is_set() for prompt in [*server.engine.queue.queue])
+    assert not any(job.cancelled.is_set() for job in [*server.engine.waiting])
 
 
 def test_the_answers_of_other_clients_go_on(server: Running, passes: Passes, llm: Llama) -> None:
@@ -417,7 +416,7 @@ def test_the_answers_of_other_clients_go_on(server: Running, passes: Passes, llm
 
 
 def test_a_request_that_takes_too_long_is_ended(llm: Llama, passes: Passes) -> None:
-    with running(llm, limits=Limits(seconds=0.2)) as server:
+    with running(llm, seconds=0.2) as server:
         passes.allow(0)
         status, text, _ = ask(server, TEXT, LONG)
         assert (status, json.loads(text)["error"]["type"]) == (504, "server_error")
@@ -426,7 +425,7 @@ def test_a_request_that_takes_too_long_is_ended(llm: Llama, passes: Passes) -> N
             assert (status, "took more time" in json.loads(text.split("data: ")[-1])["error"]["message"]) == (200, True)
         assert [ask(server, path, {"ids": [5]})[0] for path in ("/look/inside", "/look/page")] == [504, 504]
         passes.allow(float("inf"))
-        until(lambda: gauges(server) == (0, 0) and not server.engine.queue.looks)
+        until(lambda: gauges(server) == (0, 0) and not server.engine.looks)
 
 
 # ------------------------------------------------------------------------------- L04: what a request must not control
@@ -436,8 +435,8 @@ def test_control_strings_in_a_request_stay_text(llm: Llama) -> None:
     def controls(text: str) -> list[int]:
         parts = [{"type": "text", "text": part} for part in (text[:7], text[7:])]
         messages = [{"role": role, "content": parts} for role in ("system", "user", "assistant", "user")]
-        (prompt,) = parse_chat({"messages": messages, "stop": [text], "user": text}, llm, "tiny").prompts
-        return [id for id in prompt.prompt if id in llm.tokenizer.control.values()]
+        (job,) = parse_chat({"messages": messages, "stop": [text], "user": text}, llm, "tiny").jobs
+        return [id for id in job.ids if id in llm.tokenizer.control.values()]
 
     assert controls(CONTROL) == controls("plain") == [1, 2] * 4 + [1]
 
@@ -484,7 +483,7 @@ def test_schemas_that_take_long_do_not_delay_requests_without_one(
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, server, CHAT, body) for body in (chat, escaped, wide, chat)]
         try:
-            assert all(begun.acquire(timeout=PATIENCE) for _ in range(app.COMPILED))
+            assert all(begun.acquire(timeout=PATIENCE) for _ in range(server.engine.limits.compiled))
             assert ask(server, TEXT, {"prompt": 'the "tool_choice": é', "max_tokens": 1})[0] == 200
             assert not begun.acquire(blocking=False)  # the others wait for these
         finally:
@@ -496,12 +495,12 @@ def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
     for path in ["//v1/models", "/%ff", "/../../etc/passwd", "/" + "a" * 5000, "/v1/models/other"]:
         status, text, headers = ask(server, path, b"", "GET")
         assert (status, headers["Location"]) == (404, None), path
-        refusal(status, text, "unknown model" if path.startswith("/v1/models/") else "no such endpoint")
+        error_object(status, text, "unknown model" if path.startswith("/v1/models/") else "no such endpoint")
     for method in ("GET", "OPTIONS", "X" * 100):
         for path in (CHAT, "/look/answer"):
             status, text, headers = ask(server, path, b"", method)
             assert (status, headers["Allow"]) == (405, "POST")
-            refusal(status, text, f"{path}': use POST")
+            error_object(status, text, f"{path}': use POST")
     for method, status in (("HEAD", 200), ("POST", 405), ("OPTIONS", 405)):
         found, text, headers = ask(server, "/v1/models", b"", method)
         assert (found, {*(headers["Allow"] or "GET, HEAD").split(", ")}) == (status, {"GET", "HEAD"})
@@ -531,7 +530,7 @@ def test_only_the_key_opens_the_endpoints(llm: Llama) -> None:
             for path, method in (("/v1/models", "GET"), ("/metrics", "GET"), (CHAT, "POST"), (TEXT, "POST")):
                 status, text, headers = ask(server, path, b"{", method, Authorization=given)
                 assert (status, headers["WWW-Authenticate"]) == (401, "Bearer"), given
-                assert "s3cret" not in refusal(status, text, "API key")
+                assert "s3cret" not in error_object(status, text, "API key")
         assert ask(server, "/health", b"", "GET")[0] == 200
         for given in ("Bearer s3cret", "bearer s3cret"):
             assert ask(server, "/v1/models", b"", "GET", Authorization=given)[0] == 200
@@ -654,7 +653,7 @@ def test_an_unexpected_error_in_a_request_is_an_error_object(server: Running, mo
     status, text, _ = ask(server, TEXT, {"prompt": "a"})
     assert (status, json.loads(text)["error"]["type"], "secret" in text) == (500, "server_error", False)
     monkeypatch.undo()
-    monkeypatch.setattr(app.Choice, "add", fail)
+    monkeypatch.setattr(api.Choice, "add", fail)
     text = ask(server, TEXT, {"prompt": "a", "stream": True})[1]
     assert (json.loads(text.split("data: ")[-1])["error"]["type"], "secret" in text) == ("server_error", False)
 
@@ -772,7 +771,7 @@ def test_a_stream_that_its_client_does_not_read_ends_in_time(
     body = {"max_tokens": 200, "temperature": 0, "logit_bias": {"2": -100}}
     body |= {**LONG, "stream": True, "logprobs": 20} if path == TEXT else {"ids": [5], "top": 20}
     before = open_files()
-    with running(llm, limits=Limits(seconds=2, receive=0.2)) as server:
+    with running(llm, seconds=2, receive=0.2) as server:
         connections, tasks = server.uvicorn.server_state.connections, server.uvicorn.server_state.tasks
         server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         passes.allow(150)
@@ -788,7 +787,7 @@ def test_a_stream_that_its_client_does_not_read_ends_in_time(
                 passes.wait()
                 passes.allow(20)
                 assert other.result()[0] == 200
-            answers, looks = [*server.engine.listeners], [*server.engine.queue.looks]
+            answers, looks = [*server.engine.running, *server.engine.waiting], [*server.engine.looks]
             while stalled in connections:
                 assert time.monotonic() < began + 60
                 with contextlib.suppress(OSError):
@@ -798,12 +797,12 @@ def test_a_stream_that_its_client_does_not_read_ends_in_time(
             assert all(one.cancelled.is_set() for one in [*answers, *looks])
             assert len([*answers, *looks]) == 1
             passes.allow(float("inf"))
-            until(lambda: gauges(server) == (0, 0) and not server.engine.queue.looks)
+            until(lambda: gauges(server) == (0, 0) and not server.engine.looks)
     assert open_files() <= before
 
 
 def test_a_client_that_reads_a_response_slowly_is_disconnected_in_time(llm: Llama) -> None:
-    with running(llm, limits=Limits(seconds=0.5, receive=0.3)) as server:
+    with running(llm, seconds=0.5, receive=0.3) as server:
         size = len(ask(server, "/page.js", b"", "GET")[1].encode())
         server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as client:
@@ -818,12 +817,9 @@ def test_a_client_that_reads_a_response_slowly_is_disconnected_in_time(llm: Llam
         assert 2000 < received < size
 
 
-def test_a_stream_sends_comments_while_the_model_is_silent(
-    server: Running, llm: Llama, passes: Passes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "PAUSE", 0.02)
+def test_a_stream_sends_comments_while_the_model_is_silent(llm: Llama, passes: Passes) -> None:
     body = {**LONG, "stream": True, "max_tokens": 3}
-    with ThreadPoolExecutor() as pool:
+    with running(llm, slots=SLOTS, pause=0.02) as server, ThreadPoolExecutor() as pool:
         passes.allow(0)
         answer = pool.submit(ask, server, TEXT, body)
         options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 9, "temperature": 0}
@@ -860,7 +856,7 @@ def test_an_answer_is_counted_and_logged_at_its_end(
             passes.allow(8)
             passes.wait()
             time.sleep(0.3)
-        until(lambda: all(prompt.cancelled.is_set() for prompt in [*server.engine.listeners]))
+        until(lambda: all(job.cancelled.is_set() for job in [*server.engine.running]))
         passes.allow(float("inf"))
         until(lambda: gauges(server) == (0, 0) and gone in counters(server) and caplog.messages)
         status, seconds = re.search(r"POST \S+ (\d+) (\S+) s", caplog.messages[-1]).groups()  # type: ignore[union-attr]

@@ -6,28 +6,30 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import openai
 import uvicorn
 
 from llama.cli import serve
 from llama.server.app import Server
-from llama.server.connections import Limits, configuration
+from llama.server.connections import configuration
 from llama.server.engine import Engine
+from llama.server.limits import Limits
 from llama.text import Llama
 
 
 class Running:
     """A server that runs. `url` is its address without a path."""
 
-    def __init__(self, llm: Llama, slots: int, waiting: int, key: str | None, limits: Limits):
-        self.engine = Engine(llm, slots, waiting)
-        self.server = Server(llm, self.engine, "tiny", key, limits)
+    def __init__(self, llm: Llama, key: str | None, limits: Limits):
+        self.engine = Engine(llm, limits)
+        self.server = Server(self.engine, "tiny", key)
         listener = serve.bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         app = self.server.app(["127.0.0.1", "localhost"])
-        self.uvicorn = uvicorn.Server(configuration(app, slots + waiting, limits))
+        self.uvicorn = uvicorn.Server(configuration(app, limits))
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
         self.thread.start()
         while not self.uvicorn.started:
@@ -51,10 +53,8 @@ def with_tools(llm: Llama) -> Llama:
 
 
 @contextmanager
-def running(
-    llm: Llama, slots: int = 16, waiting: int = 64, key: str | None = None, limits: Limits | None = None
-) -> Iterator[Running]:
-    server = Running(llm, slots, waiting, key, limits or Limits())
+def running(llm: Llama, key: str | None = None, **limits: Any) -> Iterator[Running]:
+    server = Running(llm, key, Limits(**{"waiting": 64, **limits}))
     try:
         yield server
     finally:

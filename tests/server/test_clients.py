@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import openai
@@ -15,7 +16,7 @@ import torch
 from starlette.testclient import TestClient
 
 from llama.server.app import Server
-from llama.server.connections import Limits
+from llama.server.limits import Limits
 from llama.text import Llama
 from tests.server.serving import Running, running
 
@@ -182,7 +183,7 @@ def test_models_and_errors_are_what_the_client_expects(server: Running, client: 
 
 @pytest.mark.parametrize("origins", [[], ["https://a.example"]])
 def test_web_pages_of_the_allowed_origins_may_read_the_answers(tiny_llm: Llama, origins: list[str]) -> None:
-    server = Server(tiny_llm, cast(Any, None), "tiny", None, Limits())
+    server = Server(cast(Any, SimpleNamespace(llm=tiny_llm, limits=Limits())), "tiny", None)
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "content-type"}  # fmt: skip
     pages = TestClient(server.app(["testserver"], origins))

@@ -17,7 +17,8 @@ from llama.generate import generate, prefill_chunks
 from llama.generation import batch
 from llama.generation.structured import compile_grammar
 from llama.sampling import SamplingParams
-from llama.server.look import Look, Looks
+from llama.server.engine import Look
+from llama.server.look import Looks
 from llama.study.inside import activations
 from llama.study.intervene import ablated
 from llama.text import Llama
@@ -297,9 +298,9 @@ def test_a_look_runs_between_the_chunks_of_a_prompt(tiny_llm: Llama, monkeypatch
         def waiting(*arguments: Any) -> Iterator[torch.Tensor]:
             for hidden in prefill_chunks(*arguments):
                 begun.set()
-                while not left and not server.engine.queue.looks:
+                while not left and not server.engine.looks:
                     time.sleep(0.01)
-                left.append(len(server.engine.queue.looks))
+                left.append(len(server.engine.looks))
                 yield hidden
 
         monkeypatch.setattr(batch, "prefill_chunks", waiting)
@@ -329,7 +330,7 @@ def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(
         ]
         for thread in threads:
             thread.start()
-        looks = server.engine.queue.looks
+        looks = server.engine.looks
         while sum(not look.cancelled.is_set() for look in looks) < 9:
             time.sleep(0.01)
         refused = post(server, "/look/inside", **body)

@@ -25,7 +25,6 @@ from playwright.sync_api import Browser, Page
 from llama import loader
 from llama.generate import generate
 from llama.sampling import SamplingParams
-from llama.server import app
 from llama.server.look import Looks
 from llama.study.intervene import ablated
 from llama.text import Llama
@@ -42,8 +41,7 @@ Open = Callable[..., Page]
 @pytest.fixture(scope="module")
 def server(tiny_llm: Llama) -> Iterator[Running]:
     """The server sends a comment each millisecond, which the page skips."""
-    with pytest.MonkeyPatch.context() as patch, running(tiny_llm) as found:
-        patch.setattr(app, "PAUSE", 0.001)
+    with running(tiny_llm, pause=0.001) as found:
         yield found
 
 

@@ -14,8 +14,10 @@ import pytest
 
 from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
-from llama.server.requests import Call, parse_chat
-from llama.server.responses import Choice, Spelling
+from llama.server.api import Choice
+from llama.server.openai import Chat
+from llama.server.requests import AnswerRequest, parse_chat
+from llama.server.spelling import Spelling
 from llama.text import Llama
 from tests.server.serving import Running, running, with_tools
 
@@ -93,8 +95,8 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
 
 def test_a_required_call_has_no_endless_white_space(tiny_llm: Llama) -> None:
     options = {"tools": TOOLS, "tool_choice": "required", "temperature": 2, "max_tokens": 150, "n": 8, "seed": 3}
-    prompts = parse_chat({"messages": MESSAGES, **options}, with_tools(tiny_llm), "tiny").prompts
-    for _, piece in tiny_llm.answers(prompts):
+    jobs = parse_chat({"messages": MESSAGES, **options}, with_tools(tiny_llm), "tiny").jobs
+    for _, piece in tiny_llm.answers(jobs):
         if isinstance(piece, Piece) and piece.completion is not None:
             assert piece.completion.text == json.dumps(json.loads(piece.completion.text))
 
@@ -103,12 +105,17 @@ def parts(
     llm: Llama, pieces: list[Any], stream: bool = False, several: bool = True, mark: str = "", finish: Any = "stop"
 ) -> list[Any]:
     """The choices of an answer that the model gives in these pieces. The token 7 has the text of `mark`."""
-    call, spelling = Call(1, stream, False, tools=TOOLS, several_calls=several), Spelling(llm.tokenizer)
-    spelling.call_marks |= {7: mark}
-    choice = Choice(call, 0, spelling, chat=True)
+    request = AnswerRequest(1, stream, False, tools=TOOLS, several_calls=several)
+    choice = Choice(request, 0, Spelling(llm.tokenizer))
+    choice.marks |= {7: mark}
     end = Completion("", [], finish, None, Stats(1, 0, 0, 0, 0, 0))
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
-    return [part for piece in given if (part := choice.add(piece)) is not None]
+    found = []
+    for piece in given:
+        if choice.add(piece):
+            found.append(Chat().choice(choice))
+            choice.clear()
+    return found
 
 
 CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'

@@ -1,0 +1,34 @@
+"""The text of single tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..tokenizer import Tokenizer
+
+
+class Spelling:
+    """Spells single ids: the text of a token, its bytes if they are not UTF-8, and the name of a control token."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.raw = tokenizer, tokenizer.token_bytes
+        self.names = {id: name for name, id in tokenizer.control.items()}
+
+    def text(self, id: int) -> str:
+        """As in OpenAI's API, with "bytes:\\xe2" for bytes."""
+        if id in self.names:
+            return self.names[id]
+        try:
+            return self.raw(id).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(id))
+
+    def entry(self, id: int) -> dict[str, Any]:
+        """As the page needs it: an object with the text or the bytes. A token without bytes is a control token."""
+        data = self.raw(id) if id < self.tokenizer.n_vocab else b""
+        if id in self.names or not data:
+            return {"id": id, "text": self.names.get(id, f"<{id}>"), "control": True}
+        try:
+            return {"id": id, "text": data.decode()}
+        except UnicodeDecodeError:
+            return {"id": id, "bytes": list(data)}
