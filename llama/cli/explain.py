@@ -24,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..inside import explain
     from ..loader import with_rope
-    from ..study import explain
 
     arguments.check_plain(args, "explain")
     if args.model is None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
-        from ..study.trace import spelled
+        from ..inside.trace import spelled
 
         args.fast = False  # nn.Linear, of whose weights the steps are computed again
         llm, read_weights = loading.prepare(args)

@@ -15,7 +15,7 @@ from ..errors import UsageError
 from . import arguments, loading, streams
 
 if TYPE_CHECKING:
-    from ..study.intervene import Intervention
+    from ..inside.intervene import Intervention
     from ..text import Llama
 
 
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         streams.check_file("--html", args.html)
     arguments.check_plain(args, "trace")
+    from ..inside import intervene, trace, trace_page
     from ..loader import with_rope
     from ..rope_scaling import reach
-    from ..study import intervene, trace, trace_page
 
     prompt, scaling = streams.read_prompt(args), arguments.rope_scaling(args)
     # the RoPE options are interventions, so the model is loaded without them
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
 def patching_facts(llm: Llama, source: list[int], ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
     """The patching grid from another text to the traced one, under the same intervention."""
-    from ..study import patching
-    from ..study.trace import spelled
+    from ..inside import patching
+    from ..inside.trace import spelled
 
     with intervention.on(llm.model):
         grid = patching.patching_grid(llm.model, source, ids)

@@ -1,6 +1,6 @@
 """Whether a model is still what a runner was made for.
 
-The operations of cpp/ and a compiled step call no modules, so they would not notice a forward hook (study/inside.py) or
+The operations of cpp/ and a compiled step call no modules, so they would not notice a forward hook (inside/hooks.py) or
 a layer that was replaced. Their runners ask before each pass, and otherwise run module by module.
 """
 

@@ -31,9 +31,9 @@ from ..errors import LlamaError
 from ..generate import check_extreme, history_of, prefill_chunks, random_generator, room_for
 from ..generation.answer import Prompt
 from ..generation.prefix import shared_prefix
+from ..inside import trace, trace_page
+from ..inside.intervene import ablated
 from ..sampling import History, choose, extreme
-from ..study import trace, trace_page
-from ..study.intervene import ablated
 from ..text import Llama
 from .requests import LONGEST_LOOK, Heads
 

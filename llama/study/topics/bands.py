@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ...checkpoint import Checkpoint, open_checkpoint
 from ...errors import UsageError
+from ...inside.trace import recording, surprisal
 from ...loader import build
 from ..figure import LINES, Canvas, Data, Figure, columns
 from ..measures import wavelengths
 from ..perplexity import TINY, folder_of, read_text, tiny_folder
 from ..report import Report, Table
 from ..results import data as stored
-from ..trace import recording, surprisal
 from .base import Topic, check_range
 
 LONGEST = 1024  # tokens; each head has T x T weights

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...inside import activations
 from ...loader import build
 from ..figure import Canvas, Data, Figure, columns, draw_lines
-from ..inside import activations
 from ..measures import decay_bound, wavelengths
 from ..perplexity import TINY
 from ..report import Report, Table

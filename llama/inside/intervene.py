@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..loader import with_rope
 from ..model import Transformer
 from ..rope import Rope
-from .inside import Place, marked, patch
+from .hooks import Place, marked, patch
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from llama import attention, model, rope
 from llama.checkpoint.write import to_layout
 from llama.cli import main
 from llama.errors import UsageError
+from llama.inside import explain
 from llama.model import Transformer
-from llama.study import explain
 from llama.text import Llama
 
 from .. import tiny

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
-from .inside import Place, activations, patch, transformer
+from .hooks import Place, activations, patch, transformer
 
 LEGEND = ". = -5 to 5 %, 1 to 9 = tenths, # = 95 % or more, - = below -5 %"
 ROWS = 16  # positions that one pass patches, each in its own row of a batch

@@ -25,12 +25,11 @@ from torch import Tensor
 
 from llama.checkpoint.write import to_layout
 from llama.cli import main
+from llama.inside import trace as tracing
+from llama.inside import trace_page
+from llama.inside.intervene import Intervention
 from llama.loader import load_model
 from llama.model import Transformer
-from llama.study import page as rope_page
-from llama.study import trace as tracing
-from llama.study import trace_page
-from llama.study.intervene import Intervention
 from llama.study.perplexity import tiny_folder
 from llama.text import Llama
 
@@ -338,7 +337,7 @@ def test_only_the_script_of_the_page_can_run_and_nothing_is_fetched(nasty: tuple
 def v8() -> Iterator[MiniRacer]:
     """The page's script in V8 without a document."""
     context = MiniRacer()
-    context.eval("".join(map(rope_page.part, ("shared.js", "tokens.js", "../trace_page/page.js"))))
+    context.eval("".join(map(trace_page.read, ("shared.js", "tokens.js", "page.js"))))
     yield context
     context.close()
 

@@ -1,6 +1,6 @@
 """Record one forward pass: surprisals, the logit lens, attention weights, and the angles of RoPE.
 
-The tensors are recorded as in inside.py. The logits equal those of the untraced model, bit for bit.
+The tensors are recorded as in hooks.py. The logits equal those of the untraced model, bit for bit.
 
 Letters: T tokens, L layers that ran, H query heads, D head_dim, C model dim, V vocabulary. Logarithms are natural, so
 surprisals and divergences are in nats, unless a name contains bits.
@@ -24,9 +24,8 @@ from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..tokenizer import Tokenizer
-from .inside import Activations, activations
+from .hooks import Activations, activations
 from .intervene import Intervention
-from .measures import turns
 from .patching import LEGEND, cell
 
 LENS_CHUNK = 8  # tokens whose lens is computed at once
@@ -312,7 +311,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
             "scaling": trace.config.rope_scaling and dict(trace.config.rope_scaling),
             "attention_factor": trace.attention_factor,
             "inv_freq": _numbers(trace.inv_freq, 9),
-            "turns": _numbers(turns(trace.inv_freq, length - 1)),
+            "turns": _numbers((length - 1) * trace.inv_freq.double() / (2 * math.pi)),
         },
         "change": change,
     }

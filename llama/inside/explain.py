@@ -27,8 +27,8 @@ from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
-from .inside import activations
-from .report import plain
+from ..system.documents import plain
+from .hooks import activations
 
 Array = np.ndarray[Any, Any]
 Code = list[tuple[Callable[..., Any], str]]  # functions, and expressions in them
@@ -132,7 +132,7 @@ class _SoftmaxRecorder(TorchFunctionMode):
         return out
 
 
-# letter of `reference` -> the name of its tensor in inside.py, without the layer
+# letter of `reference` -> the name of its tensor in hooks.py, without the layer
 SITES = {
     **{"h": "resid_pre", "x": "attn_in", "q": "q", "k": "k", "v": "v", "q'": "rot_q", "k'": "rot_k", "y": "z"},
     **{"o": "attn_out", "a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from llama.errors import UsageError
+from llama.inside import intervene
+from llama.inside.intervene import Intervention
 from llama.model import Transformer
-from llama.study import intervene
-from llama.study.intervene import Intervention
 
 from .. import tiny
 from .test_trace import fingerprint
