@@ -277,3 +277,8 @@ def choose(
     next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)
+
+
+def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The natural logarithm of the probability of ids (..) int64 under logits (.., V): (..) in the dtype of logits."""
+    return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)

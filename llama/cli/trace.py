@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens}; raise it")
     source = ids if args.patch_from is None else llm.tokenizer.encode_prompt(args.patch_from)
     if len(source) != len(ids):
-        pieces = " | ".join(trace.spelled(llm.tokenizer, id) for id in source)
+        pieces = " | ".join(llm.tokenizer.shown(id) for id in source)
         raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
     trace.check(llm.model, ids)
     read_weights()
@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def patching_facts(llm: Llama, source: list[int], ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
     """The patching grid from another text to the traced one, under the same intervention."""
     from ..inside import patching
-    from ..inside.trace import spelled
 
     with intervention.on(llm.model):
         grid = patching.patching_grid(llm.model, source, ids)
-    return patching.facts(grid, {id: spelled(llm.tokenizer, id) for id in {*source, *ids, *grid.answers}})
+    return patching.facts(grid, {id: llm.tokenizer.shown(id) for id in {*source, *ids, *grid.answers}})

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from .. import attention, model, rope
 from ..checkpoint.write import to_layout
 from ..config import ModelConfig
+from ..engine.runtime import dtype_name
 from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
@@ -321,7 +322,7 @@ def explain(
     """
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
-        dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(net.tok_embeddings.weight.dtype)
         raise UsageError(
             f"explain needs a model in float32, not {dtype}: load it with dtype='float32' (--dtype float32)"
         )

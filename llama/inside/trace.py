@@ -23,6 +23,7 @@ from ..engine.linears import make_embedding
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
+from ..sampling import logprob_of
 from ..tokenizer import Tokenizer
 from .hooks import Activations, activations
 from .intervene import Intervention
@@ -88,7 +89,7 @@ def pair_norms(q: Tensor, k: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------- derived quantities
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
     """-ln p of each token except the first, given the tokens before it: logits (T, V), ids (T,) -> (T - 1,) nats."""
-    return -logits[:-1].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    return -logprob_of(logits[:-1].double(), ids[1:])
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
     return {
         **about,
         "layers": trace.layers,
-        "texts": {str(id): spelled(tokenizer, id) for id in sorted(used)},
+        "texts": {str(id): tokenizer.shown(id) for id in sorted(used)},
         "tokens": tokens,
         "lens": {"top_ids": lens.top_ids.tolist(), "top_p": _numbers(lens.top_p), "rank": lens.rank.tolist()}
         | {"kl": _numbers(lens.kl)},
@@ -343,21 +344,6 @@ def packed_maps(weights: Tensor) -> bytes:
     seen = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
     codes = torch.where(seen >= 0.0995, 10 + (100 * seen).round(), (26 * seen.sqrt()).round())
     return codes.clamp(0, 110).byte().numpy().tobytes()
-
-
-def spelled(tokenizer: Tokenizer, id: int) -> str:
-    """The text of a single id: a control id by its name, bytes that are not a complete character as <0xE5>.
-
-    Ids after the end of the vocabulary, which are padding rows of the embedding, are shown as <269>.
-    """
-    data = tokenizer.token_bytes(id) if id < tokenizer.n_vocab else b""
-    if not data:
-        names = {number: name for name, number in tokenizer.control.items()}
-        return names.get(id, f"<{id}>")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "".join(chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>" for byte in data)
 
 
 def _numbers(tensor: Tensor, digits: int = 6) -> Any:

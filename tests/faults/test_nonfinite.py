@@ -264,7 +264,7 @@ def test_errors_of_speculative_decoding_name_the_model_and_the_layer(broken: Tra
 
 def test_errors_of_perplexity_name_the_layer(broken: Transformer) -> None:
     with pytest.raises(NumericalError, match=f"logits of token 1 .*{WORDS}"):
-        nats(broken, [PROMPT])
+        nats(broken, [torch.tensor([PROMPT])])
 
 
 @pytest.mark.slow  # compiles a library

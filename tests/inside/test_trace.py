@@ -256,14 +256,6 @@ def test_the_lens_says_from_which_layer_on_the_answer_stays(tiny_llm: Llama) -> 
         assert f"is the most probable {expected}" in tracing.summary(found)
 
 
-def test_every_token_has_a_visible_text(tiny_llm: Llama) -> None:
-    tokenizer = tiny_llm.tokenizer
-    assert [tracing.spelled(tokenizer, id) for id in tokenizer.encode("hello é")] == ["hello", " ", "<0xC3>", "<0xA9>"]
-    assert tracing.spelled(tokenizer, 0) == "<|endoftext|>"
-    assert tokenizer.n_vocab < tiny.CONFIG.vocab_size
-    assert tracing.spelled(tokenizer, tokenizer.n_vocab) == f"<{tokenizer.n_vocab}>"
-
-
 # ---------------------------------------------------------------------------------------------------------- the page
 def test_attention_rows_are_the_weights_that_may_be_above_0() -> None:
     weights = softmaxed(3, 2, 3, 7, 7)

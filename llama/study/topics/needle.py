@@ -40,7 +40,7 @@ def _found(
     length: int | None = None,
     methods: Sequence[str] | None = None,
     dtype: str | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
+    progress: Callable[[str, int, int], object] = lambda method, done, total: None,
 ) -> Found:
     """A measurement of a model, or the stored results if nothing is set."""
     if model is not None:
