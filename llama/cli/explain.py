@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
         read_weights()
         name, texts = loading.model_name(args.model), [llm.tokenizer.shown(id) for id in ids]
     found = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
-    streams.show(args, explain.as_dict(found), explain.text(found))
-    return 0 if found.passed else 1
+    streams.show(args, found, explain.text(found))
+    return 0 if found["passed"] else 1

@@ -7,16 +7,10 @@ RoPE; with an intervention, also the difference from the unchanged model. Layers
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from . import arguments, loading, streams
-
-if TYPE_CHECKING:
-    from ..inside.intervene import Intervention
-    from ..text import Llama
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         streams.check_file("--html", args.html)
     arguments.check_plain(args, "trace")
-    from ..inside import intervene, trace, trace_page
+    from ..inside import intervene, patching, trace, trace_page
     from ..loader import with_rope
     from ..rope_scaling import reach
 
@@ -78,19 +72,12 @@ def run(args: argparse.Namespace) -> int:
     about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.patch_from is not None:
-        facts["patching"] = patching_facts(llm, source, ids, intervention)
+        with intervention.on(llm.model):
+            grid = patching.patching_grid(llm.model, source, ids)
+        facts["patching"] = patching.facts(grid, llm.tokenizer)
     if args.html is not None:
         streams.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
         streams.info(args, f"{args.html}: open it in a browser")
     text = trace.summary(facts)
     streams.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
     return 0
-
-
-def patching_facts(llm: Llama, source: list[int], ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
-    """The patching grid from another text to the traced one, under the same intervention."""
-    from ..inside import patching
-
-    with intervention.on(llm.model):
-        grid = patching.patching_grid(llm.model, source, ids)
-    return patching.facts(grid, {id: llm.tokenizer.shown(id) for id in {*source, *ids, *grid.answers}})

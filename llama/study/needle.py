@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,19 +43,20 @@ EDGES = (0.5, 1, 1.25, 1.5, 1.75, 2, 3, 4)  # lengths at which the model is aske
 METHODS = ("none", "linear:2", "ntk:2", "ntk:4", "yarn:2")
 
 
-@dataclass(frozen=True)
-class Recall:
+class Recall(NamedTuple):
     """The answer to one question.
 
-    method  how the context was stretched
-    read    tokens that the model had read
-    at      position of the fact
-    nats    mean of -log p of the number's tokens
-    right   share of these tokens that were the most probable ones
-    text    mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
+    method   how the context was stretched
+    trained  the trained length
+    read     tokens that the model had read
+    at       position of the fact
+    nats     mean of -log p of the number's tokens
+    right    share of these tokens that were the most probable ones
+    text     mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
     """
 
     method: str
+    trained: int
     read: int
     at: int
     nats: float
@@ -64,11 +66,10 @@ class Recall:
 
 @dataclass(frozen=True)
 class Found:
-    """The answers of a model that was trained for contexts of `trained` tokens."""
+    """The answers of a model."""
 
     model: str
-    trained: int
-    answers: tuple[Recall, ...]
+    answers: Sequence[Recall]
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,12 @@ def measure(
                 progress(method, part.stop, length)
             text_nats = float(-torch.cat(found).double().mean())
             answers += [
-                Recall(method, end, at, *answer(net, cache, ids, start), text_nats)
+                Recall(method, trained, end, at, *answer(net, cache, ids, start), text_nats)
                 for (ids, start), at, known in asked
                 if known <= end
             ]
             first = end
-    return Found(model, trained, tuple(answers))
+    return Found(model, answers)
 
 
 def _logprobs(net: Transformer, cache: KVCache, hay: Haystack, part: slice) -> Tensor:

@@ -17,7 +17,6 @@ import numpy as np
 from .. import __version__
 from ..inside import trace_page
 from ..rope_scaling import inverse_frequencies
-from ..system.temporary import write_atomically
 from .measures import stretching
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
@@ -33,13 +32,6 @@ CHECKED = (
     (16, 10000000.0, 131072, 32.0),
 )
 WIDEST = 256  # entries of the page's fixed query and key; a smaller head uses the first of them
-
-
-def write(path: Path) -> int:
-    """Write the page to `path`; an existing file is replaced in one step. Returns its size in bytes."""
-    page = html().encode()
-    write_atomically(path.resolve(), page)  # a link stays a link
-    return len(page)
 
 
 def html() -> str:
