@@ -122,9 +122,6 @@ class Intervention:
                 "no_rope (--no-rope) removes the rotation: leave theta and scaling (--rope-theta, --rope-scaling) out"
             )
 
-    def __bool__(self) -> bool:
-        return bool(self.descriptions())
-
     def descriptions(self) -> list[str]:
         """A description of each change."""
         words = [f"head {layer}.{head} ablated" for layer, head in self.heads]

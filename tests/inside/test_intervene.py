@@ -129,8 +129,8 @@ def test_the_model_is_restored_also_after_an_exception(model: Transformer, inter
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_an_empty_intervention_is_false() -> None:
-    assert not Intervention()
+def test_an_empty_intervention_has_no_descriptions() -> None:
+    assert Intervention().descriptions() == []
     assert Intervention(layers=range(2))
     with pytest.raises(UsageError, match="no-rope"):
         Intervention(no_rope=True, theta=1e4)
