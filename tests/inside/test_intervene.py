@@ -131,7 +131,7 @@ def test_the_model_is_restored_also_after_an_exception(model: Transformer, inter
 
 def test_an_empty_intervention_has_no_descriptions() -> None:
     assert Intervention().descriptions() == []
-    assert Intervention(layers=range(2))
+    assert Intervention(layers=range(2)).descriptions() == ["only layers 0 to 1 run"]
     with pytest.raises(UsageError, match="no-rope"):
         Intervention(no_rope=True, theta=1e4)
 
