@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import llama
-from llama import cli, errors, loader, study, text
+from llama import cli, errors, inside, loader, text
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
@@ -69,7 +69,7 @@ API = """# Python API
 
 {note}
 The names on this page are public; others may change. `help(llama.load)` shows types and details, and
-`help(llama.Llama.chat)` shows those of a method. `llama.study.SITES` lists the tensors that have a name.
+`help(llama.Llama.chat)` shows those of a method. `llama.inside.SITES` lists the tensors that have a name.
 
 {entries}
 
@@ -98,10 +98,10 @@ SECTIONS: dict[str, tuple[str, list[Any]]] = {
         ],
     ),
     "Look inside a model": (
-        "llama.study.",
+        "llama.inside.",
         [
-            *(study.activations, study.Activations, study.patch, study.Place, study.patching_grid, study.Grid),
-            *(study.control_vector, study.ControlVector, study.steer),
+            *(inside.activations, inside.Activations, inside.patch, inside.Place, inside.patching_grid, inside.Grid),
+            *(inside.control_vector, inside.ControlVector, inside.steer),
         ],
     ),
 }
@@ -272,7 +272,7 @@ def signature(value: Callable[..., Any], name: str) -> str:
 def entry(value: Any, prefix: str, options: str) -> str:
     """An object of the API, with the names of the methods and properties that its class defines and documents."""
     name = value.__name__
-    if name not in (*llama.__all__, *study.__all__):
+    if name not in (*llama.__all__, *inside.__all__):
         prefix = "llama.text." if name in text.__all__ else f"{value.__module__}."
     call = f"{prefix}{name}" if inspect.isabstract(value) else signature(value, f"{prefix}{name}")
     kinds = types.FunctionType | classmethod | staticmethod | property
@@ -289,7 +289,7 @@ def entry(value: Any, prefix: str, options: str) -> str:
 def python(options: str) -> str:
     """The page of the Python API. `options` is the page of all commands: it describes most fields of LoadOptions."""
     names = {value.__name__ for _, values in SECTIONS.values() for value in values}
-    if missing := {*llama.__all__, *study.__all__} - names - {"__version__", "LlamaError", "SITES"}:
+    if missing := {*llama.__all__, *inside.__all__} - names - {"__version__", "LlamaError", "SITES"}:
         raise ValueError(f"SECTIONS lacks {', '.join(sorted(missing))}")
     entries = []
     for title, (prefix, values) in SECTIONS.items():

@@ -14,8 +14,8 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.architectures import MODEL_TYPES
 from llama.checkpoint.huggingface import read_config
 from llama.errors import ConfigError, LlamaError, UsageError
+from llama.inside.explain import random_model
 from llama.rope_scaling import reach
-from llama.study.explain import random_model
 from llama.tools.convert import convert
 
 from . import test_huggingface, tiny

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llama import cli, loader
-from llama.study.steering import ControlVector
+from llama.inside.steering import ControlVector
 from llama.text import Llama
 
 from . import tiny

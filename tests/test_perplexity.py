@@ -45,10 +45,11 @@ def test_perplexity_is_exp_of_the_mean_of_full_passes(
     assert facts["bits_per_byte"] == pytest.approx(sum(expected) / math.log(2) / len(text.read_bytes()), rel=1e-4)
 
 
-def test_progress_counts_the_tokens_of_all_windows() -> None:
+def test_progress_counts_the_predicted_tokens_of_all_windows() -> None:
     model, counts = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=600)), list[tuple[int, int]]()
-    nats(model, [[1] * 600, [2] * 10], lambda *found: counts.append(found))
-    assert counts == [(257, 610), (513, 610), (600, 610), (610, 610)]
+    windows = [torch.ones(1, 600, dtype=torch.int64), torch.ones(2, 10, dtype=torch.int64)]
+    nats(model, windows, progress=lambda *found: counts.append(found))
+    assert counts == [(256, 617), (512, 617), (599, 617), (617, 617)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from llama.loader import load, load_model, with_rope
 from llama.model import Transformer
 from llama.rope import Rope
 from llama.rope_scaling import inverse_frequencies, reach
-from llama.tools.perplexity import token_logprobs
+from llama.tools.perplexity import nats
 
 from . import tiny
 from .scripts import make_tiny
@@ -208,12 +208,12 @@ def test_errors_of_bad_options_are_one_line(
 def test_log_probabilities_in_chunks_equal_one_full_pass(chunk: int) -> None:
     model, tokens = tiny.model(), tiny.random_tokens(65, batch=3)
     expected = model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)  # (B, T - 1)
-    found = token_logprobs(model, tokens, chunk=chunk)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    (found,) = nats(model, [tokens], chunk=chunk)
+    torch.testing.assert_close(-found, expected, rtol=0, atol=2e-5)
 
 
 def test_a_text_longer_than_the_context_is_refused() -> None:
     with pytest.raises(Exception, match="outside the 256 positions"):
-        token_logprobs(tiny.model(), tiny.random_tokens(300))
+        nats(tiny.model(), [tiny.random_tokens(300)])
     with pytest.raises(UsageError, match="at least 2 tokens"):
-        token_logprobs(tiny.model(), tiny.random_tokens(1))
+        nats(tiny.model(), [tiny.random_tokens(1)])

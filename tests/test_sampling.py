@@ -25,7 +25,7 @@ from llama.errors import LlamaError, UsageError
 from llama.generate import generate
 from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
-from llama.sampling import History, SamplingParams, option, probs
+from llama.sampling import History, SamplingParams, logprob_of, option, probs
 
 from . import tiny
 
@@ -285,3 +285,13 @@ def test_processors_that_exclude_what_a_grammar_allows_are_an_error(temperature:
 def test_parameters_that_depend_on_the_text_need_it(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="need the text so far"):
         probs(torch.zeros(4), SamplingParams(temperature=1.0, **options))
+
+
+def test_log_probabilities_of_ids_have_no_bias_in_a_large_vocabulary() -> None:
+    logits = 3 * torch.randn(4, 50, 49152, generator=torch.Generator().manual_seed(0))
+    ids = logits.topk(3).indices[..., 2]  # (4, 50)
+    exact = logits.double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(logprob_of(logits.double(), ids), exact, rtol=0, atol=1e-13)
+    error = logprob_of(logits, ids) - exact
+    assert error.abs().max() < 2e-6
+    assert error.mean().abs() < 5e-7

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from llama import cli, loader, study
+from llama import cli, inside, loader
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
@@ -416,11 +416,11 @@ def test_an_empty_session_belongs_to_no_model(tiny_llm: Llama) -> None:
         raise KeyboardInterrupt
 
     session = Session()
-    with study.patch(tiny_llm, {"z.0": interrupt}), pytest.raises(KeyboardInterrupt):
+    with inside.patch(tiny_llm, {"z.0": interrupt}), pytest.raises(KeyboardInterrupt):
         tiny_llm.generate("abc", session=session)
     assert not session.tokens
     assert tiny_llm.generate("abc", session=session, max_new_tokens=2).tokens
-    with study.patch(tiny_llm, {"z.0": lambda x, at: x}):
+    with inside.patch(tiny_llm, {"z.0": lambda x, at: x}):
         session.forget()
         assert tiny_llm.generate("abc", session=session, max_new_tokens=2).tokens
 

@@ -30,7 +30,9 @@ DECODER = [
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"study", "tools", "server"},
+    {"study", "server"},
+    {"inside"},
+    {"tools"},
     {"text", "loader"},
     {"generation", "weights"},
     {"engine"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,12 @@ def same_attributes(kinds: list[Tokenizer]) -> None:
             assert getattr(ours, name) == getattr(first, name), (ours, name)
         for id in range(first.n_vocab):
             assert ours.token_bytes(id) == first.token_bytes(id) or id == 0  # SentencePiece shows <unk> as U+2047
+        for id in range(first.n_vocab + 1):
+            name, shown = ours.name(id), ours.shown(id)
+            assert ours.control[name] == id if name is not None else id not in ours.control.values()
+            data = b"" if id == first.n_vocab else ours.token_bytes(id)
+            spelled = re.sub(rb"<0x(..)>", lambda found: bytes.fromhex(found[1].decode()), shown.encode())
+            assert spelled == data if data else shown == (name or f"<{id}>")
         with pytest.raises(UsageError, match=f"not in the vocabulary; expected 0 to {first.n_vocab - 1}"):
             ours.decode([first.n_vocab])
         with pytest.raises(TokenizerError, match="no infill ids"):

@@ -202,8 +202,7 @@ def _rendered(
     stand_ins: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Texts with stand-ins for what regular expressions find (see jinja.answer)."""
-    name = {id: text for text, id in tokenizer.control.items()}
-    bos, eos = ("" if id is None else name.get(id, "") for id in (tokenizer.bos_id, tokenizer.eos_id))
+    bos, eos = ("" if id is None else tokenizer.name(id) or "" for id in (tokenizer.bos_id, tokenizer.eos_id))
     values: Any = {"messages": messages, "tools": tools, "documents": None, "bos_token": bos, "eos_token": eos}
     values |= {"add_generation_prompt": add_generation_prompt, "cut": cut, "strftime_now": None}
     if wrong := [key for key in variables or () if not str(key).isidentifier() or key in values]:

@@ -24,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..inside import explain
     from ..loader import with_rope
-    from ..study import explain
 
     arguments.check_plain(args, "explain")
     if args.model is None:
@@ -37,14 +37,12 @@ def run(args: argparse.Namespace) -> int:
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
-        from ..study.trace import spelled
-
         args.fast = False  # nn.Linear, of whose weights the steps are computed again
         llm, read_weights = loading.prepare(args)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
         explain.check(net, ids, args.token, args.layer)
         read_weights()
-        name, texts = loading.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
+        name, texts = loading.model_name(args.model), [llm.tokenizer.shown(id) for id in ids]
     found = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
-    streams.show(args, explain.as_dict(found), explain.text(found))
-    return 0 if found.passed else 1
+    streams.show(args, found, explain.text(found))
+    return 0 if found["passed"] else 1

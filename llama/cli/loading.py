@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..generation.speculative import Draft
+    from ..inside.steering import ControlVector
     from ..model import Transformer
-    from ..study.steering import ControlVector
     from ..text import Llama
 
 SLOW = 2.0  # seconds
@@ -77,14 +77,14 @@ def read_vector(args: argparse.Namespace) -> ControlVector | None:
         return None
     if args.compile:
         raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
-    from ..study.steering import ControlVector
+    from ..inside.steering import ControlVector
 
     return ControlVector.read(args.steer)
 
 
 def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> str:
     """Steer the model until the process ends. Returns the scale and the layers."""
-    from ..study import intervene, steering
+    from ..inside import intervene, steering
 
     scale = 1.0 if args.steer_scale is None else args.steer_scale
     layers = None if args.steer_layers is None else intervene.parse_layers(args.steer_layers, model.config)

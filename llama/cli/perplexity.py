@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 
 from ..checks import integer
@@ -34,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.text} has {tokens} tokens; perplexity needs at least 2")
     read_weights()
     with streams.progress(args.quiet, "tok") as show:
-        total = sum(nats(llm.model, parts, lambda done, total: show("perplexity", done, total)))
-    predicted = sum(len(part) - 1 for part in parts)
+        found = nats(llm.model, parts, progress=partial(show, "perplexity"))
+    predicted = sum(values.numel() for values in found)
+    total = sum(float(values.double().sum()) for values in found)
     facts = {
         "model": args.model,
         "text": str(args.text),
@@ -46,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
         "bits_per_byte": total / math.log(2) / len(text.encode()),
         "perplexity": math.exp(total / predicted),
     }
-    found = "perplexity {perplexity:.4f} over {predicted:,} tokens, {parts} windows of {window:,}; {bits_per_byte:.4f}"
-    streams.show(args, facts, found.format(**facts, parts=len(parts)) + " bits per byte\n")
+    line = "perplexity {perplexity:.4f} over {predicted:,} tokens, {parts} windows of {window:,}; {bits_per_byte:.4f}"
+    streams.show(args, facts, line.format(**facts, parts=len(parts)) + " bits per byte\n")
     return 0

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     streams.check_file("--output", args.output)
     from ..generate import room_for
+    from ..inside import steering
     from ..sampling import SamplingParams
-    from ..study import steering
 
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)

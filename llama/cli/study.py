@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
         from ..study import page
 
         streams.check_file("--html", args.html)
-        size = page.write(args.html)
-        streams.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
+        html = page.html()
+        streams.write_file(args.html, html)
+        streams.info(args, f"{args.html}: {len(html.encode()) / 1000:.0f} kB; open it in a browser")
         return 0
     if args.topic is None:
         if given or args.json or args.figure is not None:

@@ -7,16 +7,10 @@ RoPE; with an intervention, also the difference from the unchanged model. Layers
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from . import arguments, loading, streams
-
-if TYPE_CHECKING:
-    from ..study.intervene import Intervention
-    from ..text import Llama
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         streams.check_file("--html", args.html)
     arguments.check_plain(args, "trace")
+    from ..inside import intervene, patching, trace, trace_page
     from ..loader import with_rope
     from ..rope_scaling import reach
-    from ..study import intervene, trace, trace_page
 
     prompt, scaling = streams.read_prompt(args), arguments.rope_scaling(args)
     # the RoPE options are interventions, so the model is loaded without them
@@ -69,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens}; raise it")
     source = ids if args.patch_from is None else llm.tokenizer.encode_prompt(args.patch_from)
     if len(source) != len(ids):
-        pieces = " | ".join(trace.spelled(llm.tokenizer, id) for id in source)
+        pieces = " | ".join(llm.tokenizer.shown(id) for id in source)
         raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
     trace.check(llm.model, ids)
     read_weights()
@@ -78,20 +72,12 @@ def run(args: argparse.Namespace) -> int:
     about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.patch_from is not None:
-        facts["patching"] = patching_facts(llm, source, ids, intervention)
+        with intervention.on(llm.model):
+            grid = patching.patching_grid(llm.model, source, ids)
+        facts["patching"] = patching.facts(grid, llm.tokenizer)
     if args.html is not None:
         streams.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
         streams.info(args, f"{args.html}: open it in a browser")
     text = trace.summary(facts)
     streams.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
     return 0
-
-
-def patching_facts(llm: Llama, source: list[int], ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
-    """The patching grid from another text to the traced one, under the same intervention."""
-    from ..study import patching
-    from ..study.trace import spelled
-
-    with intervention.on(llm.model):
-        grid = patching.patching_grid(llm.model, source, ids)
-    return patching.facts(grid, {id: spelled(llm.tokenizer, id) for id in {*source, *ids, *grid.answers}})

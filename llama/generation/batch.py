@@ -37,7 +37,17 @@ from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
 from ..generate import prefill_chunks, prompt_chunk, room_for
 from ..model import Transformer
-from ..sampling import Chooser, Constraint, SamplingParams, Token, check_extreme, extreme, most_probable, top_of
+from ..sampling import (
+    Chooser,
+    Constraint,
+    SamplingParams,
+    Token,
+    check_extreme,
+    extreme,
+    logprob_of,
+    most_probable,
+    top_of,
+)
 from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
@@ -313,11 +323,15 @@ class Batch:
         logits = self.model.output(hidden)[0].float()[:, : self.n_vocab]  # (T, V)
         start = fed - len(logits)
         scored = [Token(prompt[0], None, False)] if start == 0 else []
-        logprobs, extremes = logits.log_softmax(-1), extreme(logits).tolist()  # (T, V), (T,)
-        values, ids = most_probable(logits, max(top, 1))  # (T, k)
-        for row, id in enumerate(prompt[start + 1 : fed + 1]):
+        following = torch.tensor(
+            prompt[start + 1 : fed + 1], device=logits.device
+        )  # (T,), or (T - 1,) after the last chunk
+        known = logits[: len(following)], following.clamp(max=logits.shape[-1] - 1)
+        logprobs, extremes = logprob_of(*known).tolist(), extreme(logits).tolist()
+        values, ids = most_probable(logits, max(top, 1))  # (T, k) each
+        for row, id in enumerate(following.tolist()):
             check_extreme(extremes[row], f"prompt token {start + row + 2}", prompt, partial(locate, self.model))
-            logprob = float(logprobs[row, id]) if id < logprobs.shape[-1] else -torch.inf
+            logprob = logprobs[row] if id < logits.shape[-1] else -math.inf
             scored.append(Token(id, logprob, False, top_of((values[row], ids[row])) if top else {}))
         return scored
 

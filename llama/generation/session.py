@@ -252,7 +252,7 @@ def _traits(model: Transformer) -> dict[str, Any]:
         "kv_cache": model.cache_kind,
         "device": model.norm.weight.device.type,
     }
-    for name in ("adapters", "patched"):  # buffers that the loader and a patch (study/inside.py) add
+    for name in ("adapters", "patched"):  # buffers that the loader and a patch (inside/hooks.py) add
         if (identity := getattr(model, name, None)) is not None:
             settings[name] = bytes(identity.tolist()).hex()[:16]
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=dict))

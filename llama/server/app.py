@@ -39,7 +39,7 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
-PAGE |= {f"/{name}": f"study/page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}
+PAGE |= {f"/{name}": f"inside/trace_page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"

@@ -27,9 +27,9 @@ from ..errors import LlamaError
 from ..generate import next_logits, prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
+from ..inside import trace, trace_page
+from ..inside.intervene import ablated
 from ..sampling import Chooser, check_extreme, extreme
-from ..study import trace, trace_page
-from ..study.intervene import ablated
 from ..text import Llama
 from .engine import Steps
 from .requests import LONGEST_LOOK, Heads

@@ -20,8 +20,9 @@ from ..attention import causal_mask, reference, reference_weights
 from ..checks import choice
 from ..rope import apply_rotary_emb, freqs_cis_at, half_to_interleaved, precompute_freqs_cis
 from ..rope_scaling import inverse_frequencies
+from ..system.documents import plain
 from .measures import frequencies, sinusoids
-from .report import Table, Value, plain, table_lines
+from .report import Table, Value, table_lines
 
 Row = tuple[str, Value, Value]  # a quantity, its value by the wrong line, its value by the right line
 

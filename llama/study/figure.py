@@ -40,6 +40,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#01665e", "linestyle": (0, (10, 2, 2, 2))},
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
+THIN: dict[str, Any] = {"color": "#999999", "linewidth": 0.8}  # of lines behind the data
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
 FORMATS = (".png", ".svg", ".csv")
 
@@ -125,6 +126,11 @@ def draw_lines(
             first, every = markevery
             style |= {"marker": MARKERS[number], "markersize": 4, "markevery": (number * first, every)}
         axes.plot(data[x][rows], data[y][rows], label=name, **style)
+
+
+def legend_above(canvas: Canvas, axes: Axes, columns: int, title: str | None = None) -> None:
+    """Draw the legend of some axes above all axes of the figure."""
+    canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=columns, title=title)
 
 
 def image(figure: Figure, data: Data, kind: str, *, caption: bool = True) -> bytes:

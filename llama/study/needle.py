@@ -14,19 +14,21 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache import KVCache
 from ..checkpoint import open_checkpoint
-from ..engine.runtime import pick_device, pick_dtype
 from ..errors import UsageError
 from ..loader import build
 from ..model import Transformer
 from ..rope_scaling import trained_length
+from ..sampling import logprob_of
 from ..tokenizer import Tokenizer
-from .perplexity import read_text, scaling_of, source, tiny_folder
+from ..tools.perplexity import next_logprobs, start_ids
+from .perplexity import read_text, scalings, source, tiny_folder
 
 PLACES = [
     "London", "Paris", "Rome", "Cairo", "Tokyo", "Lima", "Oslo", "Delhi", "Berlin", "Madrid", "Athens",
@@ -41,19 +43,20 @@ EDGES = (0.5, 1, 1.25, 1.5, 1.75, 2, 3, 4)  # lengths at which the model is aske
 METHODS = ("none", "linear:2", "ntk:2", "ntk:4", "yarn:2")
 
 
-@dataclass(frozen=True)
-class Recall:
+class Recall(NamedTuple):
     """The answer to one question.
 
-    method  how the context was stretched
-    read    tokens that the model had read
-    at      position of the fact
-    nats    mean of -log p of the number's tokens
-    right   share of these tokens that were the most probable ones
-    text    mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
+    method   how the context was stretched
+    trained  the trained length
+    read     tokens that the model had read
+    at       position of the fact
+    nats     mean of -log p of the number's tokens
+    right    share of these tokens that were the most probable ones
+    text     mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
     """
 
     method: str
+    trained: int
     read: int
     at: int
     nats: float
@@ -63,11 +66,10 @@ class Recall:
 
 @dataclass(frozen=True)
 class Found:
-    """The answers of a model that was trained for contexts of `trained` tokens."""
+    """The answers of a model."""
 
     model: str
-    trained: int
-    answers: tuple[Recall, ...]
+    answers: Sequence[Recall]
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
     if count > len(PLACES):
         raise UsageError(f"length (--length) must be at most {len(PLACES) * every} for this model, got {length}")
     own = tokenizer.encode(text)
-    ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    ids = start_ids(tokenizer)
     plain, facts, used = [True] * len(ids), [], 0
     for i, place in enumerate(PLACES[:count]):
         upto = i * every + every // 2 - len(ids)
@@ -134,8 +136,8 @@ def answer(net: Transformer, cache: KVCache, ids: Sequence[int], start: int) -> 
     cache.trim(read)
     logits = net.output(h[:, start - 1 : -1])[0].float()  # (T', V): each row predicts the next token
     wanted = torch.tensor(ids[start:], device=logits.device)  # (T',)
-    logprobs = logits.log_softmax(-1).gather(-1, wanted[:, None])  # (T', 1)
-    return float(-logprobs.double().mean()), float((logits.argmax(-1) == wanted).double().mean())
+    nats = -logprob_of(logits, wanted).double().mean()
+    return float(nats), float((logits.argmax(-1) == wanted).double().mean())
 
 
 def lengths(trained: int, length: int) -> list[int]:
@@ -150,13 +152,13 @@ def measure(
     length: int | None = None,
     methods: Sequence[str] | None = None,
     dtype: str | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
+    progress: Callable[[str, int, int], object] = lambda method, done, total: None,
 ) -> Found:
     """Read a text of `length` tokens under each method, and ask for its facts.
 
     text      by default the book that is included with tiny-kjv
     length    by default 1.75 times the trained length
-    progress  called with the method, and the completed tokens and all tokens of this run
+    progress  called with the method, and the completed tokens and all tokens of its run
 
     Raises UsageError if the text is too short or the length out of range.
     """
@@ -166,16 +168,13 @@ def measure(
     length = trained * 7 // 4 if length is None else length
     if length < trained // 2:
         raise UsageError(f"length (--length) must be at least half the trained length, {trained // 2}, got {length}")
-    scalings = {method: scaling_of(method) for method in map(str.strip, methods or METHODS)}
     tokenizer = checkpoint.tokenizer()
     hay = haystack(tokenizer, read_text(text).decode(), length, trained // PER_LENGTH)
     asked = [(question(tokenizer, place, number), at, end) for place, number, at, end in hay.facts]
-    torch_device = pick_device(None)
-    torch_dtype = pick_dtype(dtype, torch_device)
     room = length + max(len(ids) for (ids, _), *_ in asked)
     answers = []
-    for done, (method, scaling) in enumerate(scalings.items()):
-        net = build(checkpoint, torch_device, torch_dtype, max_seq_len=room, fast=True, rope_scaling=scaling)
+    for method, scaling in scalings(methods or METHODS).items():
+        net = build(checkpoint, None, dtype, max_seq_len=room, fast=True, rope_scaling=scaling)
         cache = net.new_cache(room)
         first = 0
         for end in lengths(trained, length):
@@ -183,22 +182,20 @@ def measure(
             for start in range(first, end, 256):
                 part = slice(start, min(start + 256, end))
                 found.append(_logprobs(net, cache, hay, part))
-                if progress is not None:
-                    progress(method, done * length + part.stop, len(scalings) * length)
+                progress(method, part.stop, length)
             text_nats = float(-torch.cat(found).double().mean())
             answers += [
-                Recall(method, end, at, *answer(net, cache, ids, start), text_nats)
+                Recall(method, trained, end, at, *answer(net, cache, ids, start), text_nats)
                 for (ids, start), at, known in asked
                 if known <= end
             ]
             first = end
-    return Found(model, trained, tuple(answers))
+    return Found(model, answers)
 
 
 def _logprobs(net: Transformer, cache: KVCache, hay: Haystack, part: slice) -> Tensor:
     """Read a part of the text into the cache: log p of the text's own tokens that follow the part's tokens."""
     h = net.hidden(hay.ids[None, part].to(cache.device), cache=cache)  # (B, T, C)
     following = slice(part.start + 1, part.stop + 1)
-    wanted, plain = hay.ids[following].to(h.device), hay.plain[following].to(h.device)  # (T,); one less at the end
-    logits = net.output(h[0, : len(wanted)]).float()  # (T, V)
-    return (logits.gather(-1, wanted[:, None]).squeeze(-1) - logits.logsumexp(-1))[plain]
+    wanted = hay.ids[None, following].to(h.device)  # (B, T); one less at the end
+    return next_logprobs(net, h[:, : wanted.shape[1]], wanted)[0, hay.plain[following]]

@@ -1,8 +1,8 @@
 """The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
 
 Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html; shared.js and shared.css are
-also parts of the page of a trace. The file also contains the
-library's results at some settings. When the page opens, it compares its own numbers with them.
+those of the page of a trace. The file also contains the library's results at some settings. When the page opens, it
+compares its own numbers with them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..inside import trace_page
 from ..rope_scaling import inverse_frequencies
-from ..system.temporary import write_atomically
 from .measures import stretching
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
@@ -34,20 +34,13 @@ CHECKED = (
 WIDEST = 256  # entries of the page's fixed query and key; a smaller head uses the first of them
 
 
-def write(path: Path) -> int:
-    """Write the page to `path`; an existing file is replaced in one step. Returns its size in bytes."""
-    page = html().encode()
-    write_atomically(path.resolve(), page)  # a link stays a link
-    return len(page)
-
-
 def html() -> str:
     """The page as text. The same version of the library produces the same text."""
     data = json.dumps({"reference": reference(), **vectors()}, separators=(",", ":"), allow_nan=False)
     parts = {
-        "page.css": part("shared.css") + part("page.css"),
+        "page.css": trace_page.read("shared.css") + part("page.css"),
         "rope.js": part("rope.js"),
-        "view.js": part("shared.js") + part("view.js"),
+        "view.js": trace_page.read("shared.js") + part("view.js"),
         "data": data.replace("<", "\\u003c"),  # so that no text can close the script element
         "version": __version__,
     }

@@ -6,8 +6,9 @@ log-probabilities are averaged in buckets of positions, whose edges are multiple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, open_checkpoint
-from ..engine.runtime import pick_device, pick_dtype
+from ..engine.runtime import dtype_name
 from ..errors import CheckpointError, UsageError
 from ..hub import resolve
 from ..loader import build
 from ..rope_scaling import STRETCHING, trained_length
-from ..tools.perplexity import token_logprobs
+from ..tools.perplexity import nats, start_ids
 from .measures import stretching
 
 TINY = "tiny-kjv"  # trained by scripts/train_tiny.py and shipped with the package
@@ -44,6 +45,11 @@ class Measurement:
         ends.append(nats.shape[1])
         buckets = zip([0, *ends], ends, strict=False)
         return {end / self.trained: float(nats[:, first:end].double().mean().exp()) for first, end in buckets}
+
+
+def scalings(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Method -> its scaling. Raises UsageError as `scaling_of`."""
+    return {method: scaling_of(method) for method in map(str.strip, methods)}
 
 
 def scaling_of(method: str) -> dict[str, Any]:
@@ -107,12 +113,12 @@ def measure(
     windows: int = 6,
     methods: Sequence[str] = METHODS,
     dtype: str | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
+    progress: Callable[[str, int, int], object] = lambda method, done, total: None,
 ) -> Measurement:
     """Measure `windows` windows of `length` tokens of a text under each method.
 
     length    tokens of a window; by default 8 times the trained length
-    progress  called with the method, and the completed tokens and all tokens of this run
+    progress  called with the method, and the completed tokens and all tokens of its run
 
     Raises UsageError when the text is too short.
     """
@@ -121,25 +127,14 @@ def measure(
     trained = int(trained_length(checkpoint.config))
     length = 8 * trained if length is None else length
     tokens = _windows(checkpoint, read_text(text).decode(), length, windows)  # (windows, length + 1)
-    scalings = {method: scaling_of(method) for method in map(str.strip, methods)}
-    device = pick_device(None)
-    torch_dtype = pick_dtype(dtype or ("float32" if model == TINY else None), device)
-    found, finished = dict[str, Tensor](), 0
-    for method, scaling in scalings.items():
-        net = build(checkpoint, device, torch_dtype, max_seq_len=length, fast=model != TINY, rope_scaling=scaling)
+    dtype, found = dtype or ("float32" if model == TINY else None), dict[str, Tensor]()
+    for method, scaling in scalings(methods).items():
+        net = build(checkpoint, None, dtype, max_seq_len=length, fast=model != TINY, rope_scaling=scaling)
         # where frequencies depend on the length they must change often, as they do in decoding
         chunk = max(1 if net.rope.by_length else 256, trained // 8)
-        nats = []
-        for part in tokens.split(max(1, 8192 // length)):  # windows that are read as one batch
-
-            def advance(read: int, _: int, method: str = method, rows: int = len(part), before: int = finished) -> None:
-                if progress is not None:
-                    progress(method, before + (read - 1) * rows, len(scalings) * windows * length)
-
-            nats.append(-token_logprobs(net, part.to(device), chunk=chunk, progress=advance))
-            finished += len(part) * length
-        found[method] = torch.cat(nats)
-    return Measurement(model, str(torch_dtype).removeprefix("torch."), trained, found)
+        batches = tokens.split(max(1, 8192 // length))
+        found[method] = torch.cat(nats(net, batches, chunk, partial(progress, method)))  # (windows, length)
+    return Measurement(model, dtype_name(net.norm.weight.dtype), trained, found)
 
 
 def _windows(checkpoint: Checkpoint, text: str, length: int, windows: int) -> Tensor:
@@ -152,8 +147,7 @@ def _windows(checkpoint: Checkpoint, text: str, length: int, windows: int) -> Te
             f"length (--length) must be at least 2 and windows (--windows) at least 1, got {length} and {windows}"
         )
     tokenizer = checkpoint.tokenizer()
-    ids = torch.tensor(tokenizer.encode(text))  # (N,)
-    start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    ids, start = torch.tensor(tokenizer.encode(text)), torch.tensor(start_ids(tokenizer), dtype=torch.int64)  # (N,)
     need = length + 1 - len(start)
     if len(ids) < windows * length + 1:
         fit = (len(ids) - 1) // length
@@ -162,4 +156,4 @@ def _windows(checkpoint: Checkpoint, text: str, length: int, windows: int) -> Te
             f" {windows}; use a longer text, or lower one of windows and length (--length)"
         )
     starts = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
-    return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in starts])
+    return torch.stack([torch.cat((start, ids[at : at + need])) for at in starts])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..system.documents import plain
 
 Value = int | float | str
 
@@ -82,8 +83,3 @@ def show(value: Value) -> str:
     if isinstance(value, float) and 1000 <= abs(value) < 1e9:
         return f"{float(f'{value:.6g}'):,.2f}".rstrip("0").rstrip(".")
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-
-
-def plain(value: Any) -> Any:
-    """A value that JSON has: a number that is not finite becomes a string."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

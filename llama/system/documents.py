@@ -53,6 +53,11 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def plain(value: Any) -> Any:
+    """A value that JSON has: a number that is not finite becomes a string."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Fields:
     """Typed access to a mapping. `unknown` returns the keys that were never read."""
 

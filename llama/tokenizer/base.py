@@ -113,6 +113,25 @@ class Tokenizer(ABC):
         Empty for a control id, unless its token is in `visible`, such as <think>.
         """
 
+    @functools.cached_property
+    def _names(self) -> Mapping[int, str]:
+        return {id: name for name, id in self.control.items()}
+
+    def name(self, id: int) -> str | None:
+        """The control string of an id; None if it is not a control id."""
+        return self._names.get(id)
+
+    def shown(self, id: int) -> str:
+        """The text of a single id, for a reader: a control id by its name, bytes of a partial character as <0xE5>.
+
+        Ids without a token, which are padding rows of the embedding, are shown as <269>.
+        """
+        data = self.token_bytes(id) if id < self.n_vocab else b""
+        try:
+            return data.decode() or self.name(id) or f"<{id}>"
+        except UnicodeDecodeError:
+            return "".join(chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>" for byte in data)
+
     def _name_tokens(
         self,
         ids: Mapping[str, int],

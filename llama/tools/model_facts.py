@@ -55,13 +55,12 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
         return {"tokenizer": "of another model", "chat_format": None}, [str(error)]
     except LlamaError as error:
         return {"tokenizer": f"unusable: {error}", "chat_format": None}, []
-    names = {id: text for text, id in tokenizer.control.items()}
     bos = tokenizer.bos_id
     return {
         "tokenizer": tokenizer.kind,
         "tokens": tokenizer.n_vocab,
-        "bos": {} if bos is None else {str(bos): names.get(bos, "")},
+        "bos": {} if bos is None else {str(bos): tokenizer.name(bos) or ""},
         "adds_bos": tokenizer.add_bos,
-        "stop_ids": {str(id): names.get(id, "") for id in sorted(tokenizer.stop_ids)},
+        "stop_ids": {str(id): tokenizer.name(id) or "" for id in sorted(tokenizer.stop_ids)},
         "chat_format": checkpoint.chat_format(tokenizer),  # a built-in one, for a model without a template
     }, []

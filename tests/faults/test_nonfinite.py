@@ -14,7 +14,7 @@ import gguf
 import pytest
 import torch
 
-from llama import study
+from llama import inside
 from llama.engine import kernels, nonfinite
 from llama.engine.linears import BlockLinear, TileLinear
 from llama.errors import CheckpointError, NumericalError
@@ -264,7 +264,7 @@ def test_errors_of_speculative_decoding_name_the_model_and_the_layer(broken: Tra
 
 def test_errors_of_perplexity_name_the_layer(broken: Transformer) -> None:
     with pytest.raises(NumericalError, match=f"logits of token 1 .*{WORDS}"):
-        nats(broken, [PROMPT])
+        nats(broken, [torch.tensor([PROMPT])])
 
 
 def test_a_failure_of_the_second_pass_is_reported(broken: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_quantizing_nonfinite_weights_is_an_error() -> None:
 def test_a_patch_that_returns_nan_is_named_as_the_cause(name: str) -> None:
     net = tiny.model()
     llm, session = Llama(net, _tokenizer()), Session()
-    with study.patch(net, {name: lambda x, at: x * math.nan}), pytest.raises(NumericalError) as error:
+    with inside.patch(net, {name: lambda x, at: x * math.nan}), pytest.raises(NumericalError) as error:
         llm.generate("abc", session=session)
     assert f"put of layers.{name[-1]}." in str(error.value) or name == "resid_post.0"
     assert "check the tensors that the model's hooks or patches return" in str(error.value)

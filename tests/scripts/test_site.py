@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import llama
-from llama import study
+from llama import inside
 
 from . import reference, site_hooks
 
@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 # --------------------------------------------------------------------------------------------------------- reference
 def test_each_public_name_is_in_the_reference() -> None:
     page = reference.PYTHON.read_text()
-    assert {name for name in (*llama.__all__, *study.__all__) if not re.search(rf"\b{name}\b", page)} <= {
+    assert {name for name in (*llama.__all__, *inside.__all__) if not re.search(rf"\b{name}\b", page)} <= {
         "__version__",
         "LlamaError",
     }

@@ -106,7 +106,7 @@ def test_the_scores_of_a_task_are_those_of_direct_passes(
     for sample in samples:
         for request, ((logprob, _),) in zip(sample["arguments"], sample["resps"], strict=True):
             context, both = (llm.tokenizer.encode(text) for text in (request[0], "".join(request)))
-            whole, part = (nats(llm.model, [ids])[0] for ids in (both, context))
+            whole, part = (float(nats(llm.model, [torch.tensor([ids])])[0].sum()) for ids in (both, context))
             assert logprob == pytest.approx(part - whole, abs=1e-4), request
         scores = [logprob for ((logprob, _),) in sample["resps"]]
         assert sample["acc"] == (scores.index(max(scores)) == sample["target"])

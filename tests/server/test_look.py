@@ -16,11 +16,11 @@ import torch
 from llama.generate import generate, prefill_chunks
 from llama.generation import batch
 from llama.generation.structured import compile_grammar
+from llama.inside.hooks import activations
+from llama.inside.intervene import ablated
 from llama.sampling import SamplingParams
 from llama.server.engine import Look
 from llama.server.look import Looks
-from llama.study.inside import activations
-from llama.study.intervene import ablated
 from llama.text import Llama
 from tests.server.serving import Running, running
 
@@ -226,7 +226,7 @@ def test_the_head_in_detail_adds_most_or_has_the_largest_effect_and_is_listed(
 ) -> None:
     effects = torch.tensor([[sign * 0.1, sign * 0.2, sign * 0.3, 0.0], [-0.9, -0.8, -0.7, -0.6]])
     monkeypatch.setattr("llama.server.look.SHOWN_HEADS", 3)
-    monkeypatch.setattr("llama.study.trace.direct_effects", lambda *_: effects)
+    monkeypatch.setattr("llama.inside.trace.direct_effects", lambda *_: effects)
     *_, found = Looks(tiny_llm, "tiny").inside(tiny_llm.encode_chat(MESSAGES), (), {})
     listed = [one["head"] for one in found["heads"]]
     assert listed == ([[0, 2], [1, 0], [1, 1]] if sign > 0 else [[1, 0], [1, 1], [1, 2]])
@@ -397,7 +397,7 @@ def test_the_page_needs_no_key_and_its_looks_do(tiny_llm: Llama) -> None:
 
 
 def test_the_trace_of_a_text_is_that_of_the_command(server: Running, tiny_llm: Llama) -> None:
-    from llama.study import trace, trace_page
+    from llama.inside import trace, trace_page
 
     ids = tiny_llm.encode_chat(MESSAGES)[:12]
     page = post(server, "/look/page", ids=ids).text

@@ -24,9 +24,9 @@ from playwright.sync_api import Browser, Page
 
 from llama import loader
 from llama.generate import generate
+from llama.inside.intervene import ablated
 from llama.sampling import SamplingParams
 from llama.server.look import Looks
-from llama.study.intervene import ablated
 from llama.text import Llama
 from tests.server.serving import Running, running
 

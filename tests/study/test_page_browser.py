@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "rope.html"
-    page.write(path)
+    path.write_text(page.html(), encoding="utf-8")
     return path
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llama.errors import UsageError
+from llama.inside import activations
 from llama.loader import load_model
-from llama.study import activations
 from llama.study.measures import decay_bound, frequencies
 from llama.study.perplexity import tiny_folder
 from llama.study.topics import bands, decay, find

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import llama
+from llama.cli import main
 from llama.hub import DEFAULT
 from llama.study import measures, topics
 from llama.study.figure import image
@@ -31,6 +32,22 @@ def test_a_report_has_tables_and_every_figure_is_drawn(name: str) -> None:
         data = figure.data()
         assert len({len(column) for column in data.values()}) == 1
         assert b"<svg" in image(figure, data, "svg")
+
+
+@pytest.mark.parametrize("folder", ["new", "existing.png"])
+def test_a_folder_gets_every_figure_and_a_file_the_main_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    drawn = lambda figure, data, kind: f"{figure.name} {len(data['score'])} {kind}".encode()  # noqa: E731
+    monkeypatch.setattr("llama.study.figure.image", drawn)
+    (tmp_path / "existing.png").mkdir()
+    assert main(["study", "relative", "--figure", str(tmp_path / folder)]) == 0
+    files = {file.name: file.read_text() for file in (tmp_path / folder).iterdir()}
+    assert files == {"relative.png": "relative 600 png", "toeplitz.png": "toeplitz 4096 png"}
+    err = capsys.readouterr().err
+    assert all(f"{tmp_path / folder / name}: figure {name.removesuffix('.png')}\n" in err for name in files)
+    assert main(["study", "relative", "--figure", str(tmp_path / "one.svg"), "-q"]) == 0
+    assert (tmp_path / "one.svg").read_text() == "relative 600 svg"
 
 
 def test_rope_scores_depend_on_the_distance_and_added_codes_do_not() -> None:

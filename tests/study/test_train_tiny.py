@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from llama.loader import load_model, load_tokenizer
 from llama.model import Transformer
 from llama.study.perplexity import tiny_folder
-from llama.tools.perplexity import token_logprobs
+from llama.tools.perplexity import nats
 
 from ..scripts import train_tiny
 
@@ -60,4 +60,4 @@ def test_the_shipped_folder_has_the_same_logits_in_transformers() -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
-    assert 0 < -token_logprobs(ours, tokens).mean() < math.log(6)  # random weights would have about 256
+    assert 0 < nats(ours, [tokens])[0].mean() < math.log(6)  # random weights would have about 256

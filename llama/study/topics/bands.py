@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...checkpoint import Checkpoint, open_checkpoint
 from ...errors import UsageError
+from ...inside.trace import recording, surprisal
 from ...loader import build
-from ..figure import LINES, Canvas, Data, Figure, columns
+from ..figure import LINES, Canvas, Data, Figure, columns, legend_above
 from ..measures import wavelengths
 from ..perplexity import TINY, folder_of, read_text, tiny_folder
 from ..report import Report, Table
 from ..results import data as stored
-from ..trace import recording, surprisal
-from .base import Topic, check_range
+from .base import Topic, answering, check_range
 
 LONGEST = 1024  # tokens; each head has T x T weights
 PARTS = ("none", "fastest quarter", "second quarter", "third quarter", "slowest quarter", "all")
@@ -41,14 +42,27 @@ def passage(model: str, text: Path | None, length: int | None) -> tuple[Checkpoi
     return checkpoint, torch.tensor(ids[start : start + length])
 
 
-@lru_cache(maxsize=1)
-@torch.inference_mode()
-def _heads(model: str, text: Path | None, length: int | None) -> tuple[Tensor, int, Tensor, dict[str, Tensor], Tensor]:
+class Heads(NamedTuple):
     """How heads use pairs, and what stopped pairs cost.
 
-    Returns frequencies (D/2,), the trained length, shares of the pairs (L * H, D/2); by stopped part, the weight of
-    each head on the previous token (L * H,); the loss of each part (6,), nats per token.
+    inv_freq  (D/2,)
+    share     of the pairs, (L * H, D/2)
+    previous  stopped part -> the weight of each head on the previous token, (L * H,)
+    losses    of each part, (6,) nats per token
     """
+
+    model: str
+    trained: int
+    inv_freq: Tensor
+    share: Tensor
+    previous: dict[str, Tensor]
+    losses: Tensor
+
+
+@lru_cache(maxsize=1)
+@torch.inference_mode()
+def _heads(model: str = TINY, text: Path | None = None, length: int | None = None) -> Heads:
+    """Measure the heads of a model on a text."""
     checkpoint, tokens = passage(model, text, length)
     net = build(checkpoint, "cpu", "float32", max_seq_len=len(tokens))
     if net.rope.by_length:
@@ -67,7 +81,8 @@ def _heads(model: str, text: Path | None, length: int | None) -> tuple[Tensor, i
         previous[part] = torch.stack([w.diagonal(-1, -2, -1).mean(-1) for w in seen.weights]).flatten()
         if part == "none":
             norms = torch.stack(seen.pair_norms).flatten(0, 1)  # (L * H, D/2)
-    return inv_freq, checkpoint.config.max_seq_len, norms / norms.sum(-1, keepdim=True), previous, torch.stack(losses)
+    share, trained = norms / norms.sum(-1, keepdim=True), checkpoint.config.max_seq_len
+    return Heads(model, trained, inv_freq, share, previous, torch.stack(losses))
 
 
 def _kinds(previous: Tensor) -> dict[str, Tensor]:
@@ -77,9 +92,9 @@ def _kinds(previous: Tensor) -> dict[str, Tensor]:
     return {f"{count} most on the previous token": order[:count], "all others": order[count:]}
 
 
-def report(model: str = TINY, text: Path | None = None, length: int | None = None) -> Report:
+def _report(found: Heads) -> Report:
     """Use of fast and slow pairs by heads that look at the previous token and by the others, and the loss without."""
-    inv_freq, trained, share, previous, losses = _heads(model, text, length)
+    model, trained, inv_freq, share, previous, losses = found
     quarter = len(inv_freq) // 4
     kinds = _kinds(previous["none"])
     used = (previous["none"], share[:, :quarter].sum(-1), share[:, -quarter:].sum(-1))  # (heads,) each
@@ -107,12 +122,12 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
     )
 
 
-def data(model: str = TINY, text: Path | None = None, length: int | None = None) -> Data:
+def _data(found: Heads) -> Data:
     """Panel "pairs": per kind of head and pair x, the mean share y, and the tenths low and high of the heads.
 
     Panel "heads": per head, x the share of the fastest quarter, y the weight on the previous token.
     """
-    _, _, share, previous, _ = _heads(model, text, length)
+    share, previous = found.share, found.previous
     rows: list[tuple[object, ...]] = []
     for kind, heads in _kinds(previous["none"]).items():
         of_kind = share[heads]  # (heads, D/2)
@@ -123,6 +138,9 @@ def data(model: str = TINY, text: Path | None = None, length: int | None = None)
         for x, y in zip(fast.tolist(), previous["none"][heads].tolist(), strict=True):
             rows.append(("heads", kind, round(x, 4), *[round(y, 4)] * 3))
     return columns(("panel", "kind", "x", "y", "low", "high"), rows)
+
+
+data = answering(_heads, _data)
 
 
 def draw(table: Data, canvas: Canvas) -> None:
@@ -139,23 +157,18 @@ def draw(table: Data, canvas: Canvas) -> None:
     upper.set(xlabel="pair i (0 turns fastest)", ylabel="share of |qᵢ||kᵢ| over all pairs")
     upper.set_ylim(bottom=0)
     title = "heads (line: mean; band: the middle 8 of 10 heads)"
-    canvas.legend(*upper.get_legend_handles_labels(), loc="outside upper center", ncols=2, title=title)
+    legend_above(canvas, upper, 2, title=title)
     lower.set(xlabel="share of the fastest quarter of the pairs", ylabel="weight on the previous token")
 
 
 # The stored results are those of: clearllama study bands -m smollm2-135m-instruct --figure FILE.csv
 CAPTION = "Above: how much each pair can add to a score, by kind of head. Below: each point is a head."
+SMOLLM2 = f"SmolLM2-135M, 270 heads. {CAPTION}"
 DEFAULT = f"{CAPTION} By default this is tiny-kjv, which has 16 heads."
 TOPIC = Topic(
-    report,
+    answering(_heads, _report),
     (
         Figure("bands", DEFAULT, data, draw, size=(5.4, 6.0)),
-        Figure(
-            "bands_smollm2",
-            f"SmolLM2-135M, 270 heads. {CAPTION}",
-            partial(stored, "bands-smollm2.csv"),
-            draw,
-            size=(5.4, 6.0),
-        ),
+        Figure("bands_smollm2", SMOLLM2, partial(stored, "bands-smollm2.csv"), draw, size=(5.4, 6.0)),
     ),
 )

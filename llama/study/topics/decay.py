@@ -5,34 +5,47 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...inside import activations
 from ...loader import build
 from ..figure import Canvas, Data, Figure, columns, draw_lines
-from ..inside import activations
 from ..measures import decay_bound, wavelengths
 from ..perplexity import TINY
 from ..report import Report, Table
 from ..results import data as stored
 from .bands import passage
-from .base import Topic
+from .base import Topic, answering
 
 DRAWS = 500  # combinations of a query, two keys and a distance
 NEARER, KEPT = "a key scores higher at r than at 2r", "two keys keep the order of distance 0"
 
 
-@lru_cache(maxsize=1)
-@torch.inference_mode()
-def _compared(model: str, text: Path | None, length: int | None) -> tuple[Tensor, int, Tensor, Tensor]:
+class Compared(NamedTuple):
     """Queries and keys of a text, moved to other distances by RoPE alone.
 
-    Returns frequencies (D/2,), the trained length, and for each octave of distances from 2^n on (n, 2): how often a
-    key scores higher at distance r than at 2 r, and how often two keys have the same order at r as at 0. Last, for the
-    strongest pair of each head (heads, 3): its number, |mean q_i conj(k_i)| / mean |q_i| |k_i|, the mean's angle.
+    inv_freq   (D/2,)
+    shares     for each octave of distances from 2^n on (n, 2): how often a key scores higher at distance r than at 2 r,
+               and how often two keys have the same order at r as at 0
+    strongest  for the strongest pair of each head (heads, 3): its number, |mean q_i conj(k_i)| / mean |q_i| |k_i|, the
+               mean's angle
     """
+
+    model: str
+    trained: int
+    inv_freq: Tensor
+    shares: Tensor
+    strongest: Tensor
+
+
+@lru_cache(maxsize=1)
+@torch.inference_mode()
+def _compared(model: str = TINY, text: Path | None = None, length: int | None = None) -> Compared:
+    """Compare scores of a model's queries and keys by distance."""
     checkpoint, tokens = passage(model, text, length)
     net = build(checkpoint, "cpu", "float32", max_seq_len=len(tokens))
     with activations(net, ["q.*", "k.*"]) as seen:
@@ -62,18 +75,18 @@ def _compared(model: str, text: Path | None, length: int | None) -> tuple[Tensor
             order = (first - second).sum(-1).real
             found[octave, 0] += (near > twice).double().mean() / len(layers)
             found[octave, 1] += ((near - rival) * order > 0).double().mean() / len(layers)
-    return inv_freq, checkpoint.config.max_seq_len, found, torch.cat(strongest)
+    return Compared(model, checkpoint.config.max_seq_len, inv_freq, found, torch.cat(strongest))
 
 
-def report(model: str = TINY, text: Path | None = None, length: int | None = None) -> Report:
+def _report(found: Compared) -> Report:
     """RoFormer's bound for the model's frequencies, and how often scores prefer the nearer position."""
-    inv_freq, trained, found, strongest = _compared(model, text, length)
+    model, trained, inv_freq, shares, strongest = found
     rows = []
-    for octave in range(0, len(found), 2):
+    for octave in range(0, len(shares), 2):
         r = torch.linspace(2**octave, 2 ** (octave + 1), 64)
         bound = float(decay_bound(inv_freq, r).mean()) / ((len(inv_freq) + 1) / 2)
-        shares = (f"{share:.2f}" for share in (bound, *found[octave].tolist()))
-        rows.append((f"{2**octave:,} to {2 ** (octave + 1):,}", *shares))
+        texts = (f"{share:.2f}" for share in (bound, *shares[octave].tolist()))
+        rows.append((f"{2**octave:,} to {2 ** (octave + 1):,}", *texts))
     pairs = []
     for pair, heads in Counter(strongest[:, 0].int().tolist()).most_common(4):
         agreement, angle = strongest[strongest[:, 0] == pair, 1:].quantile(0.5, dim=0).tolist()
@@ -91,15 +104,17 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
     )
 
 
-def order_data(model: str = TINY, text: Path | None = None, length: int | None = None) -> Data:
+def _order(found: Compared) -> Data:
     """line, distance (tokens, the start of an octave), share of combinations, context (the trained length)."""
-    _, trained, found, _ = _compared(model, text, length)
     rows = [
-        (line, 2**octave, round(float(found[octave, column]), 4), trained)
-        for column, line in enumerate((NEARER, KEPT))
-        for octave in range(len(found))
+        (line, 2**octave, round(share, 4), found.trained)
+        for line, shares in zip((NEARER, KEPT), found.shares.T.tolist(), strict=True)
+        for octave, share in enumerate(shares)
     ]
     return columns(("line", "distance", "share", "context"), rows)
+
+
+order_data = answering(_compared, _order)
 
 
 def order_draw(table: Data, canvas: Canvas) -> None:
@@ -115,16 +130,11 @@ def order_draw(table: Data, canvas: Canvas) -> None:
 
 # The stored results are those of: clearllama study decay -m smollm2-135m-instruct --figure FILE.csv
 CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone."
+SMOLLM2 = f"SmolLM2-135M. {CAPTION}"
 TOPIC = Topic(
-    report,
+    answering(_compared, _report),
     (
         Figure("order_kept", CAPTION, order_data, order_draw, size=(5.6, 4.0)),
-        Figure(
-            "order_kept_smollm2",
-            f"SmolLM2-135M. {CAPTION}",
-            partial(stored, "decay-smollm2.csv"),
-            order_draw,
-            size=(5.6, 4.0),
-        ),
+        Figure("order_kept_smollm2", SMOLLM2, partial(stored, "decay-smollm2.csv"), order_draw, size=(5.6, 4.0)),
     ),
 )

@@ -10,25 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import UsageError
-from ..figure import Canvas, Data, Figure, columns, draw_lines
+from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines, legend_above
 from ..needle import Found, Recall, measure
 from ..report import Report, Table, Value
-from ..results import table as stored_table
+from ..results import rows as stored_rows
 from .base import Topic, answering
 from .ppl import label
 
 STORED, STORED_MODEL = "needle-smollm2.csv", "smollm2-135m-instruct"
-NAMES = ("method", "trained", "read", "at", "nats", "right", "text")
 
 
 def stored() -> Found:
     """The results in the package, as `clearllama study needle -m MODEL --figure FILE.csv` writes them."""
-    rows = stored_table(STORED)
-    answers = tuple(
-        Recall(row["method"], int(row["read"]), int(row["at"]), *(float(row[name]) for name in NAMES[4:]))
-        for row in rows
-    )
-    return Found(STORED_MODEL, int(rows[0]["trained"]), answers)
+    answers = []
+    for method, *integers, nats, right, text in stored_rows(STORED):
+        answers.append(Recall(method, *map(int, integers), *map(float, (nats, right, text))))
+    return Found(STORED_MODEL, answers)
 
 
 _measured = lru_cache(maxsize=1)(measure)  # a report and its figures share one measurement
@@ -40,7 +37,7 @@ def _found(
     length: int | None = None,
     methods: Sequence[str] | None = None,
     dtype: str | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
+    progress: Callable[[str, int, int], object] = lambda method, done, total: None,
 ) -> Found:
     """A measurement of a model, or the stored results if nothing is set."""
     if model is not None:
@@ -78,13 +75,13 @@ def _report(found: Found) -> Report:
         "Facts such as 'The magic number of Lima is 29305.' stand in a text. The model is asked for those of the first"
         " trained length after as many trained lengths as the column says. A guessed digit is right in 1 of 10 cases."
         " Without -m MODEL, the results are those stored in the package.",
-        {"model": found.model, "trained": found.trained},
+        {"model": found.model, "trained": found.answers[0].trained},
     )
 
 
 def _data(found: Found) -> Data:
     """One row per answer."""
-    return columns(NAMES, [(a.method, found.trained, *(getattr(a, name) for name in NAMES[2:])) for a in found.answers])
+    return columns(Recall._fields, found.answers)
 
 
 def draw(table: Data, canvas: Canvas) -> None:
@@ -96,13 +93,13 @@ def draw(table: Data, canvas: Canvas) -> None:
         (lower, "recall", "digits that are right (share)"),
     ):
         draw_lines(axes, means, "read", column, "method", dict.fromkeys(means["method"].tolist()), markevery=(0, 1))
-        axes.axvline(1, color="#999999", linewidth=0.8)
+        axes.axvline(1, **THIN)
         axes.set(xlabel="tokens read (trained lengths)", ylabel=title)
     upper.set_yscale("log")
     upper.yaxis.set_major_formatter("{x:g}")
-    lower.axhline(0.1, color="#999999", linewidth=0.8, linestyle=":")
+    lower.axhline(0.1, **THIN, linestyle=":")
     lower.set_ylim(0, 1.03)
-    canvas.legend(*upper.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    legend_above(canvas, upper, 3)
 
 
 def draw_depth(table: Data, canvas: Canvas) -> None:
@@ -116,7 +113,7 @@ def draw_depth(table: Data, canvas: Canvas) -> None:
         rows = table["method"] == name
         x, y, right = table["read"][rows] / trained, table["at"][rows] / trained, table["right"][rows]
         image = axes.scatter(x, y, c=right, cmap="viridis", vmin=0, vmax=1, marker="s", s=32)
-        axes.axvline(1, color="#999999", linewidth=0.8)
+        axes.axvline(1, **THIN)
         axes.set_title(label(name))
         axes.set_xlabel("tokens read (trained lengths)")
         axes.tick_params(labelbottom=True)

@@ -8,12 +8,12 @@ from torch import nn
 
 from ... import rope
 from ...errors import UsageError
+from ...inside.trace import surprisal
 from ...loader import load
 from ...model import Attention
 from ..figure import Axes, Canvas, Data, Figure
 from ..perplexity import TINY, folder_of
 from ..report import Report, Table
-from ..trace import surprisal
 from .base import Topic
 
 TEXT = "And God said, Let there be light: and there was light. And God saw the light, that it was good."

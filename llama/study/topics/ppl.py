@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..figure import Canvas, Data, Figure, columns, draw_lines
+from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines
 from ..perplexity import Measurement, measure
 from ..report import Report, Table
 from .base import Topic, answering
@@ -58,7 +58,7 @@ def draw(table: Data, canvas: Canvas) -> None:
     ends = sorted(set(table["end"].tolist()))
     axes.set_xticks(ends, [f"{end:g}" for end in ends])
     axes.minorticks_off()
-    axes.axvline(1, color="#999999", linewidth=0.8)
+    axes.axvline(1, **THIN)
     axes.set(xlabel="position, up to (trained lengths)", ylabel="perplexity per token")
     lines, methods = axes.get_legend_handles_labels()
     axes.legend(lines, [label(method) for method in methods], loc="center left", bbox_to_anchor=(1.0, 0.5))

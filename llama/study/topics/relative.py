@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import encodings, measures
-from ..figure import LINES, Canvas, Data, Figure
+from ..figure import LINES, Canvas, Data, Figure, columns
 from ..report import Report, Table
 from .base import Topic
 
@@ -58,13 +58,13 @@ def toeplitz_data() -> Data:
     """Four matrices of scores, one row per cell."""
     p = measures.sinusoids(torch.arange(32), D)  # (N, C)
     matrices = (scores_of("none"), p @ p.T / D**0.5, scores_of("sinusoidal"), scores_of("rope"))
-    m, n = np.indices((32, 32))
-    return {
-        "panel": np.repeat(list(PANELS), m.size),
-        "m": np.tile(m.ravel(), 4),
-        "n": np.tile(n.ravel(), 4),
-        "score": np.concatenate([matrix.numpy().ravel() for matrix in matrices]),
-    }
+    rows = [
+        (panel, m, n, score)
+        for panel, matrix in zip(PANELS, matrices, strict=True)
+        for m, row in enumerate(matrix.tolist())
+        for n, score in enumerate(row)
+    ]
+    return columns(("panel", "m", "n", "score"), rows)
 
 
 def toeplitz_draw(data: Data, canvas: Canvas) -> None:
@@ -82,14 +82,13 @@ def toeplitz_draw(data: Data, canvas: Canvas) -> None:
 
 def relative_data() -> Data:
     """Scores under five encodings for three positions of the query, against the distance."""
-    m, n = np.meshgrid((2, 18, 34), np.arange(40), indexing="ij")
-    names = list(encodings.ENCODINGS)
-    return {
-        "encoding": np.repeat(names, m.size),
-        "m": np.tile(m.ravel(), len(names)),
-        "distance": np.tile((m - n).ravel(), len(names)),
-        "score": np.concatenate([scores_of(name, 40).numpy()[m.ravel(), n.ravel()] for name in names]),
-    }
+    rows = [
+        (name, m, m - n, score)
+        for name in encodings.ENCODINGS
+        for m in (2, 18, 34)
+        for n, score in enumerate(scores_of(name, 40)[m].tolist())
+    ]
+    return columns(("encoding", "m", "distance", "score"), rows)
 
 
 TITLES = {"none": "no encoding", "rope": "RoPE", "alibi": "ALiBi"}  # of the others: their names

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from ..figure import Axes, Canvas, Data, Figure, draw_lines
 from ..measures import seen_arc, stretching, turns, wavelengths
 from ..perplexity import folder_of
 from ..report import Report, Table
-from .base import Topic, check_head_dim, check_range
+from .base import Topic, answering, check_head_dim, check_range
 
 KINDS = {"linear": "PI", "ntk": "NTK-aware", "dynamic": "dynamic", "yarn": "YaRN", "llama3": "llama3"}
 OPTIONS = {"head_dim": "--head-dim", "theta": "--rope-theta", "context": "--context"}
@@ -85,12 +85,28 @@ class Stretch:
         return sorted({0, count // 4, count // 2, 3 * count // 4, count - 1, *first_slow})
 
 
-def _settings(model: str | None, **given: Any) -> tuple[Stretch, dict[str, tuple[Tensor, float]], ModelConfig | None]:
-    """The settings, given or a checkpoint's; by method, frequencies (D/2,) and factor; the checkpoint's configuration.
+class Scaled(NamedTuple):
+    """The settings; method -> frequencies (D/2,) and factor of cos and sin; model and configuration of a checkpoint."""
+
+    stretch: Stretch
+    by_method: dict[str, tuple[Tensor, float]]
+    model: str | None
+    config: ModelConfig | None
+
+
+def _scaled(
+    head_dim: int | None = None,
+    theta: float | None = None,
+    context: int | None = None,
+    factor: float | None = None,
+    model: str | None = None,
+) -> Scaled:
+    """Every method for the settings, given or a checkpoint's.
 
     The checkpoint's own scaling, if it has one, is the last method: at its full context, as the library uses it.
     """
-    given, config = {name: value for name, value in given.items() if value is not None}, None
+    settings: dict[str, Any] = {"head_dim": head_dim, "theta": theta, "context": context, "factor": factor}
+    given, config = {name: value for name, value in settings.items() if value is not None}, None
     if model is not None:
         for name in OPTIONS.keys() & given:
             raise UsageError(
@@ -108,18 +124,12 @@ def _settings(model: str | None, **given: Any) -> tuple[Stretch, dict[str, tuple
         lengths = {"seq_len": reach(config), "max_seq_len": config.max_seq_len}
         inv_freq, times = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, **lengths)
         found["this model"] = inv_freq.double(), times
-    return stretch, found, config
+    return Scaled(stretch, found, model, config)
 
 
-def report(
-    head_dim: int | None = None,
-    theta: float | None = None,
-    context: int | None = None,
-    factor: float | None = None,
-    model: str | None = None,
-) -> Report:
+def _report(found: Scaled) -> Report:
     """Wavelength, turns and divisors of a few pairs, and how many pairs meet new angles under each scaling."""
-    stretch, scaled, config = _settings(model, head_dim=head_dim, theta=theta, context=context, factor=factor)
+    stretch, scaled, model, config = found
     plain, context = stretch.frequencies(), stretch.context
     waves, turned = wavelengths(plain), turns(plain, context)  # (D/2,) each
     pairs = Table(
@@ -145,15 +155,9 @@ def report(
 
 
 # ---------------------------------------------------------------------------------------------------- figure: divisor
-def divisor_data(
-    head_dim: int | None = None,
-    theta: float | None = None,
-    context: int | None = None,
-    factor: float | None = None,
-    model: str | None = None,
-) -> Data:
+def _divisors(found: Scaled) -> Data:
     """method, pair, divisor; slow: whether the pair, unscaled, stays below one turn within the trained context."""
-    stretch, scaled, _ = _settings(model, head_dim=head_dim, theta=theta, context=context, factor=factor)
+    stretch, scaled, *_ = found
     plain = stretch.frequencies()
     return {
         "method": np.repeat(list(scaled), len(plain)),
@@ -161,6 +165,9 @@ def divisor_data(
         "divisor": torch.cat([plain / w for w, _ in scaled.values()]).numpy(),
         "slow": np.tile(stretch.slow().numpy(), len(scaled)),
     }
+
+
+divisor_data = answering(_scaled, _divisors)
 
 
 def divisor_draw(data: Data, canvas: Canvas) -> None:
@@ -228,7 +235,7 @@ def _circle(axes: Axes, seen: float, met: float) -> None:
 
 
 TOPIC = Topic(
-    report,
+    answering(_scaled, _report),
     figures=(
         Figure(
             "divisor",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import measures
-from ..figure import LINES, MARKERS, Canvas, Data, Figure, columns
+from ..figure import LINES, MARKERS, THIN, Canvas, Data, Figure, columns
 from ..report import Report, Table
 from .base import Topic, check_head_dim, check_range
 
@@ -84,7 +84,7 @@ def hands_draw(data: Data, canvas: Canvas) -> None:
     circle = np.linspace(0, 2 * np.pi, 200)
     for pair, axes in enumerate(canvas.subplots(1, 3, sharey=True)):
         x, y, position, speed = (data[key][data["pair"] == pair] for key in ("sine", "cosine", "position", "speed"))
-        axes.plot(np.sin(circle), np.cos(circle), color="#999999", linewidth=0.8)
+        axes.plot(np.sin(circle), np.cos(circle), **THIN)
         axes.plot(x, y, marker=MARKERS[pair], markersize=3.5, color=LINES[pair]["color"], linestyle="none")
         axes.plot([0, x[-1]], [0, y[-1]], **LINES[pair])
         # Labels must not overlap: one at every position, or only at the first and the last.

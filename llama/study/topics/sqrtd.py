@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import measures
-from ..figure import LINES, MARKERS, Canvas, Data, Figure, columns
+from ..figure import LINES, MARKERS, Canvas, Data, Figure, columns, legend_above
 from ..report import Report, Table
 from .base import Topic
 
@@ -92,7 +92,7 @@ def sqrtd_draw(data: Data, canvas: Canvas) -> None:
         else:
             axes.set_ylim(bottom=0)
     panels[-1].set_xlabel("width of the head D (entries)")
-    canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    legend_above(canvas, panels[0], 2)
 
 
 def jacobian_data() -> Data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..figure import LINES, Canvas, Data, Figure, columns
+from ..figure import LINES, THIN, Canvas, Data, Figure, columns, legend_above
 from ..report import Report, Table
 from ..results import json_lines
 from .base import Topic
@@ -65,10 +65,10 @@ def draw(table: Data, canvas: Canvas) -> None:
         x = table["position"][rows]
         axes.fill_between(x, table["least"][rows], table["most"][rows], color=style["color"], alpha=0.15, linewidth=0)
         axes.plot(x, table["loss"][rows], label=label, **style)
-    axes.axvline(TRAINED, color="#999999", linewidth=0.8)
+    axes.axvline(TRAINED, **THIN)
     axes.text(TRAINED - 4, 3.4, "trained\ncontext", ha="right", va="top")
     axes.set(xlabel="position in the window (bytes)", ylabel="loss (nats per byte)")
-    canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    legend_above(canvas, axes, 2)
 
 
 CAPTION = "Five encodings, trained alike on 128 bytes and tested on 512. Bands: the extremes of three seeds."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..figure import Canvas, Data, Figure, columns, draw_lines
+from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines, legend_above
 from ..measures import frequencies, rotated, turn
 from ..report import Report, Table
 from .base import Topic
@@ -66,9 +66,9 @@ def partial_data() -> Data:
 def partial_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     draw_lines(axes, data, "distance", "score", "part", [f"{share:g} rotated" for share in SHARES])
-    axes.axhline(0, color="#999999", linewidth=0.8)
+    axes.axhline(0, **THIN)
     axes.set(xlabel="distance (tokens)", ylabel="score of q = k, 1 at distance 0")
-    canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, title="part of the head")
+    legend_above(canvas, axes, 3, title="part of the head")
 
 
 def plane_data() -> Data:

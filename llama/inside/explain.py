@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 from .. import attention, model, rope
 from ..checkpoint.write import to_layout
 from ..config import ModelConfig
+from ..engine.runtime import dtype_name
 from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
-from .inside import activations
-from .report import plain
+from ..system.documents import plain
+from .hooks import activations
 
 Array = np.ndarray[Any, Any]
 Code = list[tuple[Callable[..., Any], str]]  # functions, and expressions in them
@@ -132,7 +132,7 @@ class _SoftmaxRecorder(TorchFunctionMode):
         return out
 
 
-# letter of `reference` -> the name of its tensor in inside.py, without the layer
+# letter of `reference` -> the name of its tensor in hooks.py, without the layer
 SITES = {
     **{"h": "resid_pre", "x": "attn_in", "q": "q", "k": "k", "v": "v", "q'": "rot_q", "k'": "rot_k", "y": "z"},
     **{"o": "attn_out", "a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},
@@ -177,17 +177,11 @@ def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
 
 
 # ----------------------------------------------------------------------------------------------- lines of code
-@dataclass(frozen=True)
-class Source:
-    """A line of code: the file relative to the package's parent folder, the line number, the text."""
+def find_source(function: Callable[..., Any], expression: str) -> dict[str, Any] | None:
+    """The line of a function's source that contains an expression. None if there is none, or no source.
 
-    file: str
-    line: int
-    text: str
-
-
-def find_source(function: Callable[..., Any], expression: str) -> Source | None:
-    """The line of a function's source that contains an expression. None if there is none, or no source."""
+    Returns the file relative to the package's parent folder, the number of the line, and its text.
+    """
     try:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
@@ -196,7 +190,7 @@ def find_source(function: Callable[..., Any], expression: str) -> Source | None:
         if expression in line:
             path, package = Path(inspect.getsourcefile(function) or ""), Path(model.__file__).parent.parent
             file = path.relative_to(package).as_posix() if path.is_relative_to(package) else path.name
-            return Source(file, number, line.strip())
+            return {"file": file, "line": number, "text": line.strip()}
     return None
 
 
@@ -257,51 +251,6 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
 
 
 # -------------------------------------------------------------------------------------------- the explanation
-@dataclass(frozen=True)
-class Value:
-    """A result of a step: its letter, its shape in letters and in numbers, and the numbers of the selected token.
-
-    numbers  at most `SHOWN`, of head 0 if there are heads; more: whether some are left out
-    """
-
-    letter: str
-    letters: str
-    shape: tuple[int, ...]
-    numbers: list[float]
-    more: bool
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that ran; sources has None where the quoted expression is no longer in the code.
-
-    difference  the largest from `reference`, relative to the scale there
-    """
-
-    name: str
-    equation: str
-    values: list[Value]
-    sources: list[Source | None]
-    difference: float
-
-    @property
-    def passed(self) -> bool:
-        return self.difference < TOLERANCE  # False for NaN
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """All steps; settings are the model's sizes and the chosen token, notes say how the numbers are to be read."""
-
-    steps: list[Step]
-    settings: dict[str, Any]
-    notes: list[str]
-
-    @property
-    def passed(self) -> bool:
-        return all(step.passed for step in self.steps)
-
-
 SHOWN = 8  # numbers per row
 QUESTION = "what happens to one token in one block?"
 
@@ -313,15 +262,22 @@ def explain(
     layer: int = 0,
     texts: Sequence[str] | None = None,
     about: Mapping[str, Any] | None = None,
-) -> Explanation:
-    """Follow one token (by default the last) through one block of a float32 model.
+) -> dict[str, Any]:
+    """Follow one token (by default the last) through one block of a float32 model. Returns, for JSON:
 
-    The settings include `about` and the token's text from `texts`. Raises UsageError on a token or layer that does not
-    exist, an empty or long text, or a model in another dtype.
+    settings   `about`, the selected token with its text from `texts`, and the model's sizes
+    says       how the numbers are to be read
+    passed     whether all steps passed
+    steps      name, equation; values; sources, null where the quoted expression is not in the code; difference, the
+               largest from `reference` relative to the scale there; passed
+    values     letter; letters and shape, its shape; numbers, at most `SHOWN` of the selected token and head 0; more,
+               whether some are left out
+
+    Raises UsageError on a token or layer that does not exist, an empty or long text, or a model in another dtype.
     """
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
-        dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(net.tok_embeddings.weight.dtype)
         raise UsageError(
             f"explain needs a model in float32, not {dtype}: load it with dtype='float32' (--dtype float32)"
         )
@@ -342,7 +298,8 @@ def explain(
         # numpy's maximum returns NaN if there is one; Python's may not
         apart = float(np.max([_apart(ours.get(letter), *right[letter]) for letter in compared]))
         values = [_value(letter, letters, ours.get(letter), token) for letter, letters in shapes]
-        steps.append(Step(name, equation, values, [find_source(*line) for line in code], apart))
+        step = {"name": name, "equation": equation, "values": values, "sources": [find_source(*line) for line in code]}
+        steps.append({**step, "difference": plain(apart), "passed": apart < TOLERANCE})  # False for NaN
     read = {} if texts is None else {"text": texts[token]}
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
@@ -356,7 +313,8 @@ def explain(
         notes.append("q and k are shown in Meta's layout; --rope half stores entry 2i + r of a head at index i + r D/2")
     if config.rope_scaling is not None:
         notes.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
-    return Explanation(steps, settings, notes)
+    passed = all(step["passed"] for step in steps)
+    return {"settings": settings, "says": notes, "passed": passed, "steps": steps}
 
 
 def check(net: Transformer, ids: Sequence[int], token: int | None, layer: int) -> int:
@@ -389,42 +347,35 @@ def _apart(ours: Array | None, right: Array, scale: Array) -> float:
         return float(np.where(ours == right, 0.0, np.abs(ours - right) / scale).max())  # -inf equals -inf
 
 
-def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:
-    if ours is None:
-        return Value(letter, letters, (), [], False)
-    row = ours[0] if ours.ndim == 3 else ours  # head 0: (T, ..)
-    numbers = row[token][: token + 1] if letters.endswith("T)") else row[token]
-    return Value(letter, letters, ours.shape, numbers[:SHOWN].tolist(), len(numbers) > SHOWN)
+def _value(letter: str, letters: str, ours: Array | None, token: int) -> dict[str, Any]:
+    shape: tuple[int, ...] = () if ours is None else ours.shape
+    numbers = np.zeros(0)
+    if ours is not None:
+        row = ours[0] if ours.ndim == 3 else ours  # head 0: (T, ..)
+        numbers = row[token][: token + 1] if letters.endswith("T)") else row[token]
+    shown = {"numbers": list(map(plain, numbers[:SHOWN].tolist())), "more": len(numbers) > SHOWN}
+    return {"letter": letter, "letters": letters, "shape": shape, **shown}
 
 
-def text(explanation: Explanation) -> str:
+def text(found: Mapping[str, Any]) -> str:
     """An explanation as text for a terminal."""
     lines = [f"explain: {QUESTION}"]
-    lines.append("  " + ", ".join(f"{key} {value!r}" for key, value in explanation.settings.items()))
-    lines += [f"  {line}" for line in explanation.notes]
+    lines.append("  " + ", ".join(f"{key} {value!r}" for key, value in found["settings"].items()))
+    lines += [f"  {line}" for line in found["says"]]
     lines.append(
         f"  the numbers shown belong to this token and, in steps with heads, to head 0; at most {SHOWN} per row"
     )
-    for number, step in enumerate(explanation.steps, 1):
-        lines += ["", f"{number:>2} {step.name}: {step.equation}"]
-        for value in step.values:
-            numbers = " ".join(f"{x:.4f}" if abs(x) < 1e3 else f"{x:.4g}" for x in value.numbers)
-            shape = "(" + ", ".join(map(str, value.shape)) + ")" if value.shape else "not recorded"
-            lines.append(f"   {value.letter:<2} {value.letters} = {shape}: {numbers}{' ..' if value.more else ''}")
-        for source in step.sources:
-            lines.append(f"   {source.file}:{source.line}  {source.text}" if source else "   (line not found)")
-        word = "PASS" if step.passed else "FAIL"
-        lines.append(f"   {word}  difference {step.difference:.1e}, at most {TOLERANCE:.0e} allowed")
-    count = sum(step.passed for step in explanation.steps)
-    lines += ["", f"{'PASS' if explanation.passed else 'FAIL'}: {count} of {len(explanation.steps)}"]
+    for number, step in enumerate(found["steps"], 1):
+        lines += ["", f"{number:>2} {step['name']}: {step['equation']}"]
+        for value in step["values"]:
+            numbers = " ".join(f"{x:.4f}" if abs(x) < 1e3 else f"{x:.4g}" for x in map(float, value["numbers"]))
+            shape = "(" + ", ".join(map(str, value["shape"])) + ")" if value["shape"] else "not recorded"
+            more = " .." if value["more"] else ""
+            lines.append(f"   {value['letter']:<2} {value['letters']} = {shape}: {numbers}{more}")
+        for source in step["sources"]:
+            lines.append("   {file}:{line}  {text}".format_map(source) if source else "   (line not found)")
+        word = "PASS" if step["passed"] else "FAIL"
+        lines.append(f"   {word}  difference {float(step['difference']):.1e}, at most {TOLERANCE:.0e} allowed")
+    count = sum(step["passed"] for step in found["steps"])
+    lines += ["", f"{'PASS' if found['passed'] else 'FAIL'}: {count} of {len(found['steps'])}"]
     return "\n".join(lines) + "\n"
-
-
-def as_dict(explanation: Explanation) -> dict[str, Any]:
-    """An explanation for JSON: the settings, and the steps with their numbers and lines of code."""
-    steps = []
-    for step in explanation.steps:
-        values = [{**vars(value), "numbers": [plain(x) for x in value.numbers]} for value in step.values]
-        steps.append({**asdict(step), "values": values, "difference": plain(step.difference), "passed": step.passed})
-    about = {"settings": explanation.settings, "says": explanation.notes}
-    return {**about, "passed": explanation.passed, "steps": steps}

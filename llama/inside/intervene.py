@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..loader import with_rope
 from ..model import Transformer
 from ..rope import Rope
-from .inside import Place, marked, patch
+from .hooks import Place, marked, patch
 
 
 @contextlib.contextmanager
@@ -121,9 +121,6 @@ class Intervention:
             raise UsageError(
                 "no_rope (--no-rope) removes the rotation: leave theta and scaling (--rope-theta, --rope-scaling) out"
             )
-
-    def __bool__(self) -> bool:
-        return bool(self.descriptions())
 
     def descriptions(self) -> list[str]:
         """A description of each change."""

@@ -7,7 +7,7 @@ answers' logits: 0 is the difference after the target, 1 the difference after th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
-from .inside import Place, activations, patch, transformer
+from ..tokenizer import Tokenizer
+from .hooks import Place, activations, patch, transformer
 
 LEGEND = ". = -5 to 5 %, 1 to 9 = tenths, # = 95 % or more, - = below -5 %"
 ROWS = 16  # positions that one pass patches, each in its own row of a batch
@@ -98,9 +99,9 @@ def _last_logits(model: Transformer, tokens: Tensor) -> Tensor:
     return found.float()
 
 
-def facts(grid: Grid, texts: Mapping[int, str]) -> dict[str, Any]:
+def facts(grid: Grid, tokenizer: Tokenizer) -> dict[str, Any]:
     """The grid for JSON, with the texts of the ids in place of the ids; restored (L, T)."""
-    named = {name: [texts[id] for id in getattr(grid, name)] for name in ("source", "target", "answers")}
+    named = {name: list(map(tokenizer.shown, getattr(grid, name))) for name in ("source", "target", "answers")}
     restored = [[round(value, 6) for value in row] for row in grid.restored.tolist()]
     return {**named, "differences": list(grid.differences), "layers": grid.layers, "restored": restored}
 

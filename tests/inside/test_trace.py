@@ -25,12 +25,11 @@ from torch import Tensor
 
 from llama.checkpoint.write import to_layout
 from llama.cli import main
+from llama.inside import trace as tracing
+from llama.inside import trace_page
+from llama.inside.intervene import Intervention
 from llama.loader import load_model
 from llama.model import Transformer
-from llama.study import page as rope_page
-from llama.study import trace as tracing
-from llama.study import trace_page
-from llama.study.intervene import Intervention
 from llama.study.perplexity import tiny_folder
 from llama.text import Llama
 
@@ -257,14 +256,6 @@ def test_the_lens_says_from_which_layer_on_the_answer_stays(tiny_llm: Llama) -> 
         assert f"is the most probable {expected}" in tracing.summary(found)
 
 
-def test_every_token_has_a_visible_text(tiny_llm: Llama) -> None:
-    tokenizer = tiny_llm.tokenizer
-    assert [tracing.spelled(tokenizer, id) for id in tokenizer.encode("hello é")] == ["hello", " ", "<0xC3>", "<0xA9>"]
-    assert tracing.spelled(tokenizer, 0) == "<|endoftext|>"
-    assert tokenizer.n_vocab < tiny.CONFIG.vocab_size
-    assert tracing.spelled(tokenizer, tokenizer.n_vocab) == f"<{tokenizer.n_vocab}>"
-
-
 # ---------------------------------------------------------------------------------------------------------- the page
 def test_attention_rows_are_the_weights_that_may_be_above_0() -> None:
     weights = softmaxed(3, 2, 3, 7, 7)
@@ -338,7 +329,7 @@ def test_only_the_script_of_the_page_can_run_and_nothing_is_fetched(nasty: tuple
 def v8() -> Iterator[MiniRacer]:
     """The page's script in V8 without a document."""
     context = MiniRacer()
-    context.eval("".join(map(rope_page.part, ("shared.js", "tokens.js", "../trace_page/page.js"))))
+    context.eval("".join(map(trace_page.read, ("shared.js", "tokens.js", "page.js"))))
     yield context
     context.close()
 

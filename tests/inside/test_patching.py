@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from llama import study
+from llama import inside
 from llama.cli import main
 from llama.errors import UsageError
-from llama.study.intervene import other_rope
-from llama.study.patching import ROWS, cell
+from llama.inside.intervene import other_rope
+from llama.inside.patching import ROWS, cell
 from llama.text import Llama
 
 from .. import tiny
-from .test_inside import Pair, hooked
+from .test_hooks import Pair, hooked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +56,7 @@ def test_the_grid_equals_plain_hooks_on_transformers(both: Pair, same: int, coun
     ours, theirs = both
     source, target = (tiny.random_tokens(count, seed=seed)[0].tolist() for seed in (1, 2))
     source = [*target[:same], *source[same:]]
-    grid = study.patching_grid(ours, source, target)
+    grid = inside.patching_grid(ours, source, target)
     expected = with_plain_hooks(theirs, source, target)
     torch.testing.assert_close(grid.restored.float(), expected, rtol=0, atol=1e-4)
     assert bool((grid.restored[:, :same] == 0).all())
@@ -68,18 +68,18 @@ def test_the_grid_equals_plain_hooks_on_transformers(both: Pair, same: int, coun
 def test_texts_that_can_not_be_compared_are_refused() -> None:
     model = tiny.model()
     with pytest.raises(UsageError, match="equally many tokens, got 3 and 2"):
-        study.patching_grid(model, [1, 2, 3], [1, 2])
+        inside.patching_grid(model, [1, 2, 3], [1, 2])
     with pytest.raises(UsageError, match="equally many tokens"):
-        study.patching_grid(model, [], [])
+        inside.patching_grid(model, [], [])
     with pytest.raises(UsageError, match="the same most probable next token"):
-        study.patching_grid(model, [1, 2, 3], [1, 2, 3])
+        inside.patching_grid(model, [1, 2, 3], [1, 2, 3])
 
 
 def test_the_model_is_as_before_and_a_cell_is_one_character() -> None:
     model = tiny.model()
     source, target = (tiny.random_tokens(5, seed=seed)[0].tolist() for seed in (1, 2))
     before = model(torch.tensor([target]))
-    study.patching_grid(model, source, target)
+    inside.patching_grid(model, source, target)
     assert torch.equal(model(torch.tensor([target])), before)
     assert [cell(value) for value in (-0.06, 0.04, 0.051, 0.16, 0.94, 0.95)] == ["-", ".", "1", "2", "9", "#"]
 
@@ -97,7 +97,7 @@ def test_the_command_shows_and_writes_the_grid(
     assert main([*args, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["patching"]
     source, target = (tiny_llm.tokenizer.encode_prompt(text) for text in (other, "abcd"))
-    grid = study.patching_grid(tiny_llm, source, target)
+    grid = inside.patching_grid(tiny_llm, source, target)
     assert found["source"][-2:] == [other[2], "d"]
     assert found["restored"] == [pytest.approx(row, abs=1e-5) for row in grid.restored.tolist()]
     assert found["differences"] == pytest.approx(grid.differences, rel=1e-5)
@@ -107,6 +107,6 @@ def test_the_command_shows_and_writes_the_grid(
         assert line in out.splitlines()
     assert main([*args, "--rope-theta", "9000", "--json"]) == 0
     with other_rope(tiny_llm.model, theta=9000.0):  # the grid of the changed model
-        changed = study.patching_grid(tiny_llm, source, target)
+        changed = inside.patching_grid(tiny_llm, source, target)
     differences = json.loads(capsys.readouterr().out)["patching"]["differences"]
     assert differences == pytest.approx(changed.differences, abs=1e-5) != pytest.approx(grid.differences, abs=1e-5)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from llama.errors import UsageError
+from llama.inside import intervene
+from llama.inside.intervene import Intervention
 from llama.model import Transformer
-from llama.study import intervene
-from llama.study.intervene import Intervention
 
 from .. import tiny
 from .test_trace import fingerprint
@@ -129,9 +129,9 @@ def test_the_model_is_restored_also_after_an_exception(model: Transformer, inter
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_an_empty_intervention_is_false() -> None:
-    assert not Intervention()
-    assert Intervention(layers=range(2))
+def test_an_empty_intervention_has_no_descriptions() -> None:
+    assert Intervention().descriptions() == []
+    assert Intervention(layers=range(2)).descriptions() == ["only layers 0 to 1 run"]
     with pytest.raises(UsageError, match="no-rope"):
         Intervention(no_rope=True, theta=1e4)
 

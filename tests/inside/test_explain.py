@@ -15,8 +15,8 @@ from llama import attention, model, rope
 from llama.checkpoint.write import to_layout
 from llama.cli import main
 from llama.errors import UsageError
+from llama.inside import explain
 from llama.model import Transformer
-from llama.study import explain
 from llama.text import Llama
 
 from .. import tiny
@@ -52,21 +52,21 @@ def test_every_step_passes_with_the_same_numbers_in_every_form(changes: dict[str
     before = fingerprint(net)
     for layer in range(2):
         found, same = explain.explain(net, IDS, layer=layer), explain.explain(tiny.model(config), IDS, layer=layer)
-        assert [step.name for step in found.steps] == STEPS
-        assert found.passed
-        assert any("in Meta's layout" in note for note in found.notes) == (form == "half")
-        for source in (source for step in found.steps for source in step.sources):
+        assert [step["name"] for step in found["steps"]] == STEPS
+        assert found["passed"]
+        assert any("in Meta's layout" in note for note in found["says"]) == (form == "half")
+        for source in (source for step in found["steps"] for source in step["sources"]):
             assert source is not None
-            assert (ROOT / source.file).read_text().splitlines()[source.line - 1].strip() == source.text
-        for a, b in zip(found.steps, same.steps, strict=True):
-            for x, y in zip(a.values, b.values, strict=True):
-                assert x.numbers == pytest.approx(y.numbers, abs=1e-4)
+            assert (ROOT / source["file"]).read_text().splitlines()[source["line"] - 1].strip() == source["text"]
+        for a, b in zip(found["steps"], same["steps"], strict=True):
+            for x, y in zip(a["values"], b["values"], strict=True):
+                assert x["numbers"] == pytest.approx(y["numbers"], abs=1e-4)
     assert fingerprint(net) == before
 
 
 def test_the_default_model_passes_in_its_last_layer(default_llm: Llama) -> None:
     ids = default_llm.tokenizer.encode_prompt("The cat sat on the mat because it was warm.")
-    assert explain.explain(default_llm.model.float(), ids, layer=29).passed
+    assert explain.explain(default_llm.model.float(), ids, layer=29)["passed"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -80,8 +80,8 @@ def test_a_model_with_scores_of_thousands_passes_in_every_layer(seed: int) -> No
             bias.copy_(150 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(seed)).clamp(-1, 1))
         ids = list(range(seed, 250, 1 + 9 * layer))
         found = explain.explain(net, ids, layer=layer)
-        assert found.passed, [(step.name, step.difference) for step in found.steps if not step.passed]
-    values = {value.letter: value.numbers for step in found.steps for value in step.values}
+        assert found["passed"], [(step["name"], step["difference"]) for step in found["steps"] if not step["passed"]]
+    values = {value["letter"]: value["numbers"] for step in found["steps"] for value in step["values"]}
     assert max(map(abs, values["s"])) > 1000
 
 
@@ -92,7 +92,7 @@ def test_a_query_that_is_orthogonal_to_its_key_passes() -> None:
     for name, bias in (("wq", [150.0, 149.0]), ("wk", [149.0, -150.0])):
         net.get_submodule(f"layers.0.attention.{name}").bias.copy_(torch.tensor(bias))
         net.get_submodule(f"layers.0.attention.{name}").weight.mul_(1e-3)
-    assert explain.explain(net, [5]).passed
+    assert explain.explain(net, [5])["passed"]
 
 
 def other_mask(q: Any, k: Any, mask: Any) -> torch.Tensor:
@@ -130,15 +130,15 @@ def test_only_the_wrong_steps_fail(
 
 def test_the_numbers_are_those_of_the_selected_token() -> None:
     net = explain.random_model()
-    found = {value.letter: value for step in explain.explain(net, IDS, token=2).steps for value in step.values}
+    found = {value["letter"]: value for step in explain.explain(net, IDS, token=2)["steps"] for value in step["values"]}
     embedded = net.tok_embeddings(torch.tensor([IDS]))
     x = net.layers[0].attention_norm(embedded)
-    assert found["e"].numbers == found["h"].numbers == embedded[0, 2].tolist()
-    assert found["x"].numbers == pytest.approx(x[0, 2].tolist(), abs=1e-6)
-    assert found["q"].numbers == pytest.approx(net.layers[0].attention.wq(x)[0, 2, :4].tolist(), abs=1e-6)
-    assert (found["q"].shape, found["k"].shape) == ((2, 7, 4), (1, 7, 4))
-    assert len(found["s"].numbers) == len(found["p"].numbers) == 3  # the tokens that token 2 sees
-    assert sum(found["p"].numbers) == pytest.approx(1, abs=1e-6)
+    assert found["e"]["numbers"] == found["h"]["numbers"] == embedded[0, 2].tolist()
+    assert found["x"]["numbers"] == pytest.approx(x[0, 2].tolist(), abs=1e-6)
+    assert found["q"]["numbers"] == pytest.approx(net.layers[0].attention.wq(x)[0, 2, :4].tolist(), abs=1e-6)
+    assert (found["q"]["shape"], found["k"]["shape"]) == ((2, 7, 4), (1, 7, 4))
+    assert len(found["s"]["numbers"]) == len(found["p"]["numbers"]) == 3  # the tokens that token 2 sees
+    assert sum(found["p"]["numbers"]) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(

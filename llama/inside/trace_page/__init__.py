@@ -1,5 +1,6 @@
-"""The page of a trace: one HTML file with index.html, style.css and page.js from this folder, shared.css, shared.js,
-tokens.css and tokens.js from page/, and the data.
+"""The page of a trace: one HTML file with the files of this folder and the data.
+
+The server's page also uses shared.css, shared.js, tokens.css and tokens.js, and the RoPE page the first two.
 
 The page uses no network. Its content security policy allows one script and one style, by their hashes, so that no
 traced text can run as code. The data (JSON and attention maps) is deflated and written as base64.
@@ -16,23 +17,22 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from ..page import part
-
 
 def render(facts: Mapping[str, Any], maps: bytes) -> str:
     """The page as text; facts and maps are the results of `trace.facts` and `trace.packed_maps`."""
     parts = {
-        "style.css": part("shared.css") + part("tokens.css") + _read("style.css"),
-        "page.js": part("shared.js") + part("tokens.js") + _read("page.js"),
+        "style.css": read("shared.css") + read("tokens.css") + read("style.css"),
+        "page.js": read("shared.js") + read("tokens.js") + read("page.js"),
     }
     parts |= {f"hash of {name}": _hash(text) for name, text in parts.items()}
     data = json.dumps(facts, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     parts |= {"data": packed(data), "maps": packed(maps)}
     # One pass, so that a placeholder in an inserted text is not replaced.
-    return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], _read("index.html"))
+    return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], read("index.html"))
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """The text of a file of this folder."""
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama import study
+from llama import inside
 from llama.cli import main
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.generation.session import settings_of
@@ -29,9 +29,9 @@ DEEP = dataclasses.replace(tiny.CONFIG, n_layers=4)
 TOKENS = tiny.random_tokens(11)
 
 
-def a_vector(layers: range = range(1, 4), dim: int = 64) -> study.ControlVector:
+def a_vector(layers: range = range(1, 4), dim: int = 64) -> inside.ControlVector:
     generator = torch.Generator().manual_seed(5)
-    return study.ControlVector({layer: torch.randn(dim, generator=generator) for layer in layers})
+    return inside.ControlVector({layer: torch.randn(dim, generator=generator) for layer in layers})
 
 
 def foreign(path: Path, architecture: str = "controlvector", **tensors: np.ndarray) -> Path:
@@ -55,7 +55,7 @@ def test_steering_equals_a_bias_of_the_last_matrix_of_each_layer(layers: range |
     vector = a_vector()
     for layer in layers or range(1, 4):
         biased.layers[layer].feed_forward.w_down.bias = torch.nn.Parameter(-0.7 * vector.directions[layer], False)
-    with study.steer(model, vector, -0.7, layers) as steered:
+    with inside.steer(model, vector, -0.7, layers) as steered:
         found = model(TOKENS)
     assert steered == [*(layers or range(1, 4))]
     torch.testing.assert_close(found, biased(TOKENS), rtol=0, atol=1e-4)
@@ -65,7 +65,7 @@ def test_steering_equals_a_bias_of_the_last_matrix_of_each_layer(layers: range |
 def test_the_vector_is_the_mean_difference_after_each_layer_at_the_last_token() -> None:
     model = tiny.model(DEEP)
     pairs = [([5, 6, 7], [8, 9]), ([1, 2], [3, 4, 5, 6])]
-    vector = study.control_vector(model, pairs)
+    vector = inside.control_vector(model, pairs)
     assert sorted(vector.directions) == [1, 2, 3]
     for layer in vector.directions:
         short = tiny.model(dataclasses.replace(DEEP, n_layers=layer + 1))
@@ -79,7 +79,7 @@ def test_the_same_steering_is_the_same_model_for_sessions() -> None:
     model = tiny.model(DEEP)
 
     def settings(scale: float, layers: list[int] | None = None) -> dict[str, Any]:
-        with study.steer(model, a_vector(), scale, layers):
+        with inside.steer(model, a_vector(), scale, layers):
             return settings_of(model)
 
     plain = settings_of(model)
@@ -97,9 +97,9 @@ def test_the_same_steering_is_the_same_model_for_sessions() -> None:
     ],
 )
 def test_a_vector_that_does_not_fit_is_refused(
-    vector: study.ControlVector, scale: float, layers: list[int] | None, message: str
+    vector: inside.ControlVector, scale: float, layers: list[int] | None, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message), study.steer(tiny.model(DEEP), vector, scale, layers):
+    with pytest.raises(UsageError, match=message), inside.steer(tiny.model(DEEP), vector, scale, layers):
         pass
 
 
@@ -115,7 +115,7 @@ def test_the_file_is_read_by_the_gguf_package_and_comes_back_equal(tmp_path: Pat
     }
     for tensor in found.tensors:
         assert np.array_equal(tensor.data, vector.directions[int(tensor.name.split(".")[1])].numpy())
-    again = study.ControlVector.read(path)
+    again = inside.ControlVector.read(path)
     assert again.digest() == vector.digest()
     assert all(torch.equal(again.directions[layer], vector.directions[layer]) for layer in (1, 2, 3))
 
@@ -140,7 +140,7 @@ def test_other_files_are_refused(
 ) -> None:
     path = foreign(tmp_path / "v.gguf", architecture, **tensors)
     with pytest.raises(CheckpointError, match=message):
-        study.ControlVector.read(path)
+        inside.ControlVector.read(path)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     for part in (b"", content[:3], content[:100], content[:-8]):
         path.write_bytes(part)
         with pytest.raises(LlamaError):
-            study.ControlVector.read(path)
+            inside.ControlVector.read(path)
     with pytest.raises(CheckpointError, match="No such file"):
-        study.ControlVector.read(tmp_path / "none.gguf")
+        inside.ControlVector.read(tmp_path / "none.gguf")
 
 
 # ---------------------------------------------------------------------------------------------------------- llama.cpp
@@ -180,9 +180,9 @@ def test_llama_cpp_gives_the_same_logits(default_float32: Path, tmp_path: Path, 
     happy, sad, ids = map(
         llm.tokenizer.encode_prompt, ("I am so happy that", "I am so sad that", "Today I went to the")
     )
-    vector = study.control_vector(llm, [(happy, sad)])
+    vector = inside.control_vector(llm, [(happy, sad)])
     vector.write(path)
-    with study.steer(llm, vector, scale):
+    with inside.steer(llm, vector, scale):
         found = llm.model(torch.tensor([ids]))[0]
     plain = llm.model(torch.tensor([ids]))[0]
     expected = logits_of_llama_cpp(default_float32, path, scale, ids)
@@ -214,15 +214,15 @@ def test_the_command_makes_a_vector_and_generate_applies_it(
     one, other = (tiny_llm.tokenizer.encode_prompt(text) for text in ("hello", "the"))
     raw = tmp_path / "raw.gguf"
     assert run(capsys, "steer", "--raw", "--positive", "hello", "--negative", "the", "-o", str(raw), *model)[0] == 0
-    expected = study.control_vector(tiny_llm, [(one, other)])
-    found = study.ControlVector.read(raw).directions[1]
+    expected = inside.control_vector(tiny_llm, [(one, other)])
+    found = inside.ControlVector.read(raw).directions[1]
     torch.testing.assert_close(found, expected.directions[1], rtol=0, atol=1e-5)
-    assert not torch.equal(study.ControlVector.read(path).directions[1], found)
+    assert not torch.equal(inside.ControlVector.read(path).directions[1], found)
     greedy = ("--raw", "--temp", "0", "-n", "8", "--json")
     code, out, err = run(capsys, "generate", "hello", *model, *greedy, "--steer", str(raw), "--steer-scale", "-9")
     assert code == 0
     assert f"steering: {raw}, scale -9, layer 1" in err
-    with study.steer(tiny_llm, study.ControlVector.read(raw), -9.0):
+    with inside.steer(tiny_llm, inside.ControlVector.read(raw), -9.0):
         expected_tokens = tiny_llm.generate("hello", max_new_tokens=8).tokens
     assert json.loads(out)["tokens"] == expected_tokens != tiny_llm.generate("hello", max_new_tokens=8).tokens
 

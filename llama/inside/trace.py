@@ -1,6 +1,6 @@
 """Record one forward pass: surprisals, the logit lens, attention weights, and the angles of RoPE.
 
-The tensors are recorded as in inside.py. The logits equal those of the untraced model, bit for bit.
+The tensors are recorded as in hooks.py. The logits equal those of the untraced model, bit for bit.
 
 Letters: T tokens, L layers that ran, H query heads, D head_dim, C model dim, V vocabulary. Logarithms are natural, so
 surprisals and divergences are in nats, unless a name contains bits.
@@ -23,10 +23,10 @@ from ..engine.linears import make_embedding
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
+from ..sampling import logprob_of
 from ..tokenizer import Tokenizer
-from .inside import Activations, activations
+from .hooks import Activations, activations
 from .intervene import Intervention
-from .measures import turns
 from .patching import LEGEND, cell
 
 LENS_CHUNK = 8  # tokens whose lens is computed at once
@@ -89,7 +89,7 @@ def pair_norms(q: Tensor, k: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------- derived quantities
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
     """-ln p of each token except the first, given the tokens before it: logits (T, V), ids (T,) -> (T - 1,) nats."""
-    return -logits[:-1].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    return -logprob_of(logits[:-1].double(), ids[1:])
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -188,19 +188,12 @@ def spread(weights: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------- the complete trace
 @dataclass(frozen=True)
-class Change:
-    """The unchanged model's logits (T, V) float32, and descriptions of the changes."""
-
-    logits: Tensor
-    descriptions: list[str]
-
-
-@dataclass(frozen=True)
 class Trace:
     """A text and the record of the model's pass over it.
 
     ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,); effects (L, H) on
-    the logit of the most probable token after the last one, see `direct_effects`; config of the changed model
+    the logit of the most probable token after the last one, see `direct_effects`; config of the changed model; before,
+    the unchanged model's logits, and descriptions of the changes
     """
 
     ids: Tensor
@@ -213,7 +206,8 @@ class Trace:
     inv_freq: Tensor
     attention_factor: float
     config: ModelConfig
-    change: Change | None = None
+    before: Tensor | None
+    changes: Sequence[str]
 
 
 def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | None = None) -> Trace:
@@ -222,17 +216,18 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
     Raises UsageError on an empty text, NumericalError on logits that are not finite.
     """
     check(model, ids)
-    tokens, change = torch.tensor([ids], device=model.tok_embeddings.weight.device), None  # (1, T)
+    tokens = torch.tensor([ids], device=model.tok_embeddings.weight.device)  # (1, T)
+    intervention = intervention or Intervention()
+    changes = intervention.descriptions()
     with torch.inference_mode():
-        if intervention:
-            change = Change(model(tokens)[0], intervention.descriptions())
-        with (intervention or Intervention()).on(model):
+        before = model(tokens)[0] if changes else None
+        with intervention.on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)
-            found = evaluate(model, ids, seen, logits, change)
-    if not bool((change.logits if change else logits).isfinite().all()):
+            found = evaluate(model, ids, seen, logits, before, changes)
+    if not bool((logits if before is None else before).isfinite().all()):
         raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
-    if change and not bool(logits.isfinite().all()):
+    if changes and not bool(logits.isfinite().all()):
         raise NumericalError(
             "the logits are not finite under this intervention, but they are finite without it; choose another one"
         )
@@ -248,7 +243,12 @@ def check(model: Transformer, ids: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def evaluate(
-    model: Transformer, ids: Sequence[int], seen: Recording, logits: Tensor, change: Change | None = None
+    model: Transformer,
+    ids: Sequence[int],
+    seen: Recording,
+    logits: Tensor,
+    before: Tensor | None = None,
+    changes: Sequence[str] = (),
 ) -> Trace:
     """What follows from the record of a pass over a text and its logits (T, V)."""
     last = slice(-LENS_TOKENS, None)
@@ -257,7 +257,9 @@ def evaluate(
     inv_freq, factor = model.rope.frequencies(len(ids))
     maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
     tokens = torch.tensor(ids, device=logits.device)
-    return Trace(tokens, logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, model.config, change)
+    return Trace(
+        tokens, logits, seen.layers, lens, maps, pairs, effects, inv_freq, factor, model.config, before, changes
+    )
 
 
 TOP = 8  # number of most probable next tokens at each position
@@ -285,15 +287,15 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
     lens = trace.lens
     change = None
     used = {*tokens["ids"], *(id for row in tokens["next_ids"] for id in row), *lens.top_ids.flatten().tolist()}
-    if trace.change is not None:
-        before = _predictions(trace.change.logits, trace.ids)
+    if trace.before is not None:
+        before = _predictions(trace.before, trace.ids)
         used |= {id for row in before["next_ids"] for id in row}
-        kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
-        change = {"told": trace.change.descriptions, "kl": _numbers(kl), "before": before, "after": tokens}
+        kl = divergence(*(x.double().log_softmax(-1) for x in (trace.before, trace.logits)))
+        change = {"told": trace.changes, "kl": _numbers(kl), "before": before, "after": tokens}
     return {
         **about,
         "layers": trace.layers,
-        "texts": {str(id): spelled(tokenizer, id) for id in sorted(used)},
+        "texts": {str(id): tokenizer.shown(id) for id in sorted(used)},
         "tokens": tokens,
         "lens": {"top_ids": lens.top_ids.tolist(), "top_p": _numbers(lens.top_p), "rank": lens.rank.tolist()}
         | {"kl": _numbers(lens.kl)},
@@ -312,7 +314,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
             "scaling": trace.config.rope_scaling and dict(trace.config.rope_scaling),
             "attention_factor": trace.attention_factor,
             "inv_freq": _numbers(trace.inv_freq, 9),
-            "turns": _numbers(turns(trace.inv_freq, length - 1)),
+            "turns": _numbers((length - 1) * trace.inv_freq.double() / (2 * math.pi)),
         },
         "change": change,
     }
@@ -344,21 +346,6 @@ def packed_maps(weights: Tensor) -> bytes:
     seen = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
     codes = torch.where(seen >= 0.0995, 10 + (100 * seen).round(), (26 * seen.sqrt()).round())
     return codes.clamp(0, 110).byte().numpy().tobytes()
-
-
-def spelled(tokenizer: Tokenizer, id: int) -> str:
-    """The text of a single id: a control id by its name, bytes that are not a complete character as <0xE5>.
-
-    Ids after the end of the vocabulary, which are padding rows of the embedding, are shown as <269>.
-    """
-    data = tokenizer.token_bytes(id) if id < tokenizer.n_vocab else b""
-    if not data:
-        names = {number: name for name, number in tokenizer.control.items()}
-        return names.get(id, f"<{id}>")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "".join(chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>" for byte in data)
 
 
 def _numbers(tensor: Tensor, digits: int = 6) -> Any:

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, UsageError
 from ..model import Transformer
 from ..system.temporary import write_atomically
 from ..text import Llama
-from .inside import Place, activations, patch, transformer
+from .hooks import Place, activations, patch, transformer
 
 ARCHITECTURE = "controlvector"
 

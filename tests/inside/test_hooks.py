@@ -15,18 +15,18 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import llama
-from llama import study
+from llama import inside
 from llama.engine.compiled import FixedCaches, GraphRunner
 from llama.engine.cpu_runner import KernelRunner
 from llama.errors import UsageError
 from llama.generate import generate
 from llama.generation.speculative import NGramDraft
+from llama.inside.hooks import Function, tensors_of
+from llama.inside.intervene import only_layers
 from llama.loader import load
 from llama.model import Transformer
 from llama.rope import half_to_interleaved
 from llama.sampling import SamplingParams
-from llama.study.inside import tensors_of
-from llama.study.intervene import only_layers
 from llama.text import Llama, Session
 
 from .. import tiny
@@ -96,7 +96,7 @@ def test_a_tensor_equals_the_one_of_a_plain_hook_on_transformers(both: Pair, sit
         with hooked(theirs, site, layer or 0, found.append):
             theirs(TOKENS)
         name = site if layer is None else f"{site}.{layer}"
-        with study.activations(ours, name) as seen:
+        with inside.activations(ours, name) as seen:
             ours(TOKENS)
         expected = in_our_order(site, found[0])
         assert float(expected.std()) > 1e-2
@@ -107,7 +107,7 @@ def test_rotated_queries_and_the_pattern_equal_transformers(both: Pair) -> None:
     ours, theirs = both
     expected = theirs(TOKENS, output_attentions=True).attentions
     cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(len(IDS))[None])
-    with study.activations(ours, ["pattern.*", "q.*", "k.*", "rot_q.*", "rot_k.*"]) as seen:
+    with inside.activations(ours, ["pattern.*", "q.*", "k.*", "rot_q.*", "rot_k.*"]) as seen:
         ours(TOKENS)
     for layer in range(2):
         torch.testing.assert_close(seen[f"pattern.{layer}"], expected[layer], rtol=0, atol=1e-4)
@@ -128,11 +128,11 @@ def test_every_name_has_its_documented_shape() -> None:
         **{"B": 1, "T": T, "S": T, "C": c.dim, "H": c.n_heads, "KV": c.n_kv_heads, "D": c.head_dim},
         **{"F": c.hidden_dim, "V": c.vocab_size},
     }
-    with study.activations(model, tensors_of(model)) as seen:
+    with inside.activations(model, tensors_of(model)) as seen:
         logits = model(TOKENS)
     assert set(seen) == set(tensors_of(model))
     for name, tensor in seen.items():
-        site = study.SITES.get(name.split(".")[0])
+        site = inside.SITES.get(name.split(".")[0])
         if site is not None and name != "logits":
             letters = site.shape.removesuffix(" float32").strip("()").split(", ")
             assert tuple(tensor.shape) == tuple(sizes[letter] for letter in letters), name
@@ -149,10 +149,10 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
         "layers.*.attention.wq": ["layers.0.attention.wq", "layers.1.attention.wq"],
         "resid_p*.1": ["resid_pre.1", "resid_post.1"],
     }.items():
-        with study.activations(model, pattern) as seen:
+        with inside.activations(model, pattern) as seen:
             model(TOKENS)
         assert list(seen) == names
-    with pytest.raises(UsageError, match="no tensor is named"), study.activations(model, "*.attention.wq"):
+    with pytest.raises(UsageError, match="no tensor is named"), inside.activations(model, "*.attention.wq"):
         pass
 
 
@@ -161,7 +161,7 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 def test_a_patch_equals_the_same_change_by_plain_hooks_on_transformers(both: Pair, site: str) -> None:
     ours, theirs = both
 
-    def change(x: Tensor, at: study.Place | None = None) -> Tensor:
+    def change(x: Tensor, at: inside.Place | None = None) -> Tensor:
         return 0.3 * x if site in ("q", "k") else 0.3 * x + 0.1
 
     with hooked(theirs, site, 1, change):
@@ -169,7 +169,7 @@ def test_a_patch_equals_the_same_change_by_plain_hooks_on_transformers(both: Pai
     names = [site] if site in OUTSIDE else [f"{site}.1"]
     names += [f"rot_{site}.1"] if site in ("q", "k") else []  # a factor is the same before and after the rotation
     for name in names:
-        with study.patch(ours, {name: change}):
+        with inside.patch(ours, {name: change}):
             found = ours(TOKENS)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
         assert float((found - ours(TOKENS)).abs().max()) > 1e-2
@@ -180,51 +180,51 @@ def test_a_patched_pattern_weighs_the_values(kind: str) -> None:
     """With all weight on the token itself, a head's output is the token's own value, also with a cache."""
     model = tiny.model()
 
-    def itself(weights: Tensor, at: study.Place) -> Tensor:  # (B, H, T, S)
+    def itself(weights: Tensor, at: inside.Place) -> Tensor:  # (B, H, T, S)
         keys = torch.arange(weights.shape[-1])
         return (keys == at.positions[:, None]).float().expand_as(weights)
 
-    def values(z: Tensor, at: study.Place) -> Tensor:
+    def values(z: Tensor, at: inside.Place) -> Tensor:
         return seen[f"v.{at.layer}"].repeat_interleave(2, dim=2)
 
-    def logits(change: dict[str, study.inside.Function]) -> Tensor:
+    def logits(change: dict[str, Function]) -> Tensor:
         model.cache_kind = kind
         cache = model.new_cache(20)
-        with study.patch(model, change), study.activations(model, "pattern.1") as after:
+        with inside.patch(model, change), inside.activations(model, "pattern.1") as after:
             first, last = model(TOKENS[:, :6], cache=cache), model(TOKENS[:, 6:], cache=cache)
         assert "z.*" in change or torch.equal(after["pattern.1"][0, 0].argmax(-1), torch.arange(6, len(IDS)))
         return torch.cat((first, last), 1)
 
-    with study.activations(model, "v.*") as seen:
+    with inside.activations(model, "v.*") as seen:
         expected = logits({"z.*": values})
     torch.testing.assert_close(logits({"pattern.*": itself}), expected, rtol=0, atol=1e-4 if kind == "model" else 0.2)
-    with study.patch(model, {"pattern.*": lambda x, at: x.clone()}):
+    with inside.patch(model, {"pattern.*": lambda x, at: x.clone()}):
         torch.testing.assert_close(model(TOKENS), tiny.model()(TOKENS), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["resid_post.0", "q.1", "pattern.0", "z.0", "logits"])
 def test_a_change_in_place_is_a_change_of_a_copy(name: str) -> None:
     model = tiny.model()
-    with study.activations(model, name) as before, study.patch(model, {name: lambda x, at: x.mul_(2)}):
+    with inside.activations(model, name) as before, inside.patch(model, {name: lambda x, at: x.mul_(2)}):
         found = model(TOKENS)
-    with study.patch(model, {name: lambda x, at: 2 * x}):
+    with inside.patch(model, {name: lambda x, at: 2 * x}):
         assert torch.equal(found, model(TOKENS))
-    with study.activations(model, name) as plain:
+    with inside.activations(model, name) as plain:
         unchanged = model(TOKENS)
     assert torch.equal(before[name], plain[name])
-    with study.patch(model, {name: lambda x, at: x}):
+    with inside.patch(model, {name: lambda x, at: x}):
         assert torch.equal(model(TOKENS), unchanged)
 
 
 def test_a_function_is_told_the_name_the_layer_and_the_positions() -> None:
-    model, places = tiny.model(), list[study.Place]()
+    model, places = tiny.model(), list[inside.Place]()
     cache = model.new_cache(20)
 
-    def look(x: Tensor, at: study.Place) -> Tensor:
+    def look(x: Tensor, at: inside.Place) -> Tensor:
         places.append(at)
         return x
 
-    with study.patch(model, {"mlp_out.1": look, "logits": look}):
+    with inside.patch(model, {"mlp_out.1": look, "logits": look}):
         model(TOKENS[:, :4], cache=cache)
         model(TOKENS[:, 4:5], cache=cache)
     assert [(at.name, at.layer) for at in places] == [("mlp_out.1", 1), ("logits", None)] * 2
@@ -244,7 +244,7 @@ def test_a_function_is_told_the_name_the_layer_and_the_positions() -> None:
 )
 def test_a_wrong_change_is_one_line_and_leaves_the_model_unchanged(changes: Any, message: str) -> None:
     model = tiny.model()
-    with pytest.raises(UsageError, match=message), study.patch(model, changes):
+    with pytest.raises(UsageError, match=message), inside.patch(model, changes):
         model(TOKENS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not hasattr(model, "patched")
@@ -252,7 +252,7 @@ def test_a_wrong_change_is_one_line_and_leaves_the_model_unchanged(changes: Any,
 
 def test_a_tensor_that_was_not_recorded_is_named() -> None:
     model = tiny.model()
-    with study.activations(model, "z.*") as seen:
+    with inside.activations(model, "z.*") as seen:
         model(TOKENS)
     with pytest.raises(KeyError, match=r"q.0 was not recorded; recorded: z.0, z.1"):
         seen["q.0"]
@@ -261,12 +261,12 @@ def test_a_tensor_that_was_not_recorded_is_named() -> None:
 def test_a_model_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     monkeypatch.setattr(model, "world", object())
-    with pytest.raises(UsageError, match="several processes"), study.activations(model, "embed"):
+    with pytest.raises(UsageError, match="several processes"), inside.activations(model, "embed"):
         pass
 
 
 # ---------------------------------------------------------------------------------------------- every way of running
-def add(x: Tensor, at: study.Place) -> Tensor:
+def add(x: Tensor, at: inside.Place) -> Tensor:
     return x + torch.linspace(-1, 1, x.shape[-1])
 
 
@@ -280,10 +280,10 @@ def test_hooks_run_in_generate_batches_and_speculative_decoding(tiny_llm: Llama)
     encoded = [tiny_llm.tokenizer.encode_prompt(prompt) for prompt in prompts]
     plain = [tiny_llm.generate(prompt, **options).tokens for prompt in prompts]
     draft = NGramDraft()
-    with study.patch(tiny_llm, STEERED):
-        with study.activations(tiny_llm, "resid_post.1") as one:
+    with inside.patch(tiny_llm, STEERED):
+        with inside.activations(tiny_llm, "resid_post.1") as one:
             alone = tiny_llm.generate(prompts[0], **options).tokens
-        with study.activations(tiny_llm, "resid_post.1") as many:
+        with inside.activations(tiny_llm, "resid_post.1") as many:
             together = [done.tokens for done in tiny_llm.generate(prompts, **options)]
         drafted = tiny_llm.generate(prompts[0], draft=draft, **options).tokens
         complete = []
@@ -294,7 +294,7 @@ def test_hooks_run_in_generate_batches_and_speculative_decoding(tiny_llm: Llama)
                 logits[[1, 2]] = -torch.inf
                 text.append(int(logits.argmax()))
             complete.append(text[len(ids) :])
-        with study.activations(model, "resid_post.1") as whole:
+        with inside.activations(model, "resid_post.1") as whole:
             model(torch.tensor([encoded[0] + alone[:-1]]))
     assert alone == drafted == complete[0] != plain[0]
     assert together == complete
@@ -307,7 +307,7 @@ def test_hooks_run_in_generate_batches_and_speculative_decoding(tiny_llm: Llama)
 
 def test_a_session_is_not_shared_across_a_patch(tiny_llm: Llama) -> None:
     def patched(change: bool) -> contextlib.AbstractContextManager[None]:
-        return study.patch(tiny_llm, STEERED) if change else contextlib.nullcontext()
+        return inside.patch(tiny_llm, STEERED) if change else contextlib.nullcontext()
 
     for before, after in [(False, True), (True, False), (True, True)]:
         session = Session()
@@ -336,9 +336,9 @@ def test_compiled_steps_are_switched_off_with_one_line(
     decoded(model)
     assert len(steps) == 7 * 2  # each layer of each step
     steps.clear()
-    with study.patch(plain, STEERED):
+    with inside.patch(plain, STEERED):
         expected = decoded(plain)
-    with study.patch(model, STEERED):
+    with inside.patch(model, STEERED):
         assert decoded(model) == expected != decoded(tiny.model(rope="real"))
     handle = model.layers[0].register_forward_hook(lambda module, inputs, output: None)  # somebody's own hook
     decoded(model)
@@ -357,14 +357,14 @@ def test_the_fused_kernels_are_switched_off_with_one_line(tmp_path: Path, caplog
     if not isinstance(fast.runner, KernelRunner):
         pytest.skip("the C++ kernels are not available")
     names = ["resid_post.*", "z.1", "mlp_hidden.0", "final_norm", "layers.0.attention.wv"]
-    with study.activations(fast, names) as seen, study.activations(exact, names) as expected:
+    with inside.activations(fast, names) as seen, inside.activations(exact, names) as expected:
         fast(TOKENS)
         exact(TOKENS)
     for name in expected:
         gap = (seen[name].float() - expected[name]).norm() / expected[name].norm()
         assert float(gap) < 0.05, name
     for change in ({"final_norm": lambda x, at: 0 * x}, {"resid_post.1": lambda x, at: 0 * x}):
-        with study.patch(fast, change):
+        with inside.patch(fast, change):
             assert not bool(fast(TOKENS).any())
     with only_layers(fast, [1]):  # replaces the list of layers, without a hook
         short = fast(TOKENS)
@@ -377,7 +377,7 @@ def test_the_fused_kernels_are_switched_off_with_one_line(tmp_path: Path, caplog
 # ------------------------------------------------------------------------------------------------ overlapping patches
 def test_patches_may_end_in_any_order() -> None:
     model = tiny.model()
-    first, second = (study.patch(model, {f"z.{layer}": lambda x, at: x}, "same") for layer in range(2))
+    first, second = (inside.patch(model, {f"z.{layer}": lambda x, at: x}, "same") for layer in range(2))
     first.__enter__()
     alone = model.patched.clone()
     second.__enter__()
@@ -392,7 +392,7 @@ def test_patches_may_end_in_any_order() -> None:
 def test_the_page_lists_every_name_with_its_shape() -> None:
     rows = re.findall(r"^\| `([a-z_]+)(\.N)?` \| ([^|]+) \|", PAGE.split("\n### ")[0], re.MULTILINE)
     outside = ("embed", "final_norm", "logits")
-    assert rows == [(name, "" if name in outside else ".N", site.shape) for name, site in study.SITES.items()]
+    assert rows == [(name, "" if name in outside else ".N", site.shape) for name, site in inside.SITES.items()]
 
 
 def test_the_code_of_the_page_runs(tiny_llm: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

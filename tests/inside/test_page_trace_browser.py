@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
-from llama.study import trace as tracing
-from llama.study import trace_page
+from llama.inside import trace as tracing
+from llama.inside import trace_page
 from llama.text import Llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,34 @@
+"""Looks into a model: its tensors read and changed by name, interventions, patching, steering, and traces.
+
+hooks.py reads and changes tensors; intervene.py, patching.py and steering.py change a model with it; trace.py records a
+forward pass, explain.py compares one block with numpy; trace_page/ draws a trace, with code that other pages share.
+
+The public API; each name is imported on first use (docs/guides/inside.md):
+
+>>> from llama import inside
+>>> with inside.activations(llm, "resid_post.*") as seen:
+...     llm.generate("The capital of France is")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .hooks import SITES, Activations, Place, activations, patch
+    from .patching import Grid, patching_grid
+    from .steering import ControlVector, control_vector, steer
+
+__all__ = [
+    "SITES", "Activations", "ControlVector", "Grid", "Place", "activations", "control_vector", "patch", "patching_grid",
+    "steer",
+]  # fmt: skip
+MODULES = ("hooks", "patching", "steering")
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = (importlib.import_module(f".{module}", __name__) for module in MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
