@@ -266,25 +266,25 @@ def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixt
 
     Right-to-left text, its marks, combining characters and joined emoji are not changed.
     """
-    from llama.cli import streams
+    from llama.cli.common import terminal
 
     text = "a".join(CONTROLS)
     harmless = "שלום\u200f العربية e\u0301 👨‍👩‍👧 \ufeff\n\t"
-    streams.write(text + harmless)
+    terminal.write(text + harmless)
     assert capsys.readouterr().out == text + harmless
-    streams.write_json(text)
+    terminal.write_json(text)
     assert json.loads(capsys.readouterr().out) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for character in CONTROLS:
-        streams.write(f"a{character}b")
+        terminal.write(f"a{character}b")
         shown = capsys.readouterr().out
         code = f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
         assert shown == f"a{character}b" if character in "\n\t" else shown in (f"a{code}b", "a\\rb")
-        streams.write_json(character)
+        terminal.write_json(character)
         line = capsys.readouterr().out
         assert line[:-1].isprintable()
         assert json.loads(line) == character
-    streams.write(harmless)
+    terminal.write(harmless)
     assert capsys.readouterr().out == harmless
 
 

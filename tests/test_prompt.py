@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llama.cli.arguments import add_prompt_options
-from llama.cli.streams import read_prompt
+from llama.cli.common.arguments import add_prompt_options
+from llama.cli.common.files import read_prompt
 from llama.errors import UsageError
 
 from .conftest import Run

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import arguments, ranks, streams
+from .common import arguments, ranks, terminal
 
 COMMANDS = {  # name, also of the module, which is imported when the command is used -> its line in the help
     "generate": "answer or continue a prompt",
@@ -80,7 +80,7 @@ class HelpAll(argparse._HelpAction):
     """--help-all: the help of argparse, with every option and every text."""
 
     def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
-        streams.write_raw(argparse.ArgumentParser.format_help(parser))
+        terminal.write_raw(argparse.ArgumentParser.format_help(parser))
         parser.exit()
 
 
@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False, formatter_class=Formatter)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {terminal.one_line(message)} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:
         """The common options, one line each."""
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # print(file=None) would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
     if sys.stdout is None:
-        streams.error("standard output is closed; redirect it to a file or a terminal")
+        terminal.error("standard output is closed; redirect it to a file or a terminal")
         return 1
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters outside the encoding become \uXXXX instead of an error
@@ -178,13 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(debug=False)
     try:
         if not words:
-            streams.write(GREETING)
+            terminal.write(GREETING)
             return 0
         try:
             args = parse(words)
         finally:
-            streams.write_raw("")  # the text of --help may still be in the buffer
-        streams.show_log(args.quiet)
+            terminal.write_raw("")  # the text of --help may still be in the buffer
+        terminal.show_log(args.quiet)
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.command not in ("pull", "doctor"):  # these need no torch, or import it in a process of their own
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ranks.run(args, words)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second interrupt
-        streams.write_stderr("\nclearllama: interrupted")
+        terminal.write_stderr("\nclearllama: interrupted")
         return 130
     except BrokenPipeError:  # the reader of stdout has closed it
         _drop_stdout()
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_stdout()
-        streams.error(with_options(streams.describe(error), args))
+        terminal.error(with_options(terminal.describe(error), args))
         return error.exit_code if isinstance(error, LlamaError) else 1
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from ..checks import integer
-from . import arguments, loading, streams, tables
+from .common import arguments, loading, tables, terminal
 
 COUNTS = ("batch", "prompt_tokens", "new_tokens", "reps")
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from ..engine.runtime import describe_threads
     from ..tools import benchmark
 
-    streams.info(args, describe_threads())
+    terminal.info(args, describe_threads())
     started = time.perf_counter()
     model = loading.load_model(args)
     result = {
@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
         "batch": args.batch,
         "context": args.prompt_tokens,
     }
-    streams.show(args, result, tables.table((key, str(value)) for key, value in result.items()))
+    terminal.show(args, result, tables.table((key, str(value)) for key, value in result.items()))
     return 0

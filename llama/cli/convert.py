@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import arguments, streams
+from .common import arguments, files, terminal
 
 if TYPE_CHECKING:
     from ..tools.convert import Proof
@@ -67,19 +67,19 @@ def writing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     template = args.chat_template
     if template not in ("auto", "none", *TEMPLATES):
-        template = streams.read_text(Path(template))
+        template = files.read_text(Path(template))
     options = {"shards": args.shards, "adapters": args.adapter, "tokenizer": args.tokenizer}
-    with streams.progress(args.quiet, "weight") as show:
+    with terminal.progress(args.quiet, "weight") as show:
         yield {**options, "chat_template": template, "progress": show}
 
 
 def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> int:
     """Write the result. more: further keys of the JSON object."""
     for warning in proof.warnings:
-        streams.info(args, f"warning: {warning}")
+        terminal.info(args, f"warning: {warning}")
     before, after = proof.bytes
     facts = {"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256, **more}
     facts |= {"bytes_before": before, "bytes_after": after}
     text = f"{proof.tensors} weights were read back and are equal; sha256 of all weights: {proof.sha256}"
-    streams.show(args, facts, f"{proof.path}\n{text}\n")
+    terminal.show(args, facts, f"{proof.path}\n{text}\n")
     return 0

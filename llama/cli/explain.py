@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, loading, terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
         read_weights()
         name, texts = loading.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
     found = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
-    streams.show(args, explain.as_dict(found), explain.text(found))
+    terminal.show(args, explain.as_dict(found), explain.text(found))
     return 0 if found.passed else 1

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from . import answers, arguments, loading, ranks, streams
+from .common import arguments, files, loading, output, ranks, terminal
 
 if TYPE_CHECKING:
     from ..text import Llama
@@ -44,13 +44,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.prompts is not None:
-        from . import batch
+        from .common import batch
 
         return batch.run(args)
     for name in ("output", "batch_size"):
         if getattr(args, name) is not None:
             raise UsageError(f"{arguments.option(name)} needs --prompts FILE")
-    prompt = ranks.first(args, lambda: streams.read_prompt(args))
+    prompt = ranks.first(args, lambda: files.read_prompt(args))
     if args.logprobs and not args.json:
         raise UsageError("--logprobs needs --json or --prompts")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto" or args.parse_special):
@@ -58,21 +58,21 @@ def run(args: argparse.Namespace) -> int:
     if args.parse_special and not args.raw:
         raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
     options = arguments.sampling_options(args)
-    answers.check_session(args)
+    output.check_session(args)
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
-    answers.check(args, llm, ids, options)
+    output.check(args, llm, ids, options)
     options |= {"draft": loading.load_draft(args, llm), "logprobs": args.logprobs}
     read_weights(len(ids) + args.max_new_tokens)
-    options["session"] = session = answers.load_session(args, llm)
+    options["session"] = session = output.load_session(args, llm)
     if session is not None and session.messages:
-        streams.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
+        terminal.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []
-    streams.info(args, form)
-    with answers.saving(args, lambda: session, llm.model):
+    terminal.info(args, form)
+    with output.saving(args, lambda: session, llm.model):
         continues = raw or args.suffix is not None
-        answers.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
+        output.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 
 

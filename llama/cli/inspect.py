@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from . import arguments, streams, tables
+from .common import arguments, tables, terminal
 
 LONGEST = 100  # characters of a list on one line
 UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "bytes": 1}
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
     facts = model_facts(checkpoint)
-    streams.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
+    terminal.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
     return 1 if facts["mismatches"] else 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..checks import integer
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..tools.perplexity import nats, windows
 
-    text = streams.read_text(args.text)
+    text = files.read_text(args.text)
     llm, read_weights = loading.prepare(args)
     longest = llm.model.max_seq_len
     window = longest if args.window is None else integer("--window", args.window, 2, longest)
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not parts:
         raise UsageError(f"{args.text} has {tokens} tokens; perplexity needs at least 2")
     read_weights()
-    with streams.progress(args.quiet, "tok") as show:
+    with terminal.progress(args.quiet, "tok") as show:
         total = sum(nats(llm.model, parts, lambda done, total: show("perplexity", done, total)))
     predicted = sum(len(part) - 1 for part in parts)
     facts = {
@@ -47,5 +47,5 @@ def run(args: argparse.Namespace) -> int:
         "perplexity": math.exp(total / predicted),
     }
     found = "perplexity {perplexity:.4f} over {predicted:,} tokens, {parts} windows of {window:,}; {bits_per_byte:.4f}"
-    streams.show(args, facts, found.format(**facts, parts=len(parts)) + " bits per byte\n")
+    terminal.show(args, facts, found.format(**facts, parts=len(parts)) + " bits per byte\n")
     return 0

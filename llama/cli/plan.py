@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from . import arguments, loading, streams, tables
+from .common import arguments, loading, tables, terminal
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     request = plan.Run(config, sizes[kind], args.batch, context, count, size, args.kv_cache)
     facts = {"model": name, "dtype": dtype, "quantize": kind, **plan.plan(request, gpu, sizes)}
-    streams.show(args, facts, text(facts))
+    terminal.show(args, facts, text(facts))
     return 0 if facts["fits"] else 1
 
 

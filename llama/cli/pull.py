@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import arguments, streams
+from .common import arguments, terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,5 +22,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..hub import models as hub
 
-    streams.write_raw(f"{hub.pull(args.model, force=args.force, quiet=args.quiet)}\n")
+    terminal.write_raw(f"{hub.pull(args.model, force=args.force, quiet=args.quiet)}\n")
     return 0

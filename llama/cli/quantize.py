@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, convert, streams, tables
+from . import convert
+from .common import arguments, tables, terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
         facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
         rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
-        streams.show(args, facts, tables.table(rows))
+        terminal.show(args, facts, tables.table(rows))
         return 0
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
@@ -41,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
     with convert.writing(args) as options:
         proof = quantize(source, args.target, args.scheme, **options)
     before, after = proof.bytes
-    streams.info(args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme})")
+    terminal.info(args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme})")
     return convert.write_proof(args, proof, scheme=args.scheme)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..checks import integer
 from ..errors import LlamaError, UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
 
 KEY = "CLEARLLAMA_API_KEY"
 LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect
-    streams.info(args, f"serving {name} at http://{address}/ (API: /v1); Ctrl-C stops the server")
+    terminal.info(args, f"serving {name} at http://{address}/ (API: /v1); Ctrl-C stops the server")
     if args.open:
         webbrowser.open(f"http://{address}/".replace("0.0.0.0", "127.0.0.1"))
     try:
@@ -96,7 +96,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def api_key(path: str | None) -> str | None:
     """The key in a file or in the environment. Raises UsageError for an empty one."""
-    text = os.environ.get(KEY) if path is None else streams.read_text(Path(path))
+    text = os.environ.get(KEY) if path is None else files.read_text(Path(path))
     key = text and text.strip()
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise UsageError(f"{path or KEY}: expected a key of printable ASCII characters")

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--positive and --negative are the same, so every direction would be 0; change one of them")
     if args.compile:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
-    streams.check_file("--output", args.output)
+    files.check_file("--output", args.output)
     from ..generate import room_for
     from ..sampling import SamplingParams
     from ..study import steering
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     read_weights()
     vector = steering.control_vector(llm.model, pairs)
     vector.write(args.output)
-    streams.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
+    terminal.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
     count, dim, last = len(vector.directions), llm.model.config.dim, max(vector.directions)
-    streams.write(f"{args.output}: {count} directions of {dim} numbers, for layers 1 to {last}\n")
+    terminal.write(f"{args.output}: {count} directions of {dim} numbers, for layers 1 to {last}\n")
     return 0

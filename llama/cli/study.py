@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import arguments, streams, tables
+from .common import arguments, files, tables, terminal
 
 if TYPE_CHECKING:
     from ..study.figure import Figure
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--html writes a page with its own controls: leave TOPIC and all other options out")
         from ..study import page
 
-        streams.check_file("--html", args.html)
+        files.check_file("--html", args.html)
         size = page.write(args.html)
-        streams.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
+        terminal.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
         return 0
     if args.topic is None:
         if given or args.json or args.figure is not None:
             raise UsageError(f"--figure, --json and parameters need a TOPIC: one of {', '.join(topics.TOPICS)}")
-        streams.write(tables.table(topics.TOPICS.items()))
+        terminal.write(tables.table(topics.TOPICS.items()))
         return 0
     topic = topics.find(args.topic)
     options = accepted(topic.report, OPTIONS)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("BUG needs the topic bugs, without --figure: clearllama study bugs BUG")
         from ..study import bugs
 
-        streams.show(args, *bugs.show(bugs.find(args.bug)))
+        terminal.show(args, *bugs.show(bugs.find(args.bug)))
         return 0
     drawn: dict[Path, Figure] = {}
     if args.figure is not None:
@@ -90,22 +90,22 @@ def run(args: argparse.Namespace) -> int:
         figures.check(args.figure / "figure.png" if is_folder else args.figure)
         drawn = {args.figure: topic.figure()}
         if not is_folder:
-            streams.check_file("--figure", args.figure)
+            files.check_file("--figure", args.figure)
         else:
             args.figure.mkdir(exist_ok=True)
             drawn = {args.figure / f"{figure.name}.png": figure for figure in topic.figures}
-    with streams.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
+    with terminal.progress(args.quiet, "tok", unit_scale=True, leave=False) as show:
         given |= accepted(topic.report, {"progress": show})
         report = topic.report(**given)
         for file, figure in drawn.items():
             used = accepted(figure.data, given)
             figures.save(figure, file, **used)
             ignored = ", ".join(key for key in given if key not in used and key != "progress")
-            streams.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
+            terminal.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
     about = args.topic, topics.TOPICS[args.topic], report
-    streams.show(args, reports.as_dict(*about), reports.text(*about))
+    terminal.show(args, reports.as_dict(*about), reports.text(*about))
     if topic.figures and not args.json:
-        streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FOLDER)")
+        terminal.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FOLDER)")
     return 0
 
 

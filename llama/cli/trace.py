@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
 
 if TYPE_CHECKING:
     from ..study.intervene import Intervention
@@ -43,13 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.html is not None:
-        streams.check_file("--html", args.html)
+        files.check_file("--html", args.html)
     arguments.check_plain(args, "trace")
     from ..loader import with_rope
     from ..rope_scaling import reach
     from ..study import intervene, trace, trace_page
 
-    prompt, scaling = streams.read_prompt(args), arguments.rope_scaling(args)
+    prompt, scaling = files.read_prompt(args), arguments.rope_scaling(args)
     # the RoPE options are interventions, so the model is loaded without them
     unchanged = dict.fromkeys(("rope_scaling", "rope_factor", "rope_theta"))
     llm, read_weights = loading.prepare(argparse.Namespace(**{**vars(args), **unchanged}))
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     if args.patch_from is not None:
         facts["patching"] = patching_facts(llm, source, ids, intervention)
     if args.html is not None:
-        streams.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
-        streams.info(args, f"{args.html}: open it in a browser")
+        files.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
+        terminal.info(args, f"{args.html}: open it in a browser")
     text = trace.summary(facts)
-    streams.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
+    terminal.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
     return 0
 
 

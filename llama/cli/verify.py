@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import arguments, tables
+from .common import arguments, tables
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checks import number
-from ..errors import UsageError
-from ..hub import default_model
-from ..sampling import OPTIONS, SamplingParams
-from . import streams
+from ...checks import number
+from ...errors import UsageError
+from ...hub import default_model
+from ...sampling import OPTIONS, SamplingParams
+from . import files
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 MANY = {"action": "append"}  # an option that may be repeated
@@ -261,13 +261,13 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     options |= {"stop": args.stop or [], "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
     for name in ("schema", "grammar"):
         if getattr(args, name) is not None:
-            options[name] = streams.read_text(Path(getattr(args, name)))
+            options[name] = files.read_text(Path(getattr(args, name)))
     return options if args.regex is None else {**options, "regex": args.regex}
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """The model options as keyword arguments of loader.load and loader.build."""
-    from ..loader import LoadOptions
+    from ...loader import LoadOptions
 
     names = [field.name for field in dataclasses.fields(LoadOptions) if hasattr(args, field.name)]
     options = {name: getattr(args, name) for name in names}
@@ -276,7 +276,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     """The scaling requested by --rope-scaling and --rope-factor; None keeps the checkpoint's."""
-    from ..system.documents import parse_json
+    from ...system.documents import parse_json
 
     kind: str | None = args.rope_scaling
     factor: float | None = args.rope_factor

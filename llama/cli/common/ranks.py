@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO, TypeVar
 
-from ..errors import UsageError
-from ..system.cores import available_cores
-from . import arguments, streams
+from ...errors import UsageError
+from ...system.cores import available_cores
+from . import arguments, terminal
 
 T = TypeVar("T")
 ONE_PROCESS_ONLY = ("compile", "gpu_layers", "draft", "steer", "save_session", "load_session")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             raise
         for number in (signal.SIGINT, signal.SIGTERM):  # this process ends anyway, after its line
             signal.signal(number, signal.SIG_IGN)
-        message = streams.describe(error)
+        message = terminal.describe(error)
         if isinstance(error, SystemExit):  # a signal
             message = "interrupted" if error.code == 130 else "another rank ended, or torchrun was stopped"
         elif re.search("gloo|NCCL|Connection", message):
@@ -90,7 +90,7 @@ def silence() -> TextIO:
 
 def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> None:
     """Connect to the other ranks, check that they have the same options, and take a share of the cores."""
-    from ..engine import parallel, runtime
+    from ...engine import parallel, runtime
 
     options = {name: value for name, value in vars(args).items() if name not in ("run", "world", "threads")}
     args.world = parallel.join(store, rank, size, args.device)

@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
-from . import arguments, streams
+from ...errors import UsageError
+from . import arguments, terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..generation.speculative import Draft
-    from ..model import Transformer
-    from ..study.steering import ControlVector
-    from ..text import Llama
+    from ...generation.speculative import Draft
+    from ...model import Transformer
+    from ...study.steering import ControlVector
+    from ...text import Llama
 
 SLOW = 2.0  # seconds
 
@@ -36,7 +36,7 @@ def prepare(args: argparse.Namespace) -> tuple[Llama, Callable[..., None]]:
 
     The function takes how long prompt and answer will be, for the memory check.
     """
-    from .. import loader
+    from ... import loader
 
     vector = read_vector(args) if hasattr(args, "steer") else None
     if hasattr(args, "draft") and args.draft is None and args.draft_tokens is not None:
@@ -59,12 +59,12 @@ def prepare(args: argparse.Namespace) -> tuple[Llama, Callable[..., None]]:
         loader.build_plan(dataclasses.replace(plan, options=dataclasses.replace(options, tokens=tokens)), llm.model)
         _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
         if args.tokenizer is not None:
-            streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
+            terminal.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
         if llm.sampling:
             defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
-            streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
+            terminal.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
         if vector is not None:
-            streams.info(args, f"steering: {args.steer}, {_steer(args, llm.model, vector)}")
+            terminal.info(args, f"steering: {args.steer}, {_steer(args, llm.model, vector)}")
 
     return llm, read_weights
 
@@ -77,14 +77,14 @@ def read_vector(args: argparse.Namespace) -> ControlVector | None:
         return None
     if args.compile:
         raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
-    from ..study.steering import ControlVector
+    from ...study.steering import ControlVector
 
     return ControlVector.read(args.steer)
 
 
 def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> str:
     """Steer the model until the process ends. Returns the scale and the layers."""
-    from ..study import intervene, steering
+    from ...study import intervene, steering
 
     scale = 1.0 if args.steer_scale is None else args.steer_scale
     layers = None if args.steer_layers is None else intervene.parse_layers(args.steer_layers, model.config)
@@ -96,7 +96,7 @@ def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) 
 
 def load_model(args: argparse.Namespace) -> Transformer:
     """Load the model as `load` does, but without its tokenizer; a tokenizer that --tokenizer names is only checked."""
-    from .. import loader
+    from ... import loader
 
     started = time.perf_counter()
     checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
@@ -106,9 +106,9 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
 
 def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequence[str], seconds: float) -> None:
-    from ..engine.linears import describe_quantization
-    from ..engine.placement import describe_devices
-    from ..rope_scaling import reach, trained_length
+    from ...engine.linears import describe_quantization
+    from ...engine.placement import describe_devices
+    from ...rope_scaling import reach, trained_length
 
     config, world = model.config, getattr(args, "world", None)
     dtype = dtype_name(model)
@@ -121,19 +121,19 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequenc
         f"loaded in {seconds:.1f} s",
         *(f"adapter {adapter}" for adapter in adapters),
     ]
-    streams.info(args, ", ".join(facts))
+    terminal.info(args, ", ".join(facts))
     if args.quantize and seconds > SLOW and not adapters:
         folder = shlex.quote(f"{Path(args.model).name}-{args.quantize}")
         command = f"clearllama quantize {shlex.quote(args.model)} {folder} --scheme {args.quantize}"
-        streams.info(args, f"to quantize once and not at each load: {command}; then -m {folder}")
+        terminal.info(args, f"to quantize once and not at each load: {command}; then -m {folder}")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
         context = f"context {model.max_seq_len}, trained context {int(trained_length(config))}"
-        streams.info(args, f"RoPE override: {values}, theta {config.rope_theta:g}; {context}")
+        terminal.info(args, f"RoPE override: {values}, theta {config.rope_theta:g}; {context}")
     if args.max_seq_len and args.max_seq_len > reach(config):
         trained = f"the context of {config.max_seq_len} that the model was trained for"
-        streams.info(args, f"warning: --max-seq-len {args.max_seq_len} exceeds {trained}; --rope-scaling extends it")
+        terminal.info(args, f"warning: --max-seq-len {args.max_seq_len} exceeds {trained}; --rope-scaling extends it")
 
 
 def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
@@ -145,7 +145,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
-    from ..chat.formats import says_chat
+    from ...chat.formats import says_chat
 
     set_chat_form(args, llm)
     raw: bool = args.raw
@@ -183,7 +183,7 @@ def model_name(path_or_name: str) -> str:
 
 def load_draft(args: argparse.Namespace, llm: Llama) -> Draft | None:
     """Load the draft of --draft and check that it fits the model; None without --draft."""
-    from ..generation.speculative import check_match, make_draft
+    from ...generation.speculative import check_match, make_draft
 
     if args.draft in (None, "ngram"):
         return make_draft(args.draft, args.draft_tokens)
