@@ -1,8 +1,8 @@
-'''Have a conversation with an instruct model; /help lists the commands of the chat.
+'''Have a conversation with an instruct model.
 
-The chat keeps the KV cache, so a turn computes only its new tokens. If the context is full, the oldest turns are
-dropped. If the input is a pipe, each line, or each block between """ and """, is one message; the answers are written
-with an empty line between them.
+/help lists the commands of the chat. The chat keeps the KV cache, so a turn computes only its new tokens. If the
+context is full, the oldest turns are dropped. If the input is a pipe, each line, or each block between """ and """, is
+one message; the answers are written with an empty line between them.
 '''
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ the conversation. Tab completes commands and files. -n 2000, when the chat is
 started, allows longer answers.'''
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    history = "do not read or write the file that keeps the input of earlier chats"
-    arguments.add(parser, ("--system", "TEXT", "the system message"), ("--no-history", None, history))
-    arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
-    arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
-    arguments.add_chat_options(parser)
+OPTIONS = [
+    ("--system TEXT", str, "the system message"),
+    ("--no-history", bool, "do not read or write the file that keeps the input of earlier chats"),
+    ("--json", bool, "write one JSON object per answer, with the keys of generate --json"),
+    *arguments.generation(max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9"),
+]
 
 
 def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("chat reads from standard input, but standard input is closed")
     options = arguments.sampling_options(args)
-    output.check_session(args)
+    output.check_options(args)
     llm, read_weights = loading.prepare(args)
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
         raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
-    output.check(args, llm, [0], options)
+    output.check_model(args, llm, [0], options)
     options["draft"] = loading.load_draft(args, llm)
     read_weights()
     if llm.chat_format is not None:
-        terminal.info(args, f"chat format: {llm.chat_format}")
+        terminal.info(f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
     session = output.load_session(args, llm)
     if session is not None and session.messages:
-        terminal.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
+        terminal.info(f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
     if not chat.piped:
-        terminal.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
+        terminal.info("/help lists the commands, /exit or Ctrl-D leaves")
     with output.saving(args, lambda: chat.session, llm.model):
         return converse(args, chat)
 
@@ -195,9 +195,7 @@ class Chat:
                 reply = HELP
             case "/retry", "":
                 if not {**self.llm.sampling, **self.options}.get("temperature", 0):
-                    terminal.info(
-                        self.args, "temperature is 0: the seed has no effect; --temperature 0.7 varies answers"
-                    )
+                    terminal.info("temperature is 0: the seed has no effect; --temperature 0.7 varies answers")
                 other_seed = {name: value for name, value in self.options.items() if name != "seed"}
                 self.answer(self.session.messages[: self.last_question() + 1], other_seed)
                 reply = ""

@@ -1,4 +1,4 @@
-"""Answer a prompt.
+"""Answer or continue a prompt.
 
 If the model has a chat template, the prompt becomes one user message; --raw continues it as plain text.
 """
@@ -11,35 +11,39 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from .common import arguments, files, loading, output, ranks, terminal
+from .common.parser import RARE, Group
 
 if TYPE_CHECKING:
     from ..text import Llama
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    prompts = 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'
-    others = arguments.add_prompt_options(parser)
-    arguments.add(
-        parser,
-        ("--system", "TEXT", "a system message"),
-        ("--raw", None, "continue the prompt without a chat template"),
-    )
-    keys = "prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
-    arguments.add_output_options(parser, json=f"one JSON object: {keys}")
-    arguments.add_generation_options(parser, max_new_tokens=256, fallback="greedy")
-    arguments.add_chat_options(parser)
-    arguments.add(
-        others,
-        ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
-        ("--parse-special", None, "with --raw: read strings such as <|im_end|> in the prompt as control tokens"),
-        ("--batch-size", "N", "number of prompts to run at once (default: 16)"),
-        ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
-    )
-    arguments.add(
-        parser.add_argument_group("many prompts"),
-        ("--prompts", "FILE", prompts),
-        ("--output", "FILE", "the answers as JSON lines (default: standard output)"),
-    )
+OPTIONS = [
+    *arguments.PROMPT,
+    ("--system TEXT", str, "a system message"),
+    ("--raw", bool, "continue the prompt without a chat template"),
+    (
+        "--json",
+        bool,
+        "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
+    ),
+    ("--logprobs", bool, "with --json or --prompts: add the log-probability of each new token", RARE),
+    ("--parse-special", bool, "with --raw: read strings such as <|im_end|> in the prompt as control tokens", RARE),
+    ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (infilling, for Code Llama)", RARE),
+    *arguments.generation(max_new_tokens=256, fallback="greedy"),
+    Group(
+        "many prompts",
+        None,
+        [
+            (
+                "--prompts FILE",
+                str,
+                'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)',
+            ),
+            ("--output FILE", str, "the answers as JSON lines (default: standard output)"),
+            ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
+        ],
+    ),
+]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,19 +61,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--suffix continues plain text: leave --system, --chat-format and --parse-special out")
     if args.parse_special and not args.raw:
         raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
+    if args.raw:
+        loading.refuse_chat_options(args, "--raw")
     options = arguments.sampling_options(args)
-    output.check_session(args)
+    output.check_options(args)
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
-    output.check(args, llm, ids, options)
+    output.check_model(args, llm, ids, options)
     options |= {"draft": loading.load_draft(args, llm), "logprobs": args.logprobs}
     read_weights(len(ids) + args.max_new_tokens)
     options["session"] = session = output.load_session(args, llm)
     if session is not None and session.messages:
-        terminal.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
+        terminal.info("the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []
-    terminal.info(args, form)
+    terminal.info(form)
     with output.saving(args, lambda: session, llm.model):
         continues = raw or args.suffix is not None
         output.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))

@@ -9,38 +9,24 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checks import number
 from ...errors import UsageError
 from ...hub import default_model
 from ...sampling import OPTIONS, SamplingParams
 from . import files
+from .parser import MANY, RARE, Group, HelpAll
+
+if TYPE_CHECKING:
+    from ...loader import LoadOptions
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
-MANY = {"action": "append"}  # an option that may be repeated
-RARE = (  # titles of the groups of options that only --help-all shows
-    *("chat format", "other options", "advanced sampling", "structured output", "session"),
-    *("speculative decoding", "steering", "advanced model options", "RoPE", "several processes"),
-)
 
-# Options of several commands, as rows for `add`
-ADAPTER = (
-    "--adapter",
-    "PATH[:SCALE]",
-    "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
-    {**MANY, "default": []},
-)
-TOKENIZER = (
-    "--tokenizer",
-    "PATH",
-    "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)",
-)
-KV_CACHE = (
-    "--kv-cache",
-    ["model", "int8"],
-    "store keys and values in the model's dtype, or in int8, half the memory of 16 bits (default: model)",
-)
+
+def option(name: str) -> str:
+    """The option of an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
+    return f"--{name.replace('_', '-')}"
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -58,196 +44,202 @@ def variable(text: str) -> tuple[str, Any]:
         return name, value
 
 
-TYPES = {"N": int, "K": int, "S": float, "T": float, "X": float, "ID=B": bias, "NAME=VALUE": variable}
+# ------------------------------------------------------------------------------------------- rows for parser.add
+ADAPTER = (
+    "--adapter PATH[:SCALE]",
+    str,
+    "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
+    {**MANY, "default": []},
+)
+TOKENIZER = (
+    "--tokenizer PATH",
+    str,
+    "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)",
+)
+KV_CACHE = (
+    "--kv-cache",
+    ["model", "int8"],
+    "store keys and values in the model's dtype, or in int8, half the memory of 16 bits (default: model)",
+)
+EVERY = [  # command has these options
+    ("-q --quiet", bool, "write only errors to stderr"),
+    ("--debug", bool, "show the traceback of an error", RARE),
+    ("--help-all", bool, "show all options and exit", {"action": HelpAll}),
+]
+PROMPT = [
+    ("text PROMPT", str, "the prompt; '-' or none: standard input", {"nargs": "?"}),
+    ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
+    (
+        "-f --file FILE",
+        str,
+        "add the text of a file; '-' is standard input; may be repeated (docs/guides/prompts.md)",
+        MANY,
+    ),
+]
+CHAT = Group(
+    "chat format",
+    None,
+    [
+        (
+            "--chat-format",
+            ["auto", "jinja", "llama2", "llama3"],
+            "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
+            " without a template (default: auto, the template if there is one)",
+        ),
+        (
+            "--template-option NAME=VALUE",
+            variable,
+            "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
+            {**MANY, "default": []},
+        ),
+    ],
+    rare=True,
+)
+STEERING = Group(
+    "steering",
+    "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
+    [
+        ("--steer FILE", str, "a control vector in GGUF, also from llama.cpp or repeng"),
+        ("--steer-scale S", float, "multiply the vector by S (default: 1)"),
+        ("--steer-layers FIRST:END", str, "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
+    ],
+    rare=True,
+)
 
 
-def add(parser: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
-    """Add options. A row is (names, value, help) and, if needed, more settings for argparse.
-
-    value  None for a switch; a list of choices, of which the first is the default; or the name of
-           the value in the help, which also gives its type (TYPES)
-    """
-    for names, value, about, *more in rows:
-        settings: dict[str, Any] = {"metavar": value, "type": TYPES.get(str(value))}
-        if value is None:
-            settings = {"action": "store_true"}
-        elif isinstance(value, list):
-            settings = {"choices": value, "default": value[0]}
-        parser.add_argument(*names.split(), help=about, **{**settings, **dict(*more)})
+def checkpoint(about: str) -> Group:
+    """The model of a command that does not run it, as an argument or as --model."""
+    rows = [
+        ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
+        ("-m --model PATH_OR_NAME", str, "the same (default: %(default)s)", {"default": default_model()}),
+    ]
+    return Group(None, None, rows, exclusive=True)
 
 
-def option(name: str) -> str:
-    """The option of an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
-    return f"--{name.replace('_', '-')}"
+def model(dtype: str | None = None, optional: bool = False) -> list[Group]:
+    """The options of a command that runs a model, and the overrides of its RoPE settings.
 
-
-def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, dtype: str | None = None) -> None:
-    """Add the options of a model, and the overrides of its RoPE settings.
-
-    optional  the command also works without a model, so that --model has no default
     dtype     the default of --dtype; None for the fastest dtype of the device
+    optional  the command also works without a model, so that --model has no default
     """
-    default = " (default: %(default)s; CLEARLLAMA_MODEL sets it)"
-    model = (
-        "folder, .gguf file or ORG/NAME[:QUANT] on the hub; folders are in Meta's or Hugging Face's format"
-        f"{'' if optional else default}"
-    )
-    devices = "cpu, mps, cuda, or cuda:0,cuda:1 (default: auto)"
+    default = "" if optional else " (default: %(default)s; CLEARLLAMA_MODEL sets it)"
+    path = "folder, .gguf file or ORG/NAME[:QUANT] on the hub; folders are in Meta's or Hugging Face's format"
     dtypes = f"float32, bfloat16, float16 (default: {dtype or 'the fastest'})"
-    schemes = "int8 or int4; clearllama quantize --list shows more"
-    add(
-        parser.add_argument_group("model"),
-        ("--model -m", "PATH_OR_NAME", model, {"default": None if optional else default_model()}),
-        ("--device", "DEVICE", devices, {"default": "auto"}),
-        ("--dtype", "DTYPE", dtypes, {"default": dtype or "auto"}),
-        ("--quantize", "SCHEME", schemes),
-        ("--max-seq-len", "N", "context length in tokens (default: the model's)"),
-    )
-    add(
-        parser.add_argument_group("advanced model options"),
-        ADAPTER,
-        TOKENIZER,
-        ("--compile", None, "compile the decoding step: about 20 s the first time"),
-        KV_CACHE,
-        ("--gpu-layers", "K", "put only the last K layers on the GPU"),
-        ("--threads", "N", "CPU threads (default: one per usable core)"),
-        ("--no-memory-check", None, "load the model even if memory seems too small"),
-    )
     kinds = (
         "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
         ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
     )
     forms = "implementation of the rotation; all give the same logits (default: %(default)s)"
-    add(
-        parser.add_argument_group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study"),
-        ("--rope-scaling", "KIND", kinds),
-        ("--rope-factor", "S", "extend the context S times"),
-        ("--rope-theta", "T", "base of the rotary frequencies"),
+    common = [
+        ("-m --model PATH_OR_NAME", str, path + default, {"default": None if optional else default_model()}),
+        ("--device DEVICE", str, "cpu, mps, cuda, or cuda:0,cuda:1 (default: auto)", {"default": "auto"}),
+        ("--dtype DTYPE", str, dtypes, {"default": dtype or "auto"}),
+        ("--quantize SCHEME", str, "int8 or int4; clearllama quantize --list shows more"),
+        ("--max-seq-len N", int, "context length in tokens (default: the model's)"),
+    ]
+    advanced = [
+        ADAPTER,
+        TOKENIZER,
+        ("--compile", bool, "compile the decoding step: about 20 s the first time"),
+        KV_CACHE,
+        ("--gpu-layers K", int, "put only the last K layers on the GPU"),
+        ("--threads N", int, "CPU threads (default: one per usable core)"),
+        ("--no-memory-check", bool, "load the model even if memory seems too small"),
+    ]
+    rope = [
+        ("--rope-scaling KIND", str, kinds),
+        ("--rope-factor S", float, "extend the context S times"),
+        ("--rope-theta T", float, "base of the rotary frequencies"),
         ("--rope", ["complex", "real", "half"], forms),
-    )
+    ]
+    return [
+        Group("model", None, common),
+        Group("advanced model options", None, advanced, rare=True),
+        Group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study", rope, rare=True),
+    ]
 
 
-def add_model(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add the model of a command that does not run it, as an argument or as --model."""
-    add(
-        parser.add_mutually_exclusive_group(),
-        ("model", "PATH_OR_NAME", about, {"nargs": "?", "default": argparse.SUPPRESS}),
-        ("--model -m", "PATH_OR_NAME", "the same (default: %(default)s)", {"default": default_model()}),
-    )
-
-
-def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> argparse._ActionsContainer:
-    """Add PROMPT, --prompt and --file, and return the group of rare options. `what`: the help's word for the prompt."""
-    file = "add the text of a file; '-' is standard input; may be repeated (docs/guides/prompts.md)"
-    text = f"the {what}; '-' or none: standard input"
-    add(
-        parser,
-        ("text", "PROMPT", text, {"nargs": "?"}),
-        ("--file -f", "FILE", file, MANY),
-    )
-    others = parser.add_argument_group("other options")
-    add(others, ("--prompt -p", "PROMPT", f"the {what}, as an option instead of an argument"))
-    return others
-
-
-def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how messages are encoded."""
-    formats = (
-        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
-        " without a template (default: auto, the template if there is one)"
-    )
-    variable = "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated"
-    add(
-        parser.add_argument_group("chat format"),
-        ("--chat-format", ["auto", "jinja", "llama2", "llama3"], formats),
-        ("--template-option", "NAME=VALUE", variable, {**MANY, "default": []}),
-    )
-
-
-def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
-    """Add all options of a model that generates: also of sampling, sessions, drafts, steering and several processes.
+def generation(max_new_tokens: int, fallback: str) -> list[Group]:
+    """All options of a model that generates: also of sampling, sessions, drafts, steering and several processes.
 
     A sampling option that is not set is None: the checkpoint's default or the fallback applies.
     """
-    group = parser.add_argument_group
-    defaults = f"defaults: those of the checkpoint's generation_config.json, else {fallback}"
-    order = "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed"
-    grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
-    sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
-    drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
+    numbers = {}
+    for name, field in OPTIONS.items():
+        kind = type(field.default)
+        numbers[name] = (f"{option(name)} {'N' if kind is int else 'X'}", kind, field.metadata["about"])
+    sampling = [
+        (
+            "-n --max-new-tokens N",
+            int,
+            "maximum number of new tokens (default: %(default)s)",
+            {"default": max_new_tokens},
+        ),
+        ("--temperature --temp X", *numbers.pop("temperature")[1:]),
+        numbers.pop("top_p"),
+        ("--seed N", int, "make the answer repeatable (default: random)"),
+        ("--stop TEXT", str, "end the answer before this text; may be repeated", MANY),
+    ]
+    advanced = [
+        *numbers.values(),
+        ("--logit-bias ID=B", bias, "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
+        ("--min-tokens N", int, "do not end the answer before it has N tokens", {"default": 0}),
+        ("--ignore-eos", bool, "do not end the answer before --max-new-tokens"),
+    ]
+    grammars = [
+        ("--json-schema FILE", str, "a file with a JSON schema", {"dest": "schema"}),
+        ("--regex EXPRESSION", str, "a regular expression that the whole answer matches"),
+        ("--grammar FILE", str, "a file with a context-free grammar in llguidance's Lark syntax"),
+    ]
+    sessions = [
+        ("--load-session FILE", str, "load a saved session; the first run may name the FILE of --save-session"),
+        ("--save-session FILE", str, "save it at the end or at Ctrl-C, replacing FILE"),
+    ]
     draft = (
         "ngram: repeat what followed the last tokens earlier in the text; MODEL: a smaller one with the same vocabulary"
     )
-    processes = (
-        "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
-        " (docs/guides/several-devices.md)"
-    )
-    most = "maximum number of new tokens (default: %(default)s)"
-    numbers = {
-        name: (
-            option(name) + " --temp" * (name == "temperature"),
-            "N" if isinstance(field.default, int) else "X",
-            field.metadata["about"],
-        )
-        for name, field in OPTIONS.items()
-    }
-    add_model_options(parser)
-    add(
-        group("sampling", defaults),
-        ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
-        *(numbers.pop(name) for name in ("temperature", "top_p")),
-        ("--seed", "N", "make the answer repeatable (default: random)"),
-        ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
-    )
-    add(
-        group("advanced sampling", order),
-        *numbers.values(),
-        ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
-        ("--min-tokens", "N", "do not end the answer before it has N tokens", {"default": 0}),
-        ("--ignore-eos", None, "do not end the answer before --max-new-tokens"),
-    )
-    add(
-        group("structured output", grammars).add_mutually_exclusive_group(),
-        ("--json-schema", "FILE", "a file with a JSON schema", {"dest": "schema"}),
-        ("--regex", "EXPRESSION", "a regular expression that the whole answer matches"),
-        ("--grammar", "FILE", "a file with a context-free grammar in llguidance's Lark syntax"),
-    )
-    add(
-        group("session", sessions),
-        ("--load-session", "FILE", "load a saved session; the first run may name the FILE of --save-session"),
-        ("--save-session", "FILE", "save it at the end or at Ctrl-C, replacing FILE"),
-    )
-    add(
-        group("speculative decoding", drafts),
-        ("--draft", "ngram|MODEL", draft),
-        ("--draft-tokens", "N", "maximum number of tokens per draft (default: 10)"),
-    )
-    add_steer_options(parser)
-    parallel = group("several processes", processes)
-    add(parallel, ("--tensor-parallel", "N", "the number of processes (default: torchrun's)"))
-    parser.set_defaults(world=None)
-
-
-def add_steer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that steer the model by a control vector."""
-    about = "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)"
-    add(
-        parser.add_argument_group("steering", about),
-        ("--steer", "FILE", "a control vector in GGUF, also from llama.cpp or repeng"),
-        ("--steer-scale", "S", "multiply the vector by S (default: 1)"),
-        ("--steer-layers", "FIRST:END", "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
-    )
-
-
-def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
-    """Add --quiet, --debug and, for a command that writes JSON, --json; `json` says what it writes."""
-    if json is not None:
-        add(parser, ("--json", None, f"write {json}"))
-    add(
-        parser,
-        ("--quiet -q", None, "write only errors to stderr"),
-        ("--debug", None, "show the traceback of an error"),
-    )
+    drafts = [
+        ("--draft ngram|MODEL", str, draft),
+        ("--draft-tokens N", int, "maximum number of tokens per draft (default: 10)"),
+    ]
+    return [
+        *model(),
+        Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}", sampling),
+        Group(
+            "advanced sampling",
+            "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed",
+            advanced,
+            rare=True,
+        ),
+        Group(
+            "structured output",
+            "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')",
+            grammars,
+            rare=True,
+            exclusive=True,
+        ),
+        Group(
+            "session",
+            "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)",
+            sessions,
+            rare=True,
+        ),
+        Group(
+            "speculative decoding",
+            "a draft proposes tokens that the model verifies in one pass; the output is unchanged",
+            drafts,
+            rare=True,
+        ),
+        STEERING,
+        Group(
+            "several processes",
+            "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
+            " (docs/guides/several-devices.md)",
+            [("--tensor-parallel N", int, "the number of processes (default: torchrun's)")],
+            rare=True,
+        ),
+        CHAT,
+    ]
 
 
 # --------------------------------------------------------------------------------------- the values of parsed options
@@ -265,13 +257,13 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     return options if args.regex is None else {**options, "regex": args.regex}
 
 
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The model options as keyword arguments of loader.load and loader.build."""
+def load_options(args: argparse.Namespace, **overrides: Any) -> LoadOptions:
+    """The model options as an object of the loader. `overrides` replace some."""
     from ...loader import LoadOptions
 
-    names = [field.name for field in dataclasses.fields(LoadOptions) if hasattr(args, field.name)]
-    options = {name: getattr(args, name) for name in names}
-    return {**options, "rope_scaling": rope_scaling(args), "check_memory": not args.no_memory_check}
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LoadOptions) if field.name in args}
+    given |= {"rope_scaling": rope_scaling(args), "check_memory": not args.no_memory_check, "fast": True}
+    return LoadOptions(**{**given, **overrides})
 
 
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         if raw and ("messages" in item.prompt or "system" in item.own):
             why = loading.why_raw(args, llm)
             raise UsageError(f"{args.prompts} line {item.number} needs a chat, but prompts are plain text ({why})")
-    output.check(args, llm, [0], options)
+    output.check_model(args, llm, [0], options)
     read_weights()
 
     def resume() -> dict[Id, bool]:
@@ -137,13 +137,13 @@ def run(args: argparse.Namespace) -> int:
         return target.resume(record, {item.id: item.prompt for item in items})
 
     if done := ranks.first(args, resume):
-        terminal.info(args, f"{args.output}: resuming, {len(done)} of {len(items)} prompts are already answered")
-    terminal.info(args, "each prompt is " + ("continued as plain text" if raw else "one user message"))
+        terminal.info(f"{args.output}: resuming, {len(done)} of {len(items)} prompts are already answered")
+    terminal.info("each prompt is " + ("continued as plain text" if raw else "one user message"))
     left = [item for item in items if item.id not in done]
     errors, tokens, written = sum(done.values()), 0, 0
     started = time.perf_counter()
     try:
-        with terminal.progress(args.quiet, "prompt") as show:
+        with terminal.progress("prompt") as show:
             show("prompts", 0, len(left))
             for item, answer in in_order(left, answer_all(args, llm, left, options, raw, size)):
                 line = {"id": item.id, **item.prompt, **answer}
@@ -154,11 +154,11 @@ def run(args: argparse.Namespace) -> int:
                 show("prompts", written, len(left))
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or another signal
         kept = f"{args.output} has {len(done) + written} of {len(items)} answers; the same command resumes the run"
-        terminal.info(args, "with --output FILE, the same command resumes a run" if target is None else kept)
+        terminal.info("with --output FILE, the same command resumes a run" if target is None else kept)
         raise
     seconds = time.perf_counter() - started
     count = f"{len(left)} prompt{'s' * (len(left) != 1)}, {tokens:,} new tokens"
-    terminal.info(args, f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
+    terminal.info(f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
     if errors:
         terminal.error(f"{errors} of {len(items)} prompts failed; the key 'error' in their output gives the reason")
     return 1 if errors else 0

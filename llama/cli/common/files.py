@@ -88,11 +88,11 @@ def read_prompt(args: argparse.Namespace) -> str:
     if "-" not in (given, *files):
         with contextlib.suppress(OSError):  # standard input is closed
             if stat.S_ISFIFO(os.fstat(0).st_mode):
-                terminal.info(args, "standard input is not part of the prompt; to read it, add -f -")
+                terminal.info("standard input is not part of the prompt; to read it, add -f -")
     parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
     if given is not None and os.path.isfile(given):
         hint = "--file reads the file of this name, -m loads a model"
-        terminal.info(args, f"the prompt is the text {given!r:.80}; {hint}")
+        terminal.info(f"the prompt is the text {given!r:.80}; {hint}")
     if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
         parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
     parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]

@@ -33,7 +33,7 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
     chat, text, completion = args.command == "chat", "", None
-    bar = terminal.progress(args.quiet, "tok", leave=False, delay=DELAY)  # it is removed when the answer begins
+    bar = terminal.progress("tok", leave=False, delay=DELAY)  # it is removed when the answer begins
     stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
     with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
@@ -47,9 +47,9 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
         terminal.write_json({"prompt": prompt, **fields})
     elif chat or text:
         terminal.write(before + "\n")
-    terminal.info(args, "stopped" if completion is None else _statistics(args, completion))
-    if args.model == DEFAULT and not args.quiet and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
-        terminal.info(args, line)
+    terminal.info("stopped" if completion is None else _statistics(args, completion))
+    if args.model == DEFAULT and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
+        terminal.info(line)
     return text
 
 
@@ -82,33 +82,33 @@ def as_dict(completion: Completion) -> dict[str, Any]:
     }
 
 
-def check(args: argparse.Namespace, llm: Llama, ids: Sequence[int], options: Mapping[str, Any]) -> None:
+def check_model(args: argparse.Namespace, llm: Llama, ids: Sequence[int], options: Mapping[str, Any]) -> None:
     """Check a prompt, the options and the session with a model whose weights are not read yet."""
     from ...generate import room_for
-    from ...generation.session import check_model
+    from ...generation import session
     from ...generation.speculative import check_rope
 
     (prompt,) = llm.prepare(ids, options)
     room_for(llm.model, ids, prompt.params, None)
     if (args.load_session, args.save_session) != (None, None):
-        check_model(llm.model)
+        session.check_model(llm.model)
     if args.draft is not None:
         check_rope(llm.model)
 
 
-# ----------------------------------------------------------------------------------------------------------- sessions
-def check_session(args: argparse.Namespace) -> None:
-    """Check --load-session and --save-session before the model is loaded.
+def check_options(args: argparse.Namespace) -> None:
+    """Check the options of sessions and drafts before the model is loaded.
 
-    If both name the same file and it does not exist, the first run creates it: then --load-session is removed.
+    If --load-session and --save-session name the same file, it need not exist: the first run creates it.
     """
     from ...generation.session import check_target, open_session
 
+    if args.draft is None and args.draft_tokens is not None:
+        raise UsageError("--draft-tokens needs a draft: add --draft ngram or --draft MODEL")
     loaded, saved = args.load_session, args.save_session
     same = None not in (loaded, saved) and os.path.realpath(loaded) == os.path.realpath(saved)
     if same and not os.path.lexists(loaded):
-        terminal.info(args, f"{loaded} does not exist: starting a new session")
-        args.load_session = None
+        terminal.info(f"{loaded} does not exist: starting a new session")
     elif loaded is not None:
         _, about = open_session(Path(loaded))
         if args.command == "chat" and args.system is not None and about["messages"]:
@@ -117,16 +117,17 @@ def check_session(args: argparse.Namespace) -> None:
         check_target(Path(saved))
 
 
+# ----------------------------------------------------------------------------------------------------------- sessions
 def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     """Load the session of --load-session, or create one for --save-session; None without either option."""
     from ...generation.session import Session
 
     if args.load_session is None and args.save_session is None:
         return None
-    if args.load_session is None:
+    if args.load_session is None or not os.path.lexists(args.load_session):
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
-    terminal.info(args, describe_loaded(args.load_session, session))
+    terminal.info(describe_loaded(args.load_session, session))
     return session
 
 
@@ -165,4 +166,4 @@ def saving(args: argparse.Namespace, session: Callable[[], Session | None], mode
         kept = session()
         if args.save_session is not None:
             empty = f"{args.save_session} was not saved: the session is empty"
-            terminal.info(args, save_session(kept, args.save_session, model) if kept and kept.tokens else empty)
+            terminal.info(save_session(kept, args.save_session, model) if kept and kept.tokens else empty)

@@ -14,14 +14,22 @@ from typing import Any
 from ...errors import LlamaError
 from ...errors import one_line as one_line
 
+LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # progress(what, done, total)
 
 
 # -------------------------------------------------------------------------------------------------------------- stderr
-def info(args: argparse.Namespace, line: str) -> None:
-    """Write a progress line to stderr, unless --quiet is set. Control characters are escaped."""
-    if not args.quiet:
-        write_stderr(f"clearllama: {one_line(line)}")
+def show_log(quiet: bool) -> None:
+    """Show the library's log on stderr, each record as one line; with --quiet only errors."""
+    log, handler = logging.getLogger("llama"), logging.Handler()
+    handler.emit = lambda record: write_stderr(one_line(record.getMessage()))  # type: ignore[method-assign]
+    log.handlers = [handler]
+    log.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+def info(line: str) -> None:
+    """Write a progress line to the log."""
+    LOG.info("clearllama: %s", line)
 
 
 def error(message: str) -> None:
@@ -36,15 +44,15 @@ def write_stderr(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
-    """Yield a function that draws a bar on stderr for each `what`, if stderr is a terminal.
+def progress(unit: str, **settings: Any) -> Iterator[Progress]:
+    """Yield a function that draws a bar on stderr for each `what`, if stderr is a terminal and the log is shown.
 
     settings  for tqdm, such as leave=False to remove a bar when it is complete
     """
     bars: dict[str, Any] = {}
 
     def show(what: str, done: int, total: int) -> None:
-        if quiet or not sys.stderr.isatty():
+        if not (LOG.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
             return
         if what not in bars:
             from tqdm import tqdm
@@ -59,14 +67,6 @@ def progress(quiet: bool, unit: str, **settings: Any) -> Iterator[Progress]:
     finally:
         for bar in bars.values():
             bar.close()
-
-
-def show_log(quiet: bool) -> None:
-    """Show the library's log on stderr, each record as one line; with --quiet only errors."""
-    log, handler = logging.getLogger("llama"), logging.StreamHandler(sys.stderr)
-    handler.format = lambda record: one_line(record.getMessage())  # type: ignore[method-assign]
-    log.handlers = [handler]
-    log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 def describe(error: BaseException) -> str:
