@@ -12,9 +12,9 @@ from ..errors import UsageError
 from .common import arguments, loading, terminal
 
 OPTIONS = [
-    ("--text TEXT", str, "the text (default: %(default)s)", {"default": "The cat sat on the mat"}),
+    ("--text TEXT", str, "the text", {"default": "The cat sat on the mat"}),
     ("--token N", int, "index of the token, from 0 (default: the last)"),
-    ("--layer N", int, "index of the block (default: %(default)s)", {"default": 0}),
+    ("--layer N", int, "index of the block", {"default": 0}),
     ("--json", bool, "write one JSON object"),
     *arguments.model(dtype="float32", optional=True),
 ]

@@ -44,7 +44,7 @@ OPTIONS = [
     ("--gpu-memory GB", gigabytes, "memory of a GPU, such as 80GB"),
     ("--gpu-bandwidth GB/s", gigabytes, "memory bandwidth of a GPU, such as 3350GB/s"),
     ("--context N", int, "tokens per sequence (default: the model's context, at most 8192)"),
-    ("--batch N", int, "number of sequences (default: 1)", {"default": 1}),
+    ("--batch N", int, "number of sequences", {"default": 1}),
     (
         "--dtype DTYPE",
         str,

@@ -30,20 +30,17 @@ NUMBERS = {
 
 
 OPTIONS = [
-    ("--host ADDRESS", str, "address to listen on (default: %(default)s)", {"default": "127.0.0.1"}),
+    ("--host ADDRESS", str, "address to listen on", {"default": "127.0.0.1"}),
     ("--open", bool, "open the page in the browser"),
     ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
     ("--no-auth", bool, "with --host: accept other machines without a key"),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
-    *(
-        (f"--{name} N", int, f"{help} (default: %(default)s)", {"default": n})
-        for name, (n, *_, help) in NUMBERS.items()
-    ),
+    *((f"--{name} N", int, f"{help}", {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
     (
         "--cors-origin ORIGIN",
         str,
         "an origin whose web pages may use the server, such as https://example.org; may be repeated",
-        {**MANY, "default": []},
+        MANY,
     ),
     *arguments.model(),
     arguments.CHAT,

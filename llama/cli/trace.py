@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OPTIONS = [
     *arguments.PROMPT,
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
-    ("--max-tokens N", int, "longest text (default: %(default)s)", {"default": 256}),
+    ("--max-tokens N", int, "longest text", {"default": 256}),
     ("--json", bool, "write all numbers as one JSON object, in place of the summary"),
     Group(
         "interventions",
@@ -34,7 +34,7 @@ OPTIONS = [
                 "--ablate-head LAYER.HEAD",
                 str,
                 "set the output of a head to zero, for example 3.5; may be repeated",
-                {**MANY, "default": []},
+                MANY,
             ),
             ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
             ("--no-rope", bool, "do not rotate queries and keys"),

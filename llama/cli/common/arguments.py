@@ -49,7 +49,7 @@ ADAPTER = (
     "--adapter PATH[:SCALE]",
     str,
     "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
-    {**MANY, "default": []},
+    MANY,
 )
 TOKENIZER = (
     "--tokenizer PATH",
@@ -59,9 +59,9 @@ TOKENIZER = (
 KV_CACHE = (
     "--kv-cache",
     ["model", "int8"],
-    "store keys and values in the model's dtype, or in int8, half the memory of 16 bits (default: model)",
+    "store keys and values in the model's dtype, or in int8, half the memory of 16 bits",
 )
-EVERY = [  # command has these options
+EVERY = [  # of every command
     ("-q --quiet", bool, "write only errors to stderr"),
     ("--debug", bool, "show the traceback of an error", RARE),
     ("--help-all", bool, "show all options and exit", {"action": HelpAll}),
@@ -90,7 +90,7 @@ CHAT = Group(
             "--template-option NAME=VALUE",
             variable,
             "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
-            {**MANY, "default": []},
+            MANY,
         ),
     ],
     rare=True,
@@ -111,7 +111,7 @@ def checkpoint(about: str) -> Group:
     """The model of a command that does not run it, as an argument or as --model."""
     rows = [
         ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
-        ("-m --model PATH_OR_NAME", str, "the same (default: %(default)s)", {"default": default_model()}),
+        ("-m --model PATH_OR_NAME", str, "the same", {"default": default_model()}),
     ]
     return Group(None, None, rows, exclusive=True)
 
@@ -129,10 +129,10 @@ def model(dtype: str | None = None, optional: bool = False) -> list[Group]:
         "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
         ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
     )
-    forms = "implementation of the rotation; all give the same logits (default: %(default)s)"
+    forms = "implementation of the rotation; all give the same logits"
     common = [
         ("-m --model PATH_OR_NAME", str, path + default, {"default": None if optional else default_model()}),
-        ("--device DEVICE", str, "cpu, mps, cuda, or cuda:0,cuda:1 (default: auto)", {"default": "auto"}),
+        ("--device DEVICE", str, "cpu, mps, cuda, or cuda:0,cuda:1", {"default": "auto"}),
         ("--dtype DTYPE", str, dtypes, {"default": dtype or "auto"}),
         ("--quantize SCHEME", str, "int8 or int4; clearllama quantize --list shows more"),
         ("--max-seq-len N", int, "context length in tokens (default: the model's)"),
@@ -169,12 +169,7 @@ def generation(max_new_tokens: int, fallback: str) -> list[Group]:
         kind = type(field.default)
         numbers[name] = (f"{option(name)} {'N' if kind is int else 'X'}", kind, field.metadata["about"])
     sampling = [
-        (
-            "-n --max-new-tokens N",
-            int,
-            "maximum number of new tokens (default: %(default)s)",
-            {"default": max_new_tokens},
-        ),
+        ("-n --max-new-tokens N", int, "maximum number of new tokens", {"default": max_new_tokens}),
         ("--temperature --temp X", *numbers.pop("temperature")[1:]),
         numbers.pop("top_p"),
         ("--seed N", int, "make the answer repeatable (default: random)"),
@@ -247,10 +242,9 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
     names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.logit_bias is not None:
-        options["logit_bias"] = dict(args.logit_bias)
+    options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
-    options |= {"stop": args.stop or [], "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
+    options |= {"stop": args.stop, "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
     for name in ("schema", "grammar"):
         if getattr(args, name) is not None:
             options[name] = files.read_text(Path(getattr(args, name)))

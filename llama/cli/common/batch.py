@@ -114,7 +114,7 @@ def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts that have no answer yet. Returns 1 if some could not be run."""
     for name in NOT_WITH_PROMPTS:
-        if getattr(args, name) not in (None, False):
+        if getattr(args, name) not in (None, False, []):
             what = "the PROMPT argument" if name == "text" else arguments.option(name)
             raise UsageError(f"--prompts reads prompts and writes JSON lines: leave {what} out")
     size = integer("--batch-size", BATCH_SIZE if args.batch_size is None else args.batch_size, 1, 4096)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from . import terminal
 
-MANY = {"action": "append"}  # settings of an option that may be repeated
+MANY = {"action": "append", "default": []}  # settings of an option that may be repeated
 RARE = {"rare": True}  # settings of an option that only --help-all shows
 Row = tuple[Any, ...]
 
@@ -30,23 +30,26 @@ def add(parser: argparse._ActionsContainer, options: Iterable[Row | Group], rare
 
     names     of the option and its value: "-m --model PATH_OR_NAME"; or of an argument and its value: "text PROMPT"
     type      bool for a switch, a list of choices of which the first is the default, or a function that parses the text
-    settings  RARE, or keyword arguments of argparse's add_argument
+    settings  RARE, or keyword arguments of argparse's add_argument; the help names a default if `help` does not
     """
     for row in options:
         if isinstance(row, Group):
             group = parser if row.title is None else parser.add_argument_group(row.title, row.about)
             add(group.add_mutually_exclusive_group() if row.exclusive else group, row.rows, row.rare)
             continue
-        names, type, about, *more = row
+        names, kind, about, *more = row
         words = names.split()
-        settings: dict[str, Any] = {"type": type, "metavar": words[-1]}
-        if type is bool:
+        flags = [word for word in words if word.startswith("-")] or words[:1]
+        settings: dict[str, Any] = {"type": kind, "metavar": words[-1]}
+        if kind is bool:
             settings = {"action": "store_true"}
-        elif isinstance(type, list):
-            settings = {"choices": type, "default": type[0]}
-        settings |= {"help": about, "rare": rare, **dict(*more)}
-        is_rare = settings.pop("rare")
-        action: Any = parser.add_argument(*([w for w in words if w.startswith("-")] or words[:1]), **settings)
+        elif isinstance(kind, list):
+            settings = {"choices": kind, "default": kind[0]}
+        settings.update(*more)
+        is_rare, default = settings.pop("rare", rare), settings.get("default")
+        if default not in (None, [], argparse.SUPPRESS) and "(default" not in about:
+            about += " (default: %(default)s)"
+        action: Any = parser.add_argument(*flags, help=about, **settings)
         action.rare = is_rare
 
 
