@@ -18,18 +18,13 @@ COUNTS = ("batch", "prompt_tokens", "new_tokens", "reps")
 
 
 OPTIONS = [
-    *arguments.model(),
-    Group(
-        "what is measured",
-        None,
-        [
-            ("--batch N", int, "sequences at once", {"default": 1}),
-            ("--prompt-tokens N", int, "tokens per prompt", {"default": 512}),
-            ("-n --new-tokens N", int, "decoding steps", {"default": 64}),
-            ("--reps N", int, "repetitions", {"default": 3}),
-        ],
-    ),
     ("--json", bool, "write one JSON object"),
+    *arguments.model(),
+    Group("what is measured"),
+    ("--batch N", int, "sequences at once", {"default": 1}),
+    ("--prompt-tokens N", int, "tokens per prompt", {"default": 512}),
+    ("-n --new-tokens N", int, "decoding steps", {"default": 64}),
+    ("--reps N", int, "repetitions", {"default": 3}),
 ]
 
 

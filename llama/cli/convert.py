@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .common import arguments, files, terminal
+from .common.parser import REQUIRED
 
 if TYPE_CHECKING:
     from ..tools.convert import Proof
@@ -35,7 +36,7 @@ WRITING = [  # the options of a command that writes a checkpoint, also of quanti
 OPTIONS = [
     ("source SRC", str, "the checkpoint, as for --model of the other commands"),
     ("target DST", Path, "the new folder (hf) or file (gguf)"),
-    ("--to", ["hf", "gguf"], "format of the target", {"required": True, "default": None}),
+    ("--to", ["hf", "gguf"], "format of the target", {**REQUIRED, "default": None}),
     ("--dtype DTYPE", str, "float32, bfloat16 or float16; needed for a quantized source (default: as stored)"),
     ("--quantize KIND", str, "with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp"),
     *WRITING,

@@ -21,28 +21,15 @@ OPTIONS = [
     *arguments.PROMPT,
     ("--system TEXT", str, "a system message"),
     ("--raw", bool, "continue the prompt without a chat template"),
-    (
-        "--json",
-        bool,
-        "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
-    ),
+    ("--json", bool, "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"),
     ("--logprobs", bool, "with --json or --prompts: add the log-probability of each new token", RARE),
     ("--parse-special", bool, "with --raw: read strings such as <|im_end|> in the prompt as control tokens", RARE),
     ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (infilling, for Code Llama)", RARE),
     *arguments.generation(max_new_tokens=256, fallback="greedy"),
-    Group(
-        "many prompts",
-        None,
-        [
-            (
-                "--prompts FILE",
-                str,
-                'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)',
-            ),
-            ("--output FILE", str, "the answers as JSON lines (default: standard output)"),
-            ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
-        ],
-    ),
+    Group("many prompts"),
+    ("--prompts FILE", str, 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'),
+    ("--output FILE", str, "the answers as JSON lines (default: standard output)"),
+    ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
 ]
 
 

@@ -17,7 +17,7 @@ UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "bytes": 1}
 
 
 OPTIONS = [
-    arguments.checkpoint("the checkpoint"),
+    *arguments.checkpoint("the checkpoint"),
     arguments.TOKENIZER,
     ("--json", bool, "write one JSON object, with sizes in bytes"),
 ]

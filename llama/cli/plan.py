@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import dtype_name
 from ..errors import CheckpointError
 from .common import arguments, loading, tables, terminal
+from .common.parser import REQUIRED
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -29,18 +30,8 @@ def gigabytes(text: str) -> float:
 
 
 OPTIONS = [
-    (
-        "-m --model PATH_OR_NAME",
-        str,
-        "an official model, such as llama-3-8b (see configs/), a config.json or a checkpoint",
-        {"required": True},
-    ),
-    (
-        "--gpus NxGPU",
-        str,
-        "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory",
-        {"required": True},
-    ),
+    ("-m --model PATH_OR_NAME", str, "llama-3-8b or another of configs/, a config.json or a checkpoint", REQUIRED),
+    ("--gpus NxGPU", str, "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory", REQUIRED),
     ("--gpu-memory GB", gigabytes, "memory of a GPU, such as 80GB"),
     ("--gpu-bandwidth GB/s", gigabytes, "memory bandwidth of a GPU, such as 3350GB/s"),
     ("--context N", int, "tokens per sequence (default: the model's context, at most 8192)"),

@@ -12,7 +12,7 @@ import argparse
 from .common import arguments, terminal
 
 OPTIONS = [
-    arguments.checkpoint("ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub"),
+    *arguments.checkpoint("ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub"),
     ("--force", bool, "download the model again even if it is in the cache"),
 ]
 NEEDS_TORCH = False

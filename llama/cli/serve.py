@@ -35,16 +35,11 @@ OPTIONS = [
     ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
     ("--no-auth", bool, "with --host: accept other machines without a key"),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
-    *((f"--{name} N", int, f"{help}", {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
-    (
-        "--cors-origin ORIGIN",
-        str,
-        "an origin whose web pages may use the server, such as https://example.org; may be repeated",
-        MANY,
-    ),
+    *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
+    ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     *arguments.model(),
-    arguments.CHAT,
-    arguments.STEERING,
+    *arguments.CHAT,
+    *arguments.STEERING,
 ]
 
 

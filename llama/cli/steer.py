@@ -12,20 +12,21 @@ from pathlib import Path
 
 from ..errors import UsageError
 from .common import arguments, files, loading, terminal
-from .common.parser import MANY
+from .common.parser import MANY, REQUIRED
 
+PAIRS = {**MANY, **REQUIRED}
 OPTIONS = [
     (
         "--positive TEXT",
         str,
-        "the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged",
-        {**MANY, "required": True},
+        "the prompt to move towards; of several pairs with --negative, the mean is taken",
+        PAIRS,
     ),
-    ("--negative TEXT", str, "the prompt to move from", {**MANY, "required": True}),
-    ("-o --output FILE", Path, "the file to write (.gguf)", {"required": True}),
+    ("--negative TEXT", str, "the prompt to move from", PAIRS),
+    ("-o --output FILE", Path, "the file to write (.gguf)", REQUIRED),
     ("--raw", bool, "use the prompts as plain text, without a chat template"),
     *arguments.model(),
-    arguments.CHAT,
+    *arguments.CHAT,
 ]
 
 

@@ -46,7 +46,8 @@ OPTIONS = [
     ("--figure PATH", Path, "a file for the main figure (.png, .svg) or its data (.csv), or a folder for all figures"),
     ("--html FILE", Path, "write a page to explore RoPE in a browser: one file, works offline"),
     ("--json", bool, "write the report as one JSON object"),
-    Group("parameters of some topics", None, [(*row, {"dest": keyword}) for keyword, row in PARAMETERS.items()]),
+    Group("parameters of some topics"),
+    *((*row, {"dest": keyword}) for keyword, row in PARAMETERS.items()),
 ]
 
 

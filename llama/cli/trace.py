@@ -26,26 +26,11 @@ OPTIONS = [
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
     ("--max-tokens N", int, "longest text", {"default": 256}),
     ("--json", bool, "write all numbers as one JSON object, in place of the summary"),
-    Group(
-        "interventions",
-        "the options of RoPE below are interventions, too",
-        [
-            (
-                "--ablate-head LAYER.HEAD",
-                str,
-                "set the output of a head to zero, for example 3.5; may be repeated",
-                MANY,
-            ),
-            ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
-            ("--no-rope", bool, "do not rotate queries and keys"),
-            (
-                "--patch-from TEXT",
-                str,
-                "copy the residual stream of TEXT into this run, one layer and token at a time, and show the effect of"
-                " each",
-            ),
-        ],
-    ),
+    Group("interventions", "the options of RoPE below are interventions, too"),
+    ("--ablate-head LAYER.HEAD", str, "set the output of a head to zero, for example 3.5; may be repeated", MANY),
+    ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
+    ("--no-rope", bool, "do not rotate queries and keys"),
+    ("--patch-from TEXT", str, "show the effect of copying TEXT's residual stream into this run, by layer and token"),
     *arguments.model(dtype="float32"),
 ]
 

@@ -16,7 +16,7 @@ from ...errors import UsageError
 from ...hub import default_model
 from ...sampling import OPTIONS, SamplingParams
 from . import files
-from .parser import MANY, RARE, Group, HelpAll
+from .parser import MANY, RARE, Group, HelpAll, Row
 
 if TYPE_CHECKING:
     from ...loader import LoadOptions
@@ -54,69 +54,58 @@ ADAPTER = (
 TOKENIZER = (
     "--tokenizer PATH",
     str,
-    "a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)",
+    "tokenizer.model, tokenizer.json or a folder with one (default: the checkpoint's)",
 )
-KV_CACHE = (
-    "--kv-cache",
-    ["model", "int8"],
-    "store keys and values in the model's dtype, or in int8, half the memory of 16 bits",
-)
+KV_CACHE = ("--kv-cache", ["model", "int8"], "store keys and values in the model's dtype, or in int8: half the memory")
+PROMPT = [
+    ("text PROMPT", str, "the prompt; '-' or none: standard input", {"nargs": "?"}),
+    ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
+    ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
+]
+CHAT = [
+    Group("chat format", rare=True),
+    (
+        "--chat-format",
+        ["auto", "jinja", "llama2", "llama3"],
+        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
+        " without a template (default: auto, the template if there is one)",
+    ),
+    (
+        "--template-option NAME=VALUE",
+        variable,
+        "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
+        MANY,
+    ),
+]
+STEERING = [
+    Group(
+        "steering",
+        "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
+        rare=True,
+    ),
+    ("--steer FILE", str, "a control vector in GGUF, also from llama.cpp or repeng"),
+    ("--steer-scale S", float, "multiply the vector by S (default: 1)"),
+    ("--steer-layers FIRST:END", str, "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
+]
 EVERY = [  # of every command
+    Group(),
     ("-q --quiet", bool, "write only errors to stderr"),
     ("--debug", bool, "show the traceback of an error", RARE),
     ("--help-all", bool, "show all options and exit", {"action": HelpAll}),
 ]
-PROMPT = [
-    ("text PROMPT", str, "the prompt; '-' or none: standard input", {"nargs": "?"}),
-    ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
-    (
-        "-f --file FILE",
-        str,
-        "add the text of a file; '-' is standard input; may be repeated (docs/guides/prompts.md)",
-        MANY,
-    ),
-]
-CHAT = Group(
-    "chat format",
-    None,
-    [
-        (
-            "--chat-format",
-            ["auto", "jinja", "llama2", "llama3"],
-            "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
-            " without a template (default: auto, the template if there is one)",
-        ),
-        (
-            "--template-option NAME=VALUE",
-            variable,
-            "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
-            MANY,
-        ),
-    ],
-    rare=True,
-)
-STEERING = Group(
-    "steering",
-    "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
-    [
-        ("--steer FILE", str, "a control vector in GGUF, also from llama.cpp or repeng"),
-        ("--steer-scale S", float, "multiply the vector by S (default: 1)"),
-        ("--steer-layers FIRST:END", str, "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
-    ],
-    rare=True,
-)
 
 
-def checkpoint(about: str) -> Group:
+def checkpoint(about: str) -> list[Row | Group]:
     """The model of a command that does not run it, as an argument or as --model."""
-    rows = [
+    return [
+        Group(exclusive=True),
         ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
         ("-m --model PATH_OR_NAME", str, "the same", {"default": default_model()}),
+        Group(),
     ]
-    return Group(None, None, rows, exclusive=True)
 
 
-def model(dtype: str | None = None, optional: bool = False) -> list[Group]:
+def model(dtype: str | None = None, optional: bool = False) -> list[Row | Group]:
     """The options of a command that runs a model, and the overrides of its RoPE settings.
 
     dtype     the default of --dtype; None for the fastest dtype of the device
@@ -129,15 +118,14 @@ def model(dtype: str | None = None, optional: bool = False) -> list[Group]:
         "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
         ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
     )
-    forms = "implementation of the rotation; all give the same logits"
-    common = [
+    return [
+        Group("model"),
         ("-m --model PATH_OR_NAME", str, path + default, {"default": None if optional else default_model()}),
         ("--device DEVICE", str, "cpu, mps, cuda, or cuda:0,cuda:1", {"default": "auto"}),
         ("--dtype DTYPE", str, dtypes, {"default": dtype or "auto"}),
         ("--quantize SCHEME", str, "int8 or int4; clearllama quantize --list shows more"),
         ("--max-seq-len N", int, "context length in tokens (default: the model's)"),
-    ]
-    advanced = [
+        Group("advanced model options", rare=True),
         ADAPTER,
         TOKENIZER,
         ("--compile", bool, "compile the decoding step: about 20 s the first time"),
@@ -145,22 +133,16 @@ def model(dtype: str | None = None, optional: bool = False) -> list[Group]:
         ("--gpu-layers K", int, "put only the last K layers on the GPU"),
         ("--threads N", int, "CPU threads (default: one per usable core)"),
         ("--no-memory-check", bool, "load the model even if memory seems too small"),
-    ]
-    rope = [
+        Group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study", rare=True),
         ("--rope-scaling KIND", str, kinds),
         ("--rope-factor S", float, "extend the context S times"),
         ("--rope-theta T", float, "base of the rotary frequencies"),
-        ("--rope", ["complex", "real", "half"], forms),
-    ]
-    return [
-        Group("model", None, common),
-        Group("advanced model options", None, advanced, rare=True),
-        Group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study", rope, rare=True),
+        ("--rope", ["complex", "real", "half"], "implementation of the rotation; all give the same logits"),
     ]
 
 
-def generation(max_new_tokens: int, fallback: str) -> list[Group]:
-    """All options of a model that generates: also of sampling, sessions, drafts, steering and several processes.
+def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
+    """All options of a command that generates: also of sampling, sessions, drafts, steering and several processes.
 
     A sampling option that is not set is None: the checkpoint's default or the fallback applies.
     """
@@ -168,72 +150,44 @@ def generation(max_new_tokens: int, fallback: str) -> list[Group]:
     for name, field in OPTIONS.items():
         kind = type(field.default)
         numbers[name] = (f"{option(name)} {'N' if kind is int else 'X'}", kind, field.metadata["about"])
-    sampling = [
+    order = "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed"
+    grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
+    sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
+    drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
+    draft = (
+        "ngram: repeat what followed the last tokens earlier in the text; MODEL: a smaller one with the same vocabulary"
+    )
+    processes = (
+        "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
+        " (docs/guides/several-devices.md)"
+    )
+    return [
+        *model(),
+        Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}"),
         ("-n --max-new-tokens N", int, "maximum number of new tokens", {"default": max_new_tokens}),
         ("--temperature --temp X", *numbers.pop("temperature")[1:]),
         numbers.pop("top_p"),
         ("--seed N", int, "make the answer repeatable (default: random)"),
         ("--stop TEXT", str, "end the answer before this text; may be repeated", MANY),
-    ]
-    advanced = [
+        Group("advanced sampling", order, rare=True),
         *numbers.values(),
         ("--logit-bias ID=B", bias, "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--min-tokens N", int, "do not end the answer before it has N tokens", {"default": 0}),
         ("--ignore-eos", bool, "do not end the answer before --max-new-tokens"),
-    ]
-    grammars = [
+        Group("structured output", grammars, rare=True, exclusive=True),
         ("--json-schema FILE", str, "a file with a JSON schema", {"dest": "schema"}),
         ("--regex EXPRESSION", str, "a regular expression that the whole answer matches"),
         ("--grammar FILE", str, "a file with a context-free grammar in llguidance's Lark syntax"),
-    ]
-    sessions = [
+        Group("session", sessions, rare=True),
         ("--load-session FILE", str, "load a saved session; the first run may name the FILE of --save-session"),
         ("--save-session FILE", str, "save it at the end or at Ctrl-C, replacing FILE"),
-    ]
-    draft = (
-        "ngram: repeat what followed the last tokens earlier in the text; MODEL: a smaller one with the same vocabulary"
-    )
-    drafts = [
+        Group("speculative decoding", drafts, rare=True),
         ("--draft ngram|MODEL", str, draft),
         ("--draft-tokens N", int, "maximum number of tokens per draft (default: 10)"),
-    ]
-    return [
-        *model(),
-        Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}", sampling),
-        Group(
-            "advanced sampling",
-            "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed",
-            advanced,
-            rare=True,
-        ),
-        Group(
-            "structured output",
-            "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')",
-            grammars,
-            rare=True,
-            exclusive=True,
-        ),
-        Group(
-            "session",
-            "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)",
-            sessions,
-            rare=True,
-        ),
-        Group(
-            "speculative decoding",
-            "a draft proposes tokens that the model verifies in one pass; the output is unchanged",
-            drafts,
-            rare=True,
-        ),
-        STEERING,
-        Group(
-            "several processes",
-            "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
-            " (docs/guides/several-devices.md)",
-            [("--tensor-parallel N", int, "the number of processes (default: torchrun's)")],
-            rare=True,
-        ),
-        CHAT,
+        *STEERING,
+        Group("several processes", processes, rare=True),
+        ("--tensor-parallel N", int, "the number of processes (default: torchrun's)"),
+        *CHAT,
     ]
 
 

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with terminal.progress("prompt") as show:
             show("prompts", 0, len(left))
-            for item, answer in in_order(left, answer_all(args, llm, left, options, raw, size)):
+            for item, answer in answer_all(args, llm, left, options, raw, size):
                 line = {"id": item.id, **item.prompt, **answer}
                 terminal.write_json(line) if target is None else target.write(line)
                 errors += "error" in answer
@@ -164,15 +165,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-Answered = Iterator[tuple[Item, dict[str, Any]]]
-
-
 def answer_all(
     args: argparse.Namespace, llm: Llama, items: list[Item], options: dict[str, Any], raw: bool, size: int
-) -> Answered:
-    """Each item with its answer or its error, in the order in which they finish."""
+) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """Each item with its answer or its error, in the order of the items."""
     running: dict[Prompt, Item] = {}
-    refused: list[tuple[Item, dict[str, Any]]] = []
+    done: dict[Id, dict[str, Any]] = {}
+    waiting = deque(items)
 
     def encode(item: Item) -> list[int]:
         return llm.tokenizer.encode_prompt(item.prompt["prompt"]) if raw else llm.encode_chat(item.messages)
@@ -182,26 +181,20 @@ def answer_all(
             try:
                 (prompt,) = llm.prepare(ranks.first(args, partial(encode, item)), item.options(options, raw))
             except LlamaError as error:
-                refused.append((item, {"error": str(error)}))
+                done[item.id] = {"error": str(error)}
             else:
                 running[prompt] = item
                 yield prompt
 
+    def ready() -> Iterator[tuple[Item, dict[str, Any]]]:
+        while waiting and waiting[0].id in done:
+            item = waiting.popleft()
+            yield item, done.pop(item.id)
+
     for prompt, piece in llm.answers(prompts(), batch_size=size):
-        while refused:
-            yield refused.pop()
         if isinstance(piece, LlamaError):
-            yield running.pop(prompt), {"error": str(piece)}
+            done[running.pop(prompt).id] = {"error": str(piece)}
         elif piece.completion is not None:
-            yield running.pop(prompt), output.as_dict(piece.completion)
-    yield from refused
-
-
-def in_order(items: list[Item], answered: Answered) -> Answered:
-    """The same pairs in the order of the items."""
-    ready: dict[Id, dict[str, Any]] = {}
-    for item in items:
-        while item.id not in ready:
-            found, answer = next(answered)
-            ready[found.id] = answer
-        yield item, ready.pop(item.id)
+            done[running.pop(prompt).id] = output.as_dict(piece.completion)
+        yield from ready()
+    yield from ready()

@@ -10,32 +10,35 @@ from typing import Any, NamedTuple, NoReturn
 
 from . import terminal
 
+REQUIRED = {"required": True}
 MANY = {"action": "append", "default": []}  # settings of an option that may be repeated
 RARE = {"rare": True}  # settings of an option that only --help-all shows
 Row = tuple[Any, ...]
 
 
 class Group(NamedTuple):
-    """Options under a title of the help."""
+    """The options that follow in a table, up to the next group."""
 
-    title: str | None  # None: not a section of its own
-    about: str | None
-    rows: list[Row]
+    title: str | None = None  # None: the general options
+    about: str | None = None
     rare: bool = False  # whether only --help-all shows them
     exclusive: bool = False  # whether they exclude each other
 
 
-def add(parser: argparse._ActionsContainer, options: Iterable[Row | Group], rare: bool = False) -> None:
-    """Add options and groups of options. An option is a row: names, type, help and, if needed, more settings.
+def add(parser: argparse.ArgumentParser, options: Iterable[Row | Group]) -> None:
+    """Add options. Each is a row: names, type, help and, if needed, more settings.
 
     names     of the option and its value: "-m --model PATH_OR_NAME"; or of an argument and its value: "text PROMPT"
     type      bool for a switch, a list of choices of which the first is the default, or a function that parses the text
     settings  RARE, or keyword arguments of argparse's add_argument; the help names a default if `help` does not
     """
+    group: argparse._ActionsContainer = parser
+    rare = False
     for row in options:
         if isinstance(row, Group):
             group = parser if row.title is None else parser.add_argument_group(row.title, row.about)
-            add(group.add_mutually_exclusive_group() if row.exclusive else group, row.rows, row.rare)
+            group = group.add_mutually_exclusive_group() if row.exclusive else group
+            rare = row.rare
             continue
         names, kind, about, *more = row
         words = names.split()
@@ -49,7 +52,7 @@ def add(parser: argparse._ActionsContainer, options: Iterable[Row | Group], rare
         is_rare, default = settings.pop("rare", rare), settings.get("default")
         if default not in (None, [], argparse.SUPPRESS) and "(default" not in about:
             about += " (default: %(default)s)"
-        action: Any = parser.add_argument(*flags, help=about, **settings)
+        action: Any = group.add_argument(*flags, help=about, **settings)
         action.rare = is_rare
 
 

@@ -8,6 +8,7 @@ threads, batch size, --compile, the form of RoPE (except "half", which reorders 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,6 +21,7 @@ from ...errors import UsageError
 from ...generation import session
 from ...sampling import SamplingParams
 from ...system.documents import parse_json
+from ...system.temporary import lock
 from ...text import Llama
 from . import files
 
@@ -69,11 +71,8 @@ class Output:
             raise UsageError(f"--output {name} is not a regular file; leave --output out to write to standard output")
         self.file = open(name, "a+b", buffering=0)  # noqa: SIM115  (open as long as this object)
         try:
-            import fcntl
-
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows has no such lock
-            pass
+            with contextlib.suppress(ImportError):  # Windows has no such lock
+                lock(self.file)
         except OSError:
             raise UsageError(f"{name} is being written by another clearllama; choose another --output") from None
         self.kept: Record = {}
