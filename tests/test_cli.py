@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -338,8 +340,36 @@ def test_help_is_one_screen_and_help_all_the_rest(
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
             if option == "--help":
                 assert out.count("\n") <= 24, command
+                listed = out.split("\n\n", 2)[2]
+                assert not any(re.search(rf"^  \S.*{name}\b", listed, re.M) for name in RARE), command
             elif code == 0:
                 assert all(name in out for name in parsers[command]._option_string_actions)
+
+
+RARE = (
+    "--debug",
+    "--compile",
+    "--rope-factor",
+    "--top-k",
+    "--regex",
+    "--draft",
+    "--steer",
+    "--parse-special",
+    "--chat-format",
+)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_what_every_command_has(command: str) -> None:
+    """--quiet, --debug and --help-all; a first sentence for the list of commands; each default in the help."""
+    parser = cli.build_parser([command])
+    listed, options = parser.format_help(), parser.commands[command]
+    assert {"-q", "--quiet", "--debug", "--help-all"} <= options._option_string_actions.keys()
+    assert f"  {command}  " in listed
+    assert " ".join((options.description or "").split()).split(". ")[0].rstrip(".") + "." in listed
+    for action in options._actions:
+        if action.default not in (None, False, [], argparse.SUPPRESS):
+            assert re.search(r"\(default[: ]", action.help or ""), action
 
 
 def test_help_imports_one_command_and_nothing_large() -> None:

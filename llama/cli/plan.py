@@ -1,4 +1,4 @@
-"""Compute whether a model fits on some GPUs, and how fast it can be.
+"""Compute whether a model fits on some GPUs, and its top speed.
 
 The result is the memory needed on each GPU, what fits, and an upper bound on the speed of decoding: the bandwidth
 divided by the bytes that a step reads. The sources are the model's shapes and the data sheets of the GPUs; no weights
