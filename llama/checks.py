@@ -113,3 +113,8 @@ def shown(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"
     return f"{value!r:.80}"
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype without its module: 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")

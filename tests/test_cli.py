@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -266,25 +268,25 @@ def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixt
 
     Right-to-left text, its marks, combining characters and joined emoji are not changed.
     """
-    from llama.cli import streams
+    from llama.cli.common import terminal
 
     text = "a".join(CONTROLS)
     harmless = "שלום\u200f العربية e\u0301 👨‍👩‍👧 \ufeff\n\t"
-    streams.write(text + harmless)
+    terminal.write(text + harmless)
     assert capsys.readouterr().out == text + harmless
-    streams.write_json(text)
+    terminal.write_json(text)
     assert json.loads(capsys.readouterr().out) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for character in CONTROLS:
-        streams.write(f"a{character}b")
+        terminal.write(f"a{character}b")
         shown = capsys.readouterr().out
         code = f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
         assert shown == f"a{character}b" if character in "\n\t" else shown in (f"a{code}b", "a\\rb")
-        streams.write_json(character)
+        terminal.write_json(character)
         line = capsys.readouterr().out
         assert line[:-1].isprintable()
         assert json.loads(line) == character
-    streams.write(harmless)
+    terminal.write(harmless)
     assert capsys.readouterr().out == harmless
 
 
@@ -338,8 +340,36 @@ def test_help_is_one_screen_and_help_all_the_rest(
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
             if option == "--help":
                 assert out.count("\n") <= 24, command
+                listed = out.split("\n\n", 2)[2]
+                assert not any(re.search(rf"^  \S.*{name}\b", listed, re.M) for name in RARE), command
             elif code == 0:
                 assert all(name in out for name in parsers[command]._option_string_actions)
+
+
+RARE = (
+    "--debug",
+    "--compile",
+    "--rope-factor",
+    "--top-k",
+    "--regex",
+    "--draft",
+    "--steer",
+    "--parse-special",
+    "--chat-format",
+)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_what_every_command_has(command: str) -> None:
+    """--quiet, --debug and --help-all; a first sentence for the list of commands; each default in the help."""
+    parser = cli.build_parser([command])
+    listed, options = parser.format_help(), parser.commands[command]
+    assert {"-q", "--quiet", "--debug", "--help-all"} <= options._option_string_actions.keys()
+    assert f"  {command}  " in listed
+    assert " ".join((options.description or "").split()).split(". ")[0].rstrip(".") + "." in listed
+    for action in options._actions:
+        if action.default not in (None, False, [], argparse.SUPPRESS):
+            assert re.search(r"\(default[: ]", action.help or ""), action
 
 
 def test_help_imports_one_command_and_nothing_large() -> None:

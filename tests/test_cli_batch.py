@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llama import cli
-from llama.cli import loading
+from llama.cli.common import loading
 from llama.text import Llama
 
 from .conftest import Run

@@ -19,8 +19,8 @@ from pexpect.fdpexpect import fdspawn
 
 from llama import loader
 from llama.chat import encode_chat
-from llama.cli import turns
 from llama.cli.chat import HELP
+from llama.cli.common import turns
 from llama.generation.session import Session, open_session
 from llama.text import Llama
 from llama.tokenizer.common import BYTE_OF

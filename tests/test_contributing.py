@@ -107,6 +107,28 @@ def test_python_and_the_command_without_a_model(copy: Path, expected: str) -> No
     assert text == f"{[*PROMPT.encode()]}\n{expected}"
 
 
+def test_a_subcommand_is_like_the_others(copy: Path) -> None:
+    """Its help, --quiet and --debug, its errors in one line and their exit codes need no further line of code."""
+    runs = {
+        "--help": (0, "  ids         Print the token ids of a text.\n", ""),
+        "ids --help": (0, "usage: clearllama ids PATH_OR_NAME TEXT\n\nPrint the token ids of a text.\n", ""),
+        "ids --help-all": (0, "Print the token ids of a text. The tokenizer is that of the model.\n", ""),
+        "ids model hi": (0, "[104, 105]\n", "clearllama: 2 tokens\n"),
+        "ids model hi --quiet": (0, "[104, 105]\n", ""),
+        "ids model hi --jsn": (2, "", "clearllama ids: error: unrecognized arguments: --jsn; did you mean --json?"),
+        "ids model": (2, "", "the following arguments are required: TEXT (see clearllama ids --help)\n"),
+        "ids nowhere hi": (1, "", "clearllama: error: there is no file or folder 'nowhere'"),
+        "ids nowhere hi --debug": (1, "", "Traceback (most recent call last):\n"),
+    }
+    started = {words: start(copy, "-m", "llama", *words.split()) for words in runs}
+    for words, (code, text, line) in runs.items():
+        out, errors = started[words].communicate(timeout=PATIENCE)
+        assert started[words].returncode == code, (words, errors)
+        assert text in out, (words, out)
+        assert line in errors, (words, errors)
+        assert errors.count("\n") == (line != "") or "--debug" in words, errors
+
+
 def test_command_line(copy: Path, expected: str) -> None:
     options = ("--temperature", "1.5", "--epsilon", "1", "-n", str(TOKENS), "--dtype", "float32")
     scaling = ("--rope-scaling", "alternate", "--rope-factor", "4")

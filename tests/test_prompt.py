@@ -13,17 +13,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from llama.cli.arguments import add_prompt_options
-from llama.cli.streams import read_prompt
+from llama.cli.common import terminal
+from llama.cli.common.arguments import PROMPT
+from llama.cli.common.files import read_prompt
+from llama.cli.common.parser import Parser, add
 from llama.errors import UsageError
 
 from .conftest import Run
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_prompt_options(parser)
-    return argparse.Namespace(**vars(parser.parse_args(words)), quiet=False, command="generate")
+    terminal.show_log(quiet=False)
+    parser = Parser()
+    add(parser, PROMPT)
+    return argparse.Namespace(**vars(parser.parse_args(words)), command="generate")
 
 
 NOTE = "clearllama: standard input is not part of the prompt; to read it, add -f -\n"

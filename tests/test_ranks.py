@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from llama.cli import build_parser, ranks
+from llama.cli import build_parser
+from llama.cli.common import ranks
 from llama.errors import UsageError
 
 from .patience import PATIENCE

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llama import cli, inside, loader
-from llama.cli import streams
+from llama.cli.common import terminal
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
 from llama.generation.session import Session, _checksum, sample
@@ -367,7 +367,7 @@ def test_an_interrupted_answer_is_saved(
         if len(written) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(streams, "write", write)
+    monkeypatch.setattr(terminal, "write", write)
     at = tmp_path / "s"
     options = ["-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu"]
     code = cli.main(["generate", "--raw", WORDS, "-n", "100", *options, "--save-session", str(at)])

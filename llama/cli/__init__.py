@@ -6,40 +6,23 @@ import argparse
 import contextlib
 import difflib
 import gc
-import itertools
 import os
-import re
 import signal
 import sys
-import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import arguments, ranks, streams
+from .common import arguments, ranks, terminal
+from .common.parser import Parser, add, first_sentence
 
-COMMANDS = {  # name, also of the module, which is imported when the command is used -> its line in the help
-    "generate": "answer or continue a prompt",
-    "chat": "have a conversation with a model",
-    "serve": "serve a model over an OpenAI-compatible HTTP API",
-    "inspect": "describe a checkpoint without reading its weights",
-    "plan": "compute whether a model fits on some GPUs, and how fast it can be at best",
-    "convert": "write a checkpoint in another format",
-    "quantize": "quantize a checkpoint to 4 or 8 bits and save it",
-    "pull": "download a model",
-    "verify": "check that a checkpoint is complete and undamaged",
-    "doctor": "check this machine and run a self-test",
-    "bench": "measure speed and memory",
-    "perplexity": "measure how well a model predicts a text",
-    "study": "answer questions about RoPE with numbers and figures",
-    "trace": "show what a model computes on a text",
-    "steer": "make a control vector from two prompts",
-    "explain": "follow one token through one block, step by step",
-}
-
+COMMANDS = (  # each is a module of this folder
+    *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "verify", "doctor", "bench"),
+    *("perplexity", "study", "trace", "steer", "explain"),
+)
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
@@ -51,67 +34,8 @@ The first run downloads a small model. clearllama --help lists all commands.
 """
 
 
-class Formatter(argparse.HelpFormatter):
-    """Help with a usage line that names only --help and what is required, and an option's value once."""
-
-    def add_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None) -> None:
-        shown = [action for action in actions if action.required or not action.option_strings or action.dest == "help"]
-        super().add_usage(usage, shown, [], prefix)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        names = ", ".join(sorted(action.option_strings, key=lambda name: name.startswith("--")))
-        return names if action.nargs == 0 else f"{names} {self._format_args(action, action.dest.upper())}"
-
-
-class Brief(Formatter):
-    """Help with one line for an option: its text up to the first semicolon or parenthesis, if all does not fit."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=29)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        text = text if len(text) <= width else re.split(r"[;(]", text)[0]
-        return [textwrap.shorten(text, width, placeholder=" ...")]
-
-
-class HelpAll(argparse._HelpAction):
-    """--help-all: the help of argparse, with every option and every text."""
-
-    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
-        streams.write_raw(argparse.ArgumentParser.format_help(parser))
-        parser.exit()
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with usage errors on one line, without abbreviations of options, and with a help of one screen."""
-
-    commands: dict[str, Parser]  # of the main parser
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings, allow_abbrev=False, formatter_class=Formatter)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
-
-    def format_help(self) -> str:
-        """The common options, one line each."""
-        groups = (group._group_actions for group in self._action_groups if group.title not in arguments.RARE)
-        brief = Brief(self.prog)
-        brief.add_usage(self.usage, self._actions, [])
-        brief.add_text((self.description or "").partition(".")[0] + ".")
-        brief.start_section(None)  # indents its lines
-        for action in itertools.chain(*groups):
-            if action.dest not in ("help", "debug"):
-                brief.add_arguments(getattr(action, "_choices_actions", [action]))  # commands, or an option
-        brief.end_section()
-        brief.add_text(self.epilog)
-        return brief.format_help()
-
-
-def build_parser(names: Collection[str] = COMMANDS) -> Parser:
-    """The parser, with the options of these commands; the others only have a name. Does not import torch."""
+def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
+    """The parser of these commands; the description of a command is its module's docstring. Does not import torch."""
     parser = Parser(
         prog="clearllama",
         description="Run, inspect and study LLaMA models.",
@@ -120,22 +44,19 @@ def build_parser(names: Collection[str] = COMMANDS) -> Parser:
     parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parser.commands = commands.choices
-    for name, about in COMMANDS.items():
-        command = commands.add_parser(name, help=about)
-        if name in names:
-            module = import_module(f".{name}", __name__)
-            command.description = module.__doc__
-            command.set_defaults(run=module.run)
-            module.add_options(command)
-            command.add_argument("--help-all", action=HelpAll, help="show all options and exit")
+    for name in names:
+        module: Any = import_module(f".{name}", __name__)
+        command = commands.add_parser(name, help=first_sentence(module.__doc__), description=module.__doc__)
+        command.set_defaults(run=module.run, needs_torch=getattr(module, "NEEDS_TORCH", True))
+        add(command, [*module.OPTIONS, *arguments.EVERY])
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
     first = words[0]
-    parser = build_parser([first])
-    command = parser.commands[first] if first in COMMANDS else parser
+    parser = build_parser([first] if first in COMMANDS else COMMANDS)
+    command = parser.commands.get(first, parser)
     if command is parser and first not in parser._option_string_actions:
         near = _similar(first, [*COMMANDS, *parser._option_string_actions])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
@@ -147,7 +68,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             hint = _similar(option, command._option_string_actions)
         elif path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
-        elif hasattr(args, "prompt"):
+        elif "prompt" in args:
             hint = "; a prompt of several words needs quotes"
         else:
             hint = "; type messages in the chat, or use clearllama generate TEXT" if first == "chat" else ""
@@ -169,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # print(file=None) would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
     if sys.stdout is None:
-        streams.error("standard output is closed; redirect it to a file or a terminal")
+        terminal.error("standard output is closed; redirect it to a file or a terminal")
         return 1
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters outside the encoding become \uXXXX instead of an error
@@ -178,16 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(debug=False)
     try:
         if not words:
-            streams.write(GREETING)
+            terminal.write(GREETING)
             return 0
         try:
             args = parse(words)
         finally:
-            streams.write_raw("")  # the text of --help may still be in the buffer
-        streams.show_log(args.quiet)
+            terminal.write_raw("")  # the text of --help may still be in the buffer
+        terminal.show_log(args.quiet)
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
-        if args.command not in ("pull", "doctor"):  # these need no torch, or import it in a process of their own
+        if args.needs_torch:
             _import_torch(args)
         _handle(signal.SIGINT, signal.default_int_handler)
         for name in ("SIGTERM", "SIGHUP"):
@@ -196,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ranks.run(args, words)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second interrupt
-        streams.write_stderr("\nclearllama: interrupted")
+        terminal.write_stderr("\nclearllama: interrupted")
         return 130
     except BrokenPipeError:  # the reader of stdout has closed it
         _drop_stdout()
@@ -206,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_stdout()
-        streams.error(with_options(streams.describe(error), args))
+        terminal.error(with_options(terminal.describe(error), args))
         return error.exit_code if isinstance(error, LlamaError) else 1
 
 
@@ -228,7 +149,7 @@ def _import_torch(args: argparse.Namespace) -> None:
     alone = "torch" not in sys.modules
     if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
         gc.disable()
-    if args.command in ("generate", "chat") and not getattr(args, "raw", False):
+    if "chat_format" in args and not getattr(args, "raw", False):
         from ..chat import template
         from ..system.child import ChildError
 

@@ -1,7 +1,7 @@
-"""Prefill random prompts, decode greedily and report the speed.
+"""Measure the speed and memory of a model.
 
-The report has every run, the best and the median. Speed depends on the load of the machine: to compare two engines or
-settings, run one right after the other.
+Prefill random prompts, decode greedily and report every run, the best and the median. Speed depends on the load of the
+machine: to compare two engines or settings, run one right after the other.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ import argparse
 import time
 from pathlib import Path
 
-from ..checks import integer
-from . import arguments, loading, streams, tables
+from ..checks import dtype_name, integer
+from .common import arguments, loading, tables, terminal
+from .common.parser import Group
 
 COUNTS = ("batch", "prompt_tokens", "new_tokens", "reps")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model_options(parser)
-    arguments.add(
-        parser.add_argument_group("what is measured"),
-        ("--batch", "N", "sequences at once (default: %(default)s)", {"default": 1}),
-        ("--prompt-tokens", "N", "tokens per prompt (default: %(default)s)", {"default": 512}),
-        ("--new-tokens -n", "N", "decoding steps (default: %(default)s)", {"default": 64}),
-        ("--reps", "N", "repetitions (default: %(default)s)", {"default": 3}),
-    )
-    arguments.add_output_options(parser, json="one JSON object")
+OPTIONS = [
+    ("--json", bool, "write one JSON object"),
+    *arguments.model(),
+    Group("what is measured"),
+    ("--batch N", int, "sequences at once", {"default": 1}),
+    ("--prompt-tokens N", int, "tokens per prompt", {"default": 512}),
+    ("-n --new-tokens N", int, "decoding steps", {"default": 64}),
+    ("--reps N", int, "repetitions", {"default": 3}),
+]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     for name in COUNTS:
         integer(arguments.option(name), getattr(args, name))
     from ..engine.runtime import describe_threads
     from ..tools import benchmark
 
-    streams.info(args, describe_threads())
+    terminal.info(describe_threads())
     started = time.perf_counter()
-    model = loading.load_model(args)
+    model = loading.load_model(args, args.model, args.adapter, args.tokenizer)
     result = {
         "engine": "clearllama",
         "model": Path(args.model).name,
-        "dtype": loading.dtype_name(model),
+        "dtype": dtype_name(model.norm.weight.dtype),
         "load_s": round(time.perf_counter() - started, 3),
         **benchmark.measure(model, args.prompt_tokens, args.new_tokens, args.batch, args.reps),
         "quantize": args.quantize,
@@ -48,5 +48,4 @@ def run(args: argparse.Namespace) -> int:
         "batch": args.batch,
         "context": args.prompt_tokens,
     }
-    streams.show(args, result, tables.table((key, str(value)) for key, value in result.items()))
-    return 0
+    terminal.show(args, result, tables.table((key, str(value)) for key, value in result.items()))

@@ -1,8 +1,8 @@
-'''Have a conversation with an instruct model; /help lists the commands of the chat.
+'''Have a conversation with an instruct model.
 
-The chat keeps the KV cache, so a turn computes only its new tokens. If the context is full, the oldest turns are
-dropped. If the input is a pipe, each line, or each block between """ and """, is one message; the answers are written
-with an empty line between them.
+/help lists the commands of the chat. The chat keeps the KV cache, so a turn computes only its new tokens. If the
+context is full, the oldest turns are dropped. If the input is a pipe, each line, or each block between """ and """, is
+one message; the answers are written with an empty line between them.
 '''
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LlamaError, TemplateError, UsageError
-from . import answers, arguments, loading, ranks, streams, turns
+from .common import arguments, loading, output, ranks, terminal, turns
 
 if TYPE_CHECKING:
     from ..generation.session import Session
@@ -41,37 +41,37 @@ the conversation. Tab completes commands and files. -n 2000, when the chat is
 started, allows longer answers.'''
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    history = "do not read or write the file that keeps the input of earlier chats"
-    arguments.add(parser, ("--system", "TEXT", "the system message"), ("--no-history", None, history))
-    arguments.add_output_options(parser, json="one JSON object per answer, with the keys of generate --json")
-    arguments.add_generation_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
-    arguments.add_chat_options(parser)
+OPTIONS = [
+    ("--system TEXT", str, "the system message"),
+    ("--no-history", bool, "do not read or write the file that keeps the input of earlier chats"),
+    ("--json", bool, "write one JSON object per answer, with the keys of generate --json"),
+    *arguments.generation(max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9"),
+]
 
 
 def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("chat reads from standard input, but standard input is closed")
     options = arguments.sampling_options(args)
-    answers.check_session(args)
+    output.check_options(args)
     llm, read_weights = loading.prepare(args)
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
         raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
-    answers.check(args, llm, [0], options)
+    output.check_model(args, llm, [0], options)
     options["draft"] = loading.load_draft(args, llm)
     read_weights()
     if llm.chat_format is not None:
-        streams.info(args, f"chat format: {llm.chat_format}")
+        terminal.info(f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
-    session = answers.load_session(args, llm)
+    session = output.load_session(args, llm)
     if session is not None and session.messages:
-        streams.info(args, f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
+        terminal.info(f"continuing the conversation of {len(session.messages)} messages; /clear starts a new one")
     chat = Chat(args, llm, options, session)
     if not chat.piped:
-        streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
-    with answers.saving(args, lambda: chat.session, llm.model):
+        terminal.info("/help lists the commands, /exit or Ctrl-D leaves")
+    with output.saving(args, lambda: chat.session, llm.model):
         return converse(args, chat)
 
 
@@ -106,7 +106,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
         except EOFError:
             break
         except KeyboardInterrupt:  # while typing, or before the answer began: the turn is discarded
-            streams.write_stderr("")
+            terminal.write_stderr("")
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
         except Exception as error:  # the conversation continues, unless its input can't be read
@@ -117,12 +117,12 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
             ):
                 raise
             failed = chat.piped
-            message = streams.describe(error)
+            message = terminal.describe(error)
             if args.json and text and not is_command:
-                streams.write_json({"prompt": text, "error": message})
-            streams.error(message)
+                terminal.write_json({"prompt": text, "error": message})
+            terminal.error(message)
     if not chat.piped:
-        streams.write_stderr("")
+        terminal.write_stderr("")
     return int(failed)
 
 
@@ -153,7 +153,7 @@ class Chat:
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
         stream = partial(self.llm.stream_ids, prompt, continues=False, session=self.session, **options)
-        text = answers.write(self.args, messages[-1]["content"], stream, self.separator)
+        text = output.write(self.args, messages[-1]["content"], stream, self.separator)
         self.separator = "\n" if self.piped else ""
         self.session.messages = [*messages, {"role": "assistant", "content": text}]
 
@@ -181,7 +181,7 @@ class Chat:
             return messages, prompt
         count = starts.index(start) + 1
         turns = f"{count} oldest turn{'s' * (count > 1)}"
-        streams.write_stderr(f"clearllama: dropped the {turns}, the context is full")  # also with --quiet
+        terminal.write_stderr(f"clearllama: dropped the {turns}, the context is full")  # also with --quiet
         return shorter, fewer
 
     # -------------------------------------------------------------------------------------------------- commands
@@ -195,9 +195,7 @@ class Chat:
                 reply = HELP
             case "/retry", "":
                 if not {**self.llm.sampling, **self.options}.get("temperature", 0):
-                    streams.info(
-                        self.args, "temperature is 0: the seed has no effect; --temperature 0.7 varies answers"
-                    )
+                    terminal.info("temperature is 0: the seed has no effect; --temperature 0.7 varies answers")
                 other_seed = {name: value for name, value in self.options.items() if name != "seed"}
                 self.answer(self.session.messages[: self.last_question() + 1], other_seed)
                 reply = ""
@@ -212,11 +210,11 @@ class Chat:
                 path = Path(os.path.expanduser(file))
                 if os.path.lexists(path):
                     raise UsageError(f"{path}: File exists; name another file")
-                reply = answers.save_session(self.session, path, self.llm.model)
+                reply = output.save_session(self.session, path, self.llm.model)
             case "/load", file if file:
                 loaded = Session.load(os.path.expanduser(file), self.llm.model)
                 loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
-                self.session, reply = loaded, answers.describe_loaded(file, loaded)
+                self.session, reply = loaded, output.describe_loaded(file, loaded)
             case "/save" | "/load" as command, "":
                 raise UsageError(f"{command} needs a file: {command} FILE")
             case "/exit" | "/quit" | "/bye", "":
@@ -224,7 +222,7 @@ class Chat:
             case _:
                 raise UsageError(f"unknown command {line!r:.80}; /help lists them; // begins a message with a slash")
         if reply:
-            streams.write_stderr("\n".join(map(streams.one_line, reply.split("\n"))))
+            terminal.write_stderr("\n".join(map(terminal.one_line, reply.split("\n"))))
 
     def restart(self, system: list[Message]) -> str:
         """Start a new conversation."""

@@ -1,7 +1,8 @@
-"""Show the versions of the dependencies and the C++ kernels, then run a self-test.
+"""Check this machine and run a self-test.
 
-The self-test is a small random model in each way that this machine runs models. Each line is ok, note (it works, but
-slower or without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.
+Show the versions of the dependencies and the C++ kernels, and run a small random model in each way that this machine
+runs models. Each line is ok, note (it works, but slower or without a feature) or FAIL, with a remedy. No network is
+used. Exit code 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 
 from .. import __version__
-from . import arguments, tables
+from .common import tables
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(parser, ("--no-self-test", None, "show versions and kernels only"))
-    arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
+OPTIONS = [
+    ("--no-self-test", bool, "show versions and kernels only"),
+    ("--json", bool, "write one JSON object: clearllama, ok, findings"),
+]
+NEEDS_TORCH = False  # it is imported in another process, since that may fail
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,18 +9,15 @@ from __future__ import annotations
 import argparse
 
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, loading, terminal
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(
-        parser,
-        ("--text", "TEXT", "the text (default: %(default)s)", {"default": "The cat sat on the mat"}),
-        ("--token", "N", "index of the token, from 0 (default: the last)"),
-        ("--layer", "N", "index of the block (default: %(default)s)", {"default": 0}),
-    )
-    arguments.add_output_options(parser, json="one JSON object")
-    arguments.add_model_options(parser, optional=True, dtype="float32")
+OPTIONS = [
+    ("--text TEXT", str, "the text", {"default": "The cat sat on the mat"}),
+    ("--token N", int, "index of the token, from 0 (default: the last)"),
+    ("--layer N", int, "index of the block", {"default": 0}),
+    ("--json", bool, "write one JSON object"),
+    *arguments.model(dtype="float32", optional=True),
+]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
-        args.fast = False  # nn.Linear, of whose weights the steps are computed again
-        llm, read_weights = loading.prepare(args)
+        # nn.Linear, since the steps are computed again of its weights
+        llm, read_weights = loading.prepare(args, fast=False)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
         explain.check(net, ids, args.token, args.layer)
         read_weights()
         name, texts = loading.model_name(args.model), [llm.tokenizer.shown(id) for id in ids]
     found = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
-    streams.show(args, found, explain.text(found))
+    terminal.show(args, found, explain.text(found))
     return 0 if found["passed"] else 1

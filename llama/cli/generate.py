@@ -1,4 +1,4 @@
-"""Answer a prompt.
+"""Answer or continue a prompt.
 
 If the model has a chat template, the prompt becomes one user message; --raw continues it as plain text.
 """
@@ -10,69 +10,62 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from . import answers, arguments, loading, ranks, streams
+from .common import arguments, files, loading, output, ranks, terminal
+from .common.parser import RARE, Group
 
 if TYPE_CHECKING:
     from ..text import Llama
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    prompts = 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'
-    others = arguments.add_prompt_options(parser)
-    arguments.add(
-        parser,
-        ("--system", "TEXT", "a system message"),
-        ("--raw", None, "continue the prompt without a chat template"),
-    )
-    keys = "prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
-    arguments.add_output_options(parser, json=f"one JSON object: {keys}")
-    arguments.add_generation_options(parser, max_new_tokens=256, fallback="greedy")
-    arguments.add_chat_options(parser)
-    arguments.add(
-        others,
-        ("--logprobs", None, "with --json or --prompts: add the log-probability of each new token"),
-        ("--parse-special", None, "with --raw: read strings such as <|im_end|> in the prompt as control tokens"),
-        ("--batch-size", "N", "number of prompts to run at once (default: 16)"),
-        ("--suffix", "TEXT", "generate the text between PROMPT and this suffix (infilling, for Code Llama)"),
-    )
-    arguments.add(
-        parser.add_argument_group("many prompts"),
-        ("--prompts", "FILE", prompts),
-        ("--output", "FILE", "the answers as JSON lines (default: standard output)"),
-    )
+OPTIONS = [
+    *arguments.PROMPT,
+    ("--system TEXT", str, "a system message"),
+    ("--raw", bool, "continue the prompt without a chat template"),
+    ("--json", bool, "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"),
+    ("--logprobs", bool, "with --json or --prompts: add the log-probability of each new token", RARE),
+    ("--parse-special", bool, "with --raw: read strings such as <|im_end|> in the prompt as control tokens", RARE),
+    ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (infilling, for Code Llama)", RARE),
+    *arguments.generation(max_new_tokens=256, fallback="greedy"),
+    Group("many prompts"),
+    ("--prompts FILE", str, 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'),
+    ("--output FILE", str, "the answers as JSON lines (default: standard output)"),
+    ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
+]
 
 
 def run(args: argparse.Namespace) -> int:
     if args.prompts is not None:
-        from . import batch
+        from .common import batch
 
         return batch.run(args)
     for name in ("output", "batch_size"):
         if getattr(args, name) is not None:
             raise UsageError(f"{arguments.option(name)} needs --prompts FILE")
-    prompt = ranks.first(args, lambda: streams.read_prompt(args))
+    prompt = ranks.first(args, lambda: files.read_prompt(args))
     if args.logprobs and not args.json:
         raise UsageError("--logprobs needs --json or --prompts")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto" or args.parse_special):
         raise UsageError("--suffix continues plain text: leave --system, --chat-format and --parse-special out")
     if args.parse_special and not args.raw:
         raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
+    if args.raw:
+        loading.refuse_chat_options(args, "--raw")
     options = arguments.sampling_options(args)
-    answers.check_session(args)
+    output.check_options(args)
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
-    answers.check(args, llm, ids, options)
+    output.check_model(args, llm, ids, options)
     options |= {"draft": loading.load_draft(args, llm), "logprobs": args.logprobs}
     read_weights(len(ids) + args.max_new_tokens)
-    options["session"] = session = answers.load_session(args, llm)
+    options["session"] = session = output.load_session(args, llm)
     if session is not None and session.messages:
-        streams.info(args, "the session's conversation is not part of this prompt; clearllama chat continues it")
+        terminal.info("the session's conversation is not part of this prompt; clearllama chat continues it")
         session.messages = []
-    streams.info(args, form)
-    with answers.saving(args, lambda: session, llm.model):
+    terminal.info(form)
+    with output.saving(args, lambda: session, llm.model):
         continues = raw or args.suffix is not None
-        answers.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
+        output.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 
 

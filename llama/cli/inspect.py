@@ -1,6 +1,7 @@
-"""Show the family, architecture, RoPE settings, files, tokenizer, stop ids and memory of a checkpoint.
+"""Describe a checkpoint without reading its weights.
 
-Every mismatch between its configuration and its tensors is shown, too. Weights are not read. Exit code 1 on a mismatch.
+Show its family, architecture, RoPE settings, files, tokenizer, stop ids and memory, and every mismatch between its
+configuration and its tensors. Exit code 1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from . import arguments, streams, tables
+from .common import arguments, tables, terminal
 
 LONGEST = 100  # characters of a list on one line
 UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "bytes": 1}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser, "the checkpoint")
-    arguments.add(parser, arguments.TOKENIZER)
-    arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
+OPTIONS = [
+    *arguments.checkpoint("the checkpoint"),
+    arguments.TOKENIZER,
+    ("--json", bool, "write one JSON object, with sizes in bytes"),
+]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
     facts = model_facts(checkpoint)
-    streams.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
+    terminal.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
     return 1 if facts["mismatches"] else 0
 
 

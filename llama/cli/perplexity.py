@@ -1,7 +1,7 @@
-"""Measure the perplexity of a text, in consecutive windows without overlap.
+"""Measure the perplexity of a text.
 
-Each token of a window, except the first, is predicted from the tokens before it in the window. 'clearllama study ppl'
-shows the perplexity by position.
+The text is divided into consecutive windows. Each token of a window, except the first, is predicted from the tokens
+before it in the window. 'clearllama study ppl' shows the perplexity by position.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 from ..checks import integer
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
+
+OPTIONS = [
+    ("text FILE", Path, "a text file, UTF-8; '-' reads standard input"),
+    ("--window N", int, "tokens per window (default: the model's context)"),
+    ("--json", bool, "write one JSON object"),
+    *arguments.model(),
+]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", type=Path, metavar="FILE", help="a text file, UTF-8; '-' reads standard input")
-    parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default: the model's context)")
-    arguments.add_output_options(parser, json="one JSON object")
-    arguments.add_model_options(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..tools.perplexity import nats, windows
 
-    text = streams.read_text(args.text)
+    text = files.read_text(args.text)
     llm, read_weights = loading.prepare(args)
     longest = llm.model.max_seq_len
     window = longest if args.window is None else integer("--window", args.window, 2, longest)
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if not parts:
         raise UsageError(f"{args.text} has {tokens} tokens; perplexity needs at least 2")
     read_weights()
-    with streams.progress(args.quiet, "tok") as show:
+    with terminal.progress("tok") as show:
         found = nats(llm.model, parts, progress=partial(show, "perplexity"))
     predicted = sum(values.numel() for values in found)
     total = sum(float(values.double().sum()) for values in found)
@@ -49,5 +49,4 @@ def run(args: argparse.Namespace) -> int:
         "perplexity": math.exp(total / predicted),
     }
     line = "perplexity {perplexity:.4f} over {predicted:,} tokens, {parts} windows of {window:,}; {bits_per_byte:.4f}"
-    streams.show(args, facts, line.format(**facts, parts=len(parts)) + " bits per byte\n")
-    return 0
+    terminal.show(args, facts, line.format(**facts, parts=len(parts)) + " bits per byte\n")

@@ -1,7 +1,8 @@
-"""Compute the memory needed on each GPU, what fits, and an upper bound on the speed of decoding.
+"""Compute whether a model fits on some GPUs, and its top speed.
 
-The bound is the bandwidth divided by the bytes that a step reads. The sources are the model's shapes and the data
-sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too little memory.
+The result is the memory needed on each GPU, what fits, and an upper bound on the speed of decoding: the bandwidth
+divided by the bytes that a step reads. The sources are the model's shapes and the data sheets of the GPUs; no weights
+are needed. Exit code 1 if the GPUs have too little memory.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import dtype_name
 from ..errors import CheckpointError
-from . import arguments, loading, streams, tables
+from .common import arguments, loading, tables, terminal
+from .common.parser import REQUIRED
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -26,23 +29,23 @@ def gigabytes(text: str) -> float:
     return 1e9 * float(text.removesuffix("/s").removesuffix("GB"))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    model = "an official model, such as llama-3-8b (see configs/), a config.json or a checkpoint"
-    gpus = "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory"
-    dtypes = "bfloat16, float16 or float32 (default: bfloat16, on cpu that of 'generate'; a quantized file: as stored)"
-    arguments.add(
-        parser,
-        ("--model -m", "PATH_OR_NAME", model, {"required": True}),
-        ("--gpus", "NxGPU", gpus, {"required": True}),
-        ("--gpu-memory", "GB", "memory of a GPU, such as 80GB", {"type": gigabytes}),
-        ("--gpu-bandwidth", "GB/s", "memory bandwidth of a GPU, such as 3350GB/s", {"type": gigabytes}),
-        ("--context", "N", "tokens per sequence (default: the model's context, at most 8192)"),
-        ("--batch", "N", "number of sequences (default: 1)", {"default": 1}),
-        ("--dtype", "DTYPE", dtypes, {"choices": ["bfloat16", "float16", "float32"]}),
-        ("--quantize", "SCHEME", "quantize the linear layers: a scheme of 'clearllama quantize --list'"),
-        arguments.KV_CACHE,
-    )
-    arguments.add_output_options(parser, json="one JSON object")
+OPTIONS = [
+    ("-m --model PATH_OR_NAME", str, "llama-3-8b or another of configs/, a config.json or a checkpoint", REQUIRED),
+    ("--gpus NxGPU", str, "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory", REQUIRED),
+    ("--gpu-memory GB", gigabytes, "memory of a GPU, such as 80GB"),
+    ("--gpu-bandwidth GB/s", gigabytes, "memory bandwidth of a GPU, such as 3350GB/s"),
+    ("--context N", int, "tokens per sequence (default: the model's context, at most 8192)"),
+    ("--batch N", int, "number of sequences", {"default": 1}),
+    (
+        "--dtype DTYPE",
+        str,
+        "bfloat16, float16 or float32 (default: bfloat16, on cpu that of 'generate'; a quantized file: as stored)",
+        {"choices": ["bfloat16", "float16", "float32"]},
+    ),
+    ("--quantize SCHEME", str, "quantize the linear layers: a scheme of 'clearllama quantize --list'"),
+    arguments.KV_CACHE,
+    ("--json", bool, "write one JSON object"),
+]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     name, config, checkpoint = architecture(args.model)
     on_cpu, dtype = gpu.name == "cpu", args.dtype or "bfloat16"
     if on_cpu and not args.dtype:
-        dtype = str(pick_dtype(None, torch.device("cpu"))).removeprefix("torch.")
+        dtype = dtype_name(pick_dtype(None, torch.device("cpu")))
     device = torch.device("cpu" if on_cpu else "cuda")
     size = weight_size = plan.DTYPE_BYTES[dtype]
     if checkpoint is None or checkpoint.stored("layers.0.attention.wq.weight") in ("BF16", "F16"):
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     request = plan.Run(config, sizes[kind], args.batch, context, count, size, args.kv_cache)
     facts = {"model": name, "dtype": dtype, "quantize": kind, **plan.plan(request, gpu, sizes)}
-    streams.show(args, facts, text(facts))
+    terminal.show(args, facts, text(facts))
     return 0 if facts["fits"] else 1
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 
-from . import arguments, streams
+from .common import arguments, terminal
+
+OPTIONS = [
+    *arguments.checkpoint("ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub"),
+    ("--force", bool, "download the model again even if it is in the cache"),
+]
+NEEDS_TORCH = False
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    name = "ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub"
-    arguments.add_model(parser, name)
-    arguments.add(parser, ("--force", None, "download the model again even if it is in the cache"))
-    arguments.add_output_options(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..hub import models as hub
 
-    streams.write_raw(f"{hub.pull(args.model, force=args.force, quiet=args.quiet)}\n")
-    return 0
+    terminal.write_raw(f"{hub.pull(args.model, force=args.force, quiet=args.quiet)}\n")

@@ -1,7 +1,8 @@
-"""Read a checkpoint of any format, quantize its linear layers and write a folder.
+"""Quantize a checkpoint to 4 or 8 bits and save it.
 
-Every command accepts the folder as --model and loads it without quantizing again. One weight is in memory at a time.
-Every tensor is read back and compared before the target appears, so the target is either complete or absent.
+The source is of any format; its linear layers are quantized. Every command accepts the new folder as --model and loads
+it without quantizing again. One weight is in memory at a time. Every tensor is read back and compared before the target
+appears, so the target is either complete or absent.
 """
 
 from __future__ import annotations
@@ -10,28 +11,26 @@ import argparse
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, convert, streams, tables
+from . import convert
+from .common import tables, terminal
+
+OPTIONS = [
+    ("source SRC", str, "the checkpoint, as for --model of the other commands", {"nargs": "?"}),
+    ("target DST", Path, "the new folder", {"nargs": "?"}),
+    ("--scheme SCHEME", str, "a scheme of --list", {"default": "int4"}),
+    ("--list", bool, "list all schemes with their bits per weight"),
+    *convert.WRITING,
+]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add(
-        parser,
-        ("source", "SRC", "the checkpoint, as for --model of the other commands", {"nargs": "?"}),
-        ("target", "DST", "the new folder", {"nargs": "?", "type": Path}),
-        ("--scheme", "SCHEME", "a scheme of --list (default: %(default)s)", {"default": "int4"}),
-        ("--list", None, "list all schemes with their bits per weight"),
-    )
-    convert.add_writing_options(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.list:
         from ..quant.schemes import SCHEMES
 
         facts = {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
         rows = [(name, f"{s.bits_per_weight:.2f} bits per weight", s.about) for name, s in SCHEMES.items()]
-        streams.show(args, facts, tables.table(rows))
-        return 0
+        terminal.show(args, facts, tables.table(rows))
+        return
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
     from ..hub import resolve
@@ -41,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     with convert.writing(args) as options:
         proof = quantize(source, args.target, args.scheme, **options)
     before, after = proof.bytes
-    streams.info(args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme})")
-    return convert.write_proof(args, proof, scheme=args.scheme)
+    terminal.info(f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme})")
+    convert.write_proof(args, proof, scheme=args.scheme)

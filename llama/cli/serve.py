@@ -1,7 +1,8 @@
-"""Serve a model: a page to chat with it and to look inside its answers, and an OpenAI-compatible HTTP API.
+"""Serve a model over an OpenAI-compatible HTTP API.
 
-The page is at / (docs/guides/inside.md); the other paths are /v1/chat/completions, /v1/completions, /v1/models, /health
-and /metrics (docs/guides/serving.md). Requests are answered together, in one batch.
+The page at / chats with the model and looks inside its answers (docs/guides/inside.md); the other paths are
+/v1/chat/completions, /v1/completions, /v1/models, /health and /metrics (docs/guides/serving.md). Requests are answered
+together, in one batch.
 """
 
 from __future__ import annotations
@@ -14,38 +15,35 @@ from pathlib import Path
 
 from ..checks import integer
 from ..errors import LlamaError, UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
+from .common.parser import MANY
 
 KEY = "CLEARLLAMA_API_KEY"
 LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
-# option -> default, smallest and largest value, help
+# name -> default, smallest and largest value, help
 NUMBERS = {
-    "--port": (8000, 0, 65535, "port to listen on; 0 chooses a free one"),
-    "--parallel": (16, 1, 1024, "maximum number of answers generated at once"),
-    "--queue": (128, 1, 100_000, "maximum number of waiting answers; further requests get HTTP 429"),
-    "--timeout": (3600, 1, 10**6, "maximum time of a request in seconds"),
+    "port": (8000, 0, 65535, "port to listen on; 0 chooses a free one"),
+    "parallel": (16, 1, 1024, "maximum number of answers generated at once"),
+    "queue": (128, 1, 100_000, "maximum number of waiting answers; further requests get HTTP 429"),
+    "timeout": (3600, 1, 10**6, "maximum time of a request in seconds"),
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    origin = "an origin whose web pages may use the server, such as https://example.org; may be repeated"
-    arguments.add(
-        parser,
-        ("--host", "ADDRESS", "address to listen on (default: %(default)s)", {"default": "127.0.0.1"}),
-        ("--open", None, "open the page in the browser"),
-        ("--api-key", "FILE", f"a file with the key that clients send (or set {KEY})"),
-        ("--no-auth", None, "with --host: accept other machines without a key"),
-        ("--name", "NAME", "the model's name in requests (default: the name of its file or folder)"),
-        *((option, "N", f"{help} (default: %(default)s)", {"default": n}) for option, (n, *_, help) in NUMBERS.items()),
-        ("--cors-origin", "ORIGIN", origin, {**arguments.MANY, "default": []}),
-    )
-    arguments.add_output_options(parser)
-    arguments.add_model_options(parser)
-    arguments.add_chat_options(parser)
-    arguments.add_steer_options(parser)
+OPTIONS = [
+    ("--host ADDRESS", str, "address to listen on", {"default": "127.0.0.1"}),
+    ("--open", bool, "open the page in the browser"),
+    ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
+    ("--no-auth", bool, "with --host: accept other machines without a key"),
+    ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
+    *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
+    ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
+    *arguments.model(),
+    *arguments.CHAT,
+    *arguments.STEERING,
+]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     try:
         import uvicorn
 
@@ -56,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from ..server.engine import Engine
     from ..server.limits import Limits
 
-    for option, (_, low, high, _) in NUMBERS.items():
-        integer(option, getattr(args, option[2:]), low, high)
+    for name, (_, low, high, _) in NUMBERS.items():
+        integer(f"--{name}", getattr(args, name), low, high)
     key, local = api_key(args.api_key), args.host in LOCAL
     if not local and key is None and not args.no_auth:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
@@ -72,14 +70,13 @@ def run(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener.listen()  # from now on clients can connect
-    streams.info(args, f"serving {name} at http://{address}/ (API: /v1); Ctrl-C stops the server")
+    terminal.info(f"serving {name} at http://{address}/ (API: /v1); Ctrl-C stops the server")
     if args.open:
         webbrowser.open(f"http://{address}/".replace("0.0.0.0", "127.0.0.1"))
     try:
         server.run([listener])
     finally:
         engine.close(finish=not server.force_exit)
-    return 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -97,7 +94,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def api_key(path: str | None) -> str | None:
     """The key in a file or in the environment. Raises UsageError for an empty one."""
-    text = os.environ.get(KEY) if path is None else streams.read_text(Path(path))
+    text = os.environ.get(KEY) if path is None else files.read_text(Path(path))
     key = text and text.strip()
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise UsageError(f"{path or KEY}: expected a key of printable ASCII characters")

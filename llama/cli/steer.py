@@ -1,7 +1,8 @@
-"""Make a control vector: the difference of the model's residual streams on two prompts, after each layer.
+"""Make a control vector from two prompts.
 
-The streams are those of the last token. The option --steer of generate, chat and serve adds the vector, a GGUF file, to
-the layers' outputs; llama.cpp's --control-vector does the same.
+The vector is the difference of the model's residual streams at the last token of the prompts, after each layer. The
+option --steer of generate, chat and serve adds the vector, a GGUF file, to the layers' outputs; llama.cpp's
+--control-vector does the same.
 """
 
 from __future__ import annotations
@@ -10,32 +11,33 @@ import argparse
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
+from .common.parser import MANY, REQUIRED
+
+PAIRS = {**MANY, **REQUIRED}
+OPTIONS = [
+    (
+        "--positive TEXT",
+        str,
+        "the prompt to move towards; of several pairs with --negative, the mean is taken",
+        PAIRS,
+    ),
+    ("--negative TEXT", str, "the prompt to move from", PAIRS),
+    ("-o --output FILE", Path, "the file to write (.gguf)", REQUIRED),
+    ("--raw", bool, "use the prompts as plain text, without a chat template"),
+    *arguments.model(),
+    *arguments.CHAT,
+]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    needed = {"action": "append", "required": True}
-    pairs = "the prompt to move towards; may be repeated, each time with a --negative: the differences are averaged"
-    arguments.add(
-        parser,
-        ("--positive", "TEXT", pairs, needed),
-        ("--negative", "TEXT", "the prompt to move from", needed),
-        ("--output -o", "FILE", "the file to write (.gguf)", {"type": Path, "required": True}),
-        ("--raw", None, "use the prompts as plain text, without a chat template"),
-    )
-    arguments.add_output_options(parser)
-    arguments.add_model_options(parser)
-    arguments.add_chat_options(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if len(args.positive) != len(args.negative):
         raise UsageError(f"got {len(args.positive)} --positive, but {len(args.negative)} --negative")
     if sorted(args.positive) == sorted(args.negative):
         raise UsageError("--positive and --negative are the same, so every direction would be 0; change one of them")
     if args.compile:
         raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
-    streams.check_file("--output", args.output)
+    files.check_file("--output", args.output)
     from ..generate import room_for
     from ..inside import steering
     from ..sampling import SamplingParams
@@ -52,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     read_weights()
     vector = steering.control_vector(llm.model, pairs)
     vector.write(args.output)
-    streams.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
+    terminal.info("differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
     count, dim, last = len(vector.directions), llm.model.config.dim, max(vector.directions)
-    streams.write(f"{args.output}: {count} directions of {dim} numbers, for layers 1 to {last}\n")
-    return 0
+    terminal.write(f"{args.output}: {count} directions of {dim} numbers, for layers 1 to {last}\n")

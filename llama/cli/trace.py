@@ -1,4 +1,4 @@
-"""Run the model on plain text and show what it computes.
+"""Show what a model computes on a plain text.
 
 The results are the surprisal of every token, the prediction after each layer, every attention map and the angles of
 RoPE; with an intervention, also the difference from the unchanged model. Layers and heads are numbered from 0.
@@ -9,44 +9,36 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..checks import dtype_name
 from ..errors import UsageError
-from . import arguments, loading, streams
+from .common import arguments, files, loading, terminal
+from .common.parser import MANY, Group
+
+OPTIONS = [
+    *arguments.PROMPT,
+    ("--html FILE", Path, "write a page for a browser: one file, works offline"),
+    ("--max-tokens N", int, "longest text", {"default": 256}),
+    ("--json", bool, "write all numbers as one JSON object, in place of the summary"),
+    Group("interventions", "the options of RoPE below are interventions, too"),
+    ("--ablate-head LAYER.HEAD", str, "set the output of a head to zero, for example 3.5; may be repeated", MANY),
+    ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
+    ("--no-rope", bool, "do not rotate queries and keys"),
+    ("--patch-from TEXT", str, "show the effect of copying TEXT's residual stream into this run, by layer and token"),
+    *arguments.model(dtype="float32"),
+]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_prompt_options(parser, "text")
-    arguments.add(
-        parser,
-        ("--html", "FILE", "write a page for a browser: one file, works offline", {"type": Path}),
-        ("--max-tokens", "N", "longest text (default: %(default)s)", {"default": 256}),
-    )
-    arguments.add_output_options(parser, json="all numbers as one JSON object, in place of the summary")
-    patching = (
-        "copy the residual stream of TEXT into this run, one layer and token at a time, and show the effect of each"
-    )
-    head = "set the output of a head to zero, for example 3.5; may be repeated"
-    arguments.add(
-        parser.add_argument_group("interventions", "the options of RoPE below are interventions, too"),
-        ("--ablate-head", "LAYER.HEAD", head, {**arguments.MANY, "default": []}),
-        ("--layers", "FIRST:END", "run only these layers: 0:8 is layers 0 to 7"),
-        ("--no-rope", None, "do not rotate queries and keys"),
-        ("--patch-from", "TEXT", patching),
-    )
-    arguments.add_model_options(parser, dtype="float32")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.html is not None:
-        streams.check_file("--html", args.html)
+        files.check_file("--html", args.html)
     arguments.check_plain(args, "trace")
     from ..inside import intervene, patching, trace, trace_page
     from ..loader import with_rope
     from ..rope_scaling import reach
 
-    prompt, scaling = streams.read_prompt(args), arguments.rope_scaling(args)
+    prompt, scaling = files.read_prompt(args), arguments.rope_scaling(args)
     # the RoPE options are interventions, so the model is loaded without them
-    unchanged = dict.fromkeys(("rope_scaling", "rope_factor", "rope_theta"))
-    llm, read_weights = loading.prepare(argparse.Namespace(**{**vars(args), **unchanged}))
+    llm, read_weights = loading.prepare(args, rope_scaling=None, rope_theta=None)
     config = llm.model.config
     stretched = reach(with_rope(config, scaling, args.rope_theta))
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
@@ -68,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     trace.check(llm.model, ids)
     read_weights()
     traced = trace.trace(llm.model, ids, intervention)
-    about = {"model": loading.model_name(args.model), "prompt": prompt, "dtype": loading.dtype_name(llm.model)}
+    about = {
+        "model": loading.model_name(args.model),
+        "prompt": prompt,
+        "dtype": dtype_name(llm.model.norm.weight.dtype),
+    }
     about |= {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.patch_from is not None:
@@ -76,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
             grid = patching.patching_grid(llm.model, source, ids)
         facts["patching"] = patching.facts(grid, llm.tokenizer)
     if args.html is not None:
-        streams.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
-        streams.info(args, f"{args.html}: open it in a browser")
+        files.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
+        terminal.info(f"{args.html}: open it in a browser")
     text = trace.summary(facts)
-    streams.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
-    return 0
+    terminal.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 
-from . import arguments, tables
+from .common import arguments, tables
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser, "a folder in Meta's or Hugging Face's format, a .gguf file, or a downloaded model")
-    arguments.add_output_options(parser, json="one JSON object: path, ok, findings")
+OPTIONS = [
+    *arguments.checkpoint("a folder in Meta's or Hugging Face's format, a .gguf file, or a downloaded model"),
+    ("--json", bool, "write one JSON object: path, ok, findings"),
+]
 
 
 def run(args: argparse.Namespace) -> int:

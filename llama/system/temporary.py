@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -19,18 +19,18 @@ def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
     """Make a temporary folder in `folder` and remove it on exit. Remove those of killed processes, too."""
     for left in folder.glob(f"{prefix}-*.tmp/.lock"):
         with contextlib.suppress(ImportError, OSError), open(left, "r+") as file:
-            _lock(file)
+            lock(file)
             shutil.rmtree(left.parent, ignore_errors=True)
             left.touch()  # for the next try, if a program still writes to the folder; else, it is gone, and this fails
     unique = tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True)
     with unique as work, open(Path(work, ".new"), "w") as file:
         with contextlib.suppress(ImportError, OSError):  # without a lock, no other process removes the folder
-            _lock(file)
+            lock(file)
             os.rename(file.name, Path(work, ".lock"))
         yield Path(work)
 
 
-def _lock(file: TextIO) -> None:
+def lock(file: IO[Any]) -> None:
     """Lock a file until it is closed or the process is killed. Raises OSError if another process has locked it."""
     import fcntl  # not on Windows
 

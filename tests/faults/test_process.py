@@ -14,7 +14,7 @@ from typing import Any
 import pexpect
 import pytest
 
-from llama.cli import answers, streams
+from llama.cli.common import output, terminal
 
 from ..forked import Forked
 from ..patience import PATIENCE
@@ -107,7 +107,7 @@ def test_the_limit_of_a_child_counts_cpu_time_and_not_the_time_it_waits(forked: 
 MOMENTS = {
     "load": "from llama import loader as m; name, call = 'build_plan', 1",
     "prefill": "from llama import generate as m; name, call = 'prefill', 1",
-    "decode": "from llama.cli import streams as m; name, call = 'write', 5",
+    "decode": "from llama.cli.common import terminal as m; name, call = 'write', 5",
 }
 AT = """
 import os, signal
@@ -144,11 +144,11 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
 def test_numbers_that_json_cannot_express_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     numbers, stats = [-math.inf, math.inf, math.nan, -0.5], SimpleNamespace(prompt_tokens=1, as_dict=dict)
     completion: Any = SimpleNamespace(text="a", tokens=[1], finish_reason="stop", logprobs=numbers, stats=stats)
-    streams.write_json(answers.as_dict(completion))
+    terminal.write_json(output.as_dict(completion))
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert found["logprobs"] == [None] * 3 + [-0.5]
     with pytest.raises(ValueError, match="JSON compliant"):  # elsewhere such a number is an error
-        streams.write_json({"x": math.inf})
+        terminal.write_json({"x": math.inf})
     assert capsys.readouterr().out == ""
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from . import arguments, streams
+from ...checks import dtype_name
+from ...errors import UsageError
+from . import arguments, terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..generation.speculative import Draft
-    from ..inside.steering import ControlVector
-    from ..model import Transformer
-    from ..text import Llama
+    from ...generation.speculative import Draft
+    from ...inside.steering import ControlVector
+    from ...loader import LoadOptions
+    from ...model import Transformer
+    from ...text import Llama
 
 SLOW = 2.0  # seconds
 
@@ -31,40 +34,35 @@ def load(args: argparse.Namespace) -> Llama:
     return llm
 
 
-def prepare(args: argparse.Namespace) -> tuple[Llama, Callable[..., None]]:
+def prepare(args: argparse.Namespace, **overrides: Any) -> tuple[Llama, Callable[..., None]]:
     """`load` in two steps: a model without weights, for the checks that need none, and a function that reads them.
 
-    The function takes how long prompt and answer will be, for the memory check.
+    The function takes how long prompt and answer will be, for the memory check. `overrides` replace options of
+    loader.LoadOptions.
     """
-    from .. import loader
+    from ... import loader
 
-    vector = read_vector(args) if hasattr(args, "steer") else None
-    if hasattr(args, "draft") and args.draft is None and args.draft_tokens is not None:
-        raise UsageError("--draft-tokens needs a draft: add --draft ngram or --draft MODEL")
-    if getattr(args, "raw", False):
-        refuse_chat_options(args, "--raw")
+    vector = read_vector(args) if "steer" in args else None
     started = time.perf_counter()
     checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
-    options = loader.LoadOptions(**{"fast": True, **arguments.model_options(args)})
+    options = arguments.load_options(args, **overrides)
     llm, plan = loader.prepare(checkpoint, options)
-    if (world := getattr(args, "world", None)) is not None:
-        world.check_same("tokenizer", llm.tokenizer.digest())
-    if vector is not None:
-        _steer(args, llm.model, vector)
-        args.steering.close()
+    if options.world is not None:
+        options.world.check_same("tokenizer", llm.tokenizer.digest())
+    steered = None if vector is None else _steer(args, llm.model, vector)
     prepared = time.perf_counter() - started
 
     def read_weights(tokens: int | None = None) -> None:
         started = time.perf_counter() - prepared
         loader.build_plan(dataclasses.replace(plan, options=dataclasses.replace(options, tokens=tokens)), llm.model)
-        _show_loaded(args, llm.model, llm.adapters, time.perf_counter() - started)
+        _show_loaded(args.model, options, llm.model, llm.adapters, time.perf_counter() - started)
         if args.tokenizer is not None:
-            streams.info(args, f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
+            terminal.info(f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
         if llm.sampling:
             defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
-            streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
-        if vector is not None:
-            streams.info(args, f"steering: {args.steer}, {_steer(args, llm.model, vector)}")
+            terminal.info(f"sampling defaults of the checkpoint: {defaults}; options override them")
+        if steered is not None:
+            terminal.info(f"steering: {args.steer}, {steered}")
 
     return llm, read_weights
 
@@ -77,63 +75,67 @@ def read_vector(args: argparse.Namespace) -> ControlVector | None:
         return None
     if args.compile:
         raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
-    from ..inside.steering import ControlVector
+    from ...inside.steering import ControlVector
 
     return ControlVector.read(args.steer)
 
 
 def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> str:
     """Steer the model until the process ends. Returns the scale and the layers."""
-    from ..inside import intervene, steering
+    from ...inside import intervene, steering
 
     scale = 1.0 if args.steer_scale is None else args.steer_scale
     layers = None if args.steer_layers is None else intervene.parse_layers(args.steer_layers, model.config)
-    args.steering = contextlib.ExitStack()  # keep the context open: if it were deleted, it would end
-    used = args.steering.enter_context(steering.steer(model, vector, scale, layers))
+    until_exit = contextlib.ExitStack()
+    used = until_exit.enter_context(steering.steer(model, vector, scale, layers))
+    atexit.register(until_exit.close)
     span = f"layers {used[0]} to {used[-1]}" if len(used) > 1 else f"layer {used[0]}"
     return f"scale {scale:g}, {span}"
 
 
-def load_model(args: argparse.Namespace) -> Transformer:
-    """Load the model as `load` does, but without its tokenizer; a tokenizer that --tokenizer names is only checked."""
-    from .. import loader
+def load_model(
+    args: argparse.Namespace, path: str, adapters: Sequence[str] = (), tokenizer: str | None = None, **overrides: Any
+) -> Transformer:
+    """Load a model as `load` does, but without its tokenizer; a `tokenizer` is only checked."""
+    from ... import loader
 
     started = time.perf_counter()
-    checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
-    model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
-    _show_loaded(args, model, checkpoint.adapters, time.perf_counter() - started)
+    checkpoint = loader.open_model(path, adapters, tokenizer, args.quiet)
+    plan = loader.make_plan(checkpoint, options := arguments.load_options(args, **overrides))
+    model = loader.build_plan(plan, loader.empty_model(plan))
+    _show_loaded(path, options, model, checkpoint.adapters, time.perf_counter() - started)
     return model
 
 
-def _show_loaded(args: argparse.Namespace, model: Transformer, adapters: Sequence[str], seconds: float) -> None:
-    from ..engine.linears import describe_quantization
-    from ..engine.placement import describe_devices
-    from ..rope_scaling import reach, trained_length
+def _show_loaded(path: str, options: LoadOptions, model: Transformer, adapters: Sequence[str], seconds: float) -> None:
+    from ...engine.linears import describe_quantization
+    from ...engine.placement import describe_devices
+    from ...rope_scaling import reach, trained_length
 
-    config, world = model.config, getattr(args, "world", None)
-    dtype = dtype_name(model)
-    stored = describe_quantization(model) or str(model.tok_embeddings.weight.dtype).removeprefix("torch.")
+    config, world = model.config, options.world
+    dtype, stored = dtype_name(model.norm.weight.dtype), dtype_name(model.tok_embeddings.weight.dtype)
+    stored = describe_quantization(model) or stored
     facts = [
-        f"{args.model}: {config.n_params / 1e6:,.{0 if config.n_params >= 10**7 else 2}f}M parameters",
+        f"{path}: {config.n_params / 1e6:,.{0 if config.n_params >= 10**7 else 2}f}M parameters",
         f"{stored} weights, {dtype} compute" if stored != dtype else dtype,
         describe_devices(model).replace("cpu", "CPU"),
         *([f"{world.size} processes"] if world else []),
         f"loaded in {seconds:.1f} s",
         *(f"adapter {adapter}" for adapter in adapters),
     ]
-    streams.info(args, ", ".join(facts))
-    if args.quantize and seconds > SLOW and not adapters:
-        folder = shlex.quote(f"{Path(args.model).name}-{args.quantize}")
-        command = f"clearllama quantize {shlex.quote(args.model)} {folder} --scheme {args.quantize}"
-        streams.info(args, f"to quantize once and not at each load: {command}; then -m {folder}")
-    if args.rope_scaling is not None or args.rope_theta is not None:
+    terminal.info(", ".join(facts))
+    if options.quantize and seconds > SLOW and not adapters:
+        folder = shlex.quote(f"{Path(path).name}-{options.quantize}")
+        command = f"clearllama quantize {shlex.quote(path)} {folder} --scheme {options.quantize}"
+        terminal.info(f"to quantize once and not at each load: {command}; then -m {folder}")
+    if options.rope_scaling is not None or options.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
         values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
         context = f"context {model.max_seq_len}, trained context {int(trained_length(config))}"
-        streams.info(args, f"RoPE override: {values}, theta {config.rope_theta:g}; {context}")
-    if args.max_seq_len and args.max_seq_len > reach(config):
+        terminal.info(f"RoPE override: {values}, theta {config.rope_theta:g}; {context}")
+    if options.max_seq_len and options.max_seq_len > reach(config):
         trained = f"the context of {config.max_seq_len} that the model was trained for"
-        streams.info(args, f"warning: --max-seq-len {args.max_seq_len} exceeds {trained}; --rope-scaling extends it")
+        terminal.info(f"warning: --max-seq-len {options.max_seq_len} exceeds {trained}; --rope-scaling extends it")
 
 
 def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
@@ -145,7 +147,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text."""
-    from ..chat.formats import says_chat
+    from ...chat.formats import says_chat
 
     set_chat_form(args, llm)
     raw: bool = args.raw
@@ -159,7 +161,7 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
 def refuse_chat_options(args: argparse.Namespace, why: str) -> None:
     """Raise UsageError if an option needs a chat; `why`: the reason why the prompt is plain text."""
     for name in ("system", "template_option"):
-        if vars(args).get(name):
+        if getattr(args, name, None):  # `steer` has no --system
             raise UsageError(f"{arguments.option(name)} needs a chat, but the prompt is plain text ({why})")
 
 
@@ -170,11 +172,6 @@ def why_raw(args: argparse.Namespace, llm: Llama) -> str:
     return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
 
 
-def dtype_name(model: Transformer) -> str:
-    """The dtype that a model computes in: 'bfloat16'."""
-    return str(model.norm.weight.dtype).removeprefix("torch.")
-
-
 def model_name(path_or_name: str) -> str:
     """A short name of a model: the last part of its path, or the name that was given."""
     path = Path(path_or_name)
@@ -183,12 +180,11 @@ def model_name(path_or_name: str) -> str:
 
 def load_draft(args: argparse.Namespace, llm: Llama) -> Draft | None:
     """Load the draft of --draft and check that it fits the model; None without --draft."""
-    from ..generation.speculative import check_match, make_draft
+    from ...generation.speculative import check_match, make_draft
 
     if args.draft in (None, "ngram"):
         return make_draft(args.draft, args.draft_tokens)
-    unset = ("world", "tokenizer", "max_seq_len", "rope_scaling", "rope_factor", "rope_theta")
-    own = {**vars(args), **dict.fromkeys(unset), "model": args.draft, "adapter": []}
-    smaller = load_model(argparse.Namespace(**own))
+    unset: dict[str, Any] = dict.fromkeys(("world", "max_seq_len", "rope_scaling", "rope_theta"))
+    smaller = load_model(args, args.draft, **unset)
     check_match(smaller, llm.model, llm.tokenizer.n_vocab)
     return make_draft(smaller, args.draft_tokens)

@@ -8,6 +8,7 @@ threads, batch size, --compile, the form of RoPE (except "half", which reorders 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,12 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..generation import session
-from ..sampling import SamplingParams
-from ..system.documents import parse_json
-from ..text import Llama
-from . import streams
+from ...errors import UsageError
+from ...generation import session
+from ...sampling import SamplingParams
+from ...system.documents import parse_json
+from ...system.temporary import lock
+from ...text import Llama
+from . import files
 
 Id = str | int
 Record = dict[str, Any]
@@ -64,21 +66,18 @@ class Output:
 
     def __init__(self, name: str):
         self.name, self.record = name, Path(f"{name}.run.json")
-        streams.check_file("--output", Path(name))
+        files.check_file("--output", Path(name))
         if os.path.exists(name) and not os.path.isfile(name):
             raise UsageError(f"--output {name} is not a regular file; leave --output out to write to standard output")
         self.file = open(name, "a+b", buffering=0)  # noqa: SIM115  (open as long as this object)
         try:
-            import fcntl
-
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows has no such lock
-            pass
+            with contextlib.suppress(ImportError):  # Windows has no such lock
+                lock(self.file)
         except OSError:
             raise UsageError(f"{name} is being written by another clearllama; choose another --output") from None
         self.kept: Record = {}
         if self.record.exists():
-            self.kept = parse_json(streams.read_text(self.record).encode(), str(self.record), UsageError)
+            self.kept = parse_json(files.read_text(self.record).encode(), str(self.record), UsageError)
             if self.kept.get(MARK) != FORMAT:
                 raise UsageError(f"{self.record} is not the record of a run, so it is not replaced: move it away")
         elif os.path.getsize(name) > 0:
@@ -112,7 +111,7 @@ class Output:
                 help = "repeat the run as it was, choose another --output, or delete it to start over"
                 raise UsageError(f"{self.name} was made with {what} {_shown(then)}; this run has {_shown(now)}: {help}")
         self.file.truncate(size)
-        streams.write_file(self.record, json.dumps(record, ensure_ascii=False) + "\n")
+        files.write_file(self.record, json.dumps(record, ensure_ascii=False) + "\n")
         return done
 
     def write(self, answer: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from . import streams
+from ...errors import UsageError
+from . import files
 
 QUOTED = re.compile(r'\s*"""(.*)"""\s*', re.DOTALL)
 BEGUN = re.compile(r'\s*"""(?!.*""")')  # quotes that the first line opens and does not close
@@ -58,7 +58,7 @@ def piped_line(prompt: str) -> str:
         raise EOFError
     if len(line) > LONGEST_LINE:
         raise UsageError(f"a line of standard input has more than {LONGEST_LINE >> 20} MiB or is endless")
-    return streams.decode(line, "a line of standard input").rstrip("\r\n")
+    return files.decode(line, "a line of standard input").rstrip("\r\n")
 
 
 # -------------------------------------------------------------------------------------------------------- a terminal

@@ -1,7 +1,7 @@
 """clearllama generate --prompts: a file of prompts in, a file of answers out, one JSON object per line.
 
 Answers are written in the order of the prompts. An interrupted run leaves complete lines and at most one incomplete
-line; the same command then answers the prompts whose ids have no answer (output.py).
+line; the same command then answers the prompts whose ids have no answer (resume.py).
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import argparse
 import dataclasses
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..chat.messages import check_messages, continues_answer
-from ..checks import integer
-from ..errors import LlamaError, UsageError
-from ..generation.answer import Job
-from ..sampling import SamplingParams
-from ..system.documents import parse_json
-from ..text import BATCH_SIZE, ENDS, GRAMMARS, Llama
-from . import answers, arguments, loading, ranks, streams
-from .output import Id, Output, record_of
+from ...chat.messages import check_messages, continues_answer
+from ...checks import integer
+from ...errors import LlamaError, UsageError
+from ...generation.answer import Job
+from ...sampling import SamplingParams
+from ...system.documents import parse_json
+from ...text import BATCH_SIZE, ENDS, GRAMMARS, Llama
+from . import arguments, files, loading, output, ranks, terminal
+from .resume import Id, Output, record_of
 
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING, *ENDS, *GRAMMARS)
@@ -61,7 +62,7 @@ class Item:
 
 def read_items(args: argparse.Namespace) -> list[Item]:
     """Read the prompts. Raises UsageError, which names the line and its mistake."""
-    text = streams.read_text(Path(args.prompts))
+    text = files.read_text(Path(args.prompts))
     items: dict[Id, Item] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         here = f"{args.prompts} line {number}"
@@ -114,65 +115,63 @@ def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts that have no answer yet. Returns 1 if some could not be run."""
     for name in NOT_WITH_PROMPTS:
-        if getattr(args, name) not in (None, False):
+        if getattr(args, name) not in (None, False, []):
             what = "the PROMPT argument" if name == "text" else arguments.option(name)
             raise UsageError(f"--prompts reads prompts and writes JSON lines: leave {what} out")
     size = integer("--batch-size", BATCH_SIZE if args.batch_size is None else args.batch_size, 1, 4096)
     options = {**arguments.sampling_options(args), "logprobs": args.logprobs}
     items = ranks.first(args, lambda: read_items(args))
-    output = None if args.output in (None, "-") else Output(args.output)
+    target = None if args.output in (None, "-") else Output(args.output)
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     for item in items:
         if raw and ("messages" in item.prompt or "system" in item.own):
             why = loading.why_raw(args, llm)
             raise UsageError(f"{args.prompts} line {item.number} needs a chat, but prompts are plain text ({why})")
-    answers.check(args, llm, [0], options)
+    output.check_model(args, llm, [0], options)
     read_weights()
 
     def resume() -> dict[Id, bool]:
-        if output is None:
+        if target is None:
             return {}
         record = record_of(llm, options, {item.id: item.own for item in items}, raw=raw, system=args.system)
-        return output.resume(record, {item.id: item.prompt for item in items})
+        return target.resume(record, {item.id: item.prompt for item in items})
 
     if done := ranks.first(args, resume):
-        streams.info(args, f"{args.output}: resuming, {len(done)} of {len(items)} prompts are already answered")
-    streams.info(args, "each prompt is " + ("continued as plain text" if raw else "one user message"))
+        terminal.info(f"{args.output}: resuming, {len(done)} of {len(items)} prompts are already answered")
+    terminal.info("each prompt is " + ("continued as plain text" if raw else "one user message"))
     left = [item for item in items if item.id not in done]
     errors, tokens, written = sum(done.values()), 0, 0
     started = time.perf_counter()
     try:
-        with streams.progress(args.quiet, "prompt") as show:
+        with terminal.progress("prompt") as show:
             show("prompts", 0, len(left))
-            for item, answer in in_order(left, answer_all(args, llm, left, options, raw, size)):
+            for item, answer in answer_all(args, llm, left, options, raw, size):
                 line = {"id": item.id, **item.prompt, **answer}
-                streams.write_json(line) if output is None else output.write(line)
+                terminal.write_json(line) if target is None else target.write(line)
                 errors += "error" in answer
                 tokens += len(answer.get("tokens", ()))
                 written += 1
                 show("prompts", written, len(left))
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or another signal
         kept = f"{args.output} has {len(done) + written} of {len(items)} answers; the same command resumes the run"
-        streams.info(args, "with --output FILE, the same command resumes a run" if output is None else kept)
+        terminal.info("with --output FILE, the same command resumes a run" if target is None else kept)
         raise
     seconds = time.perf_counter() - started
     count = f"{len(left)} prompt{'s' * (len(left) != 1)}, {tokens:,} new tokens"
-    streams.info(args, f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
+    terminal.info(f"{count} in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s)")
     if errors:
-        streams.error(f"{errors} of {len(items)} prompts failed; the key 'error' in their output gives the reason")
+        terminal.error(f"{errors} of {len(items)} prompts failed; the key 'error' in their output gives the reason")
     return 1 if errors else 0
-
-
-Answered = Iterator[tuple[Item, dict[str, Any]]]
 
 
 def answer_all(
     args: argparse.Namespace, llm: Llama, items: list[Item], options: dict[str, Any], raw: bool, size: int
-) -> Answered:
-    """Each item with its answer or its error, in the order in which they finish."""
+) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """Each item with its answer or its error, in the order of the items."""
     running: dict[Job, Item] = {}
-    refused: list[tuple[Item, dict[str, Any]]] = []
+    done: dict[Id, dict[str, Any]] = {}
+    waiting = deque(items)
 
     def encode(item: Item) -> list[int]:
         return llm.tokenizer.encode_prompt(item.prompt["prompt"]) if raw else llm.encode_chat(item.messages)
@@ -182,26 +181,20 @@ def answer_all(
             try:
                 (prompt,) = llm.prepare(ranks.first(args, partial(encode, item)), item.options(options, raw))
             except LlamaError as error:
-                refused.append((item, {"error": str(error)}))
+                done[item.id] = {"error": str(error)}
             else:
                 running[prompt] = item
                 yield prompt
 
+    def ready() -> Iterator[tuple[Item, dict[str, Any]]]:
+        while waiting and waiting[0].id in done:
+            item = waiting.popleft()
+            yield item, done.pop(item.id)
+
     for prompt, piece in llm.answers(prompts(), batch_size=size):
-        while refused:
-            yield refused.pop()
         if isinstance(piece, LlamaError):
-            yield running.pop(prompt), {"error": str(piece)}
+            done[running.pop(prompt).id] = {"error": str(piece)}
         elif piece.completion is not None:
-            yield running.pop(prompt), answers.as_dict(piece.completion)
-    yield from refused
-
-
-def in_order(items: list[Item], answered: Answered) -> Answered:
-    """The same pairs in the order of the items."""
-    ready: dict[Id, dict[str, Any]] = {}
-    for item in items:
-        while item.id not in ready:
-            found, answer = next(answered)
-            ready[found.id] = answer
-        yield item, ready.pop(item.id)
+            done[running.pop(prompt).id] = output.as_dict(piece.completion)
+        yield from ready()
+    yield from ready()

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO, TypeVar
 
-from ..errors import UsageError
-from ..system.cores import available_cores
-from . import arguments, streams
+from ...errors import UsageError
+from ...system.cores import available_cores
+from . import arguments, terminal
 
 T = TypeVar("T")
 ONE_PROCESS_ONLY = ("compile", "gpu_layers", "draft", "steer", "save_session", "load_session")
@@ -31,10 +31,10 @@ def first(args: argparse.Namespace, function: Callable[[], T]) -> T:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run args.run(args), as a rank if torchrun has started this process."""
+    """Run args.run(args), as a rank if torchrun has started this process. The command finds its World in args.world."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         check(args, argv, 1)
-        return int(args.run(args))
+        return args.run(argparse.Namespace(**vars(args), world=None)) or 0
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(rendezvous("env://"))
@@ -42,16 +42,16 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))  # Ctrl-C ends the run, not only an answer
     try:
         check(args, argv, size)
-        join(args, store, rank, size)
-        code = int(args.run(args))
-        args.world.leave()
+        joined = join(args, store, rank, size)
+        code = args.run(joined) or 0
+        joined.world.leave()
         return code if rank == 0 else 0
     except (Exception, SystemExit) as error:
         if args.debug or isinstance(error, BrokenPipeError):
             raise
         for number in (signal.SIGINT, signal.SIGTERM):  # this process ends anyway, after its line
             signal.signal(number, signal.SIG_IGN)
-        message = streams.describe(error)
+        message = terminal.describe(error)
         if isinstance(error, SystemExit):  # a signal
             message = "interrupted" if error.code == 130 else "another rank ended, or torchrun was stopped"
         elif re.search("gloo|NCCL|Connection", message):
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def check(args: argparse.Namespace, argv: Sequence[str], size: int) -> None:
     """Raise UsageError for options that do not fit the number of processes."""
-    if not hasattr(args, "world"):  # a command without these options
+    if "tensor_parallel" not in args:
         if size > 1:
             raise UsageError(f"clearllama {args.command} runs in one process; start it without torchrun")
         return
@@ -74,7 +74,7 @@ def check(args: argparse.Namespace, argv: Sequence[str], size: int) -> None:
         start = f"torchrun --nproc-per-node {args.tensor_parallel} -m llama {shlex.join(argv)}"
         raise UsageError(f"--tensor-parallel needs that many processes, found {size}; type: {start}")
     for name in ONE_PROCESS_ONLY if size > 1 else ():
-        value = getattr(args, name, None)
+        value = getattr(args, name)
         if value is not None and value is not False:
             raise UsageError(f"{arguments.option(name)} does not support several processes; leave it out")
 
@@ -88,16 +88,20 @@ def silence() -> TextIO:
     return errors
 
 
-def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> None:
-    """Connect to the other ranks, check that they have the same options, and take a share of the cores."""
-    from ..engine import parallel, runtime
+def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> argparse.Namespace:
+    """Connect to the other ranks, check that they have the same options, and take a share of the cores.
 
-    options = {name: value for name, value in vars(args).items() if name not in ("run", "world", "threads")}
-    args.world = parallel.join(store, rank, size, args.device)
-    args.world.check_same("options", str(options))
-    args.device = str(args.world.device)
-    if rank:
-        args.quiet, args.output = True, None
+    Returns the options of this rank, with its World and its device. Only rank 0 writes.
+    """
+    from ...engine import parallel, runtime
+
+    world = parallel.join(store, rank, size, args.device)
+    world.check_same("options", str({**vars(args), "run": None, "threads": None}))
     if args.threads is None and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets it to 1
         cores = available_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        runtime.set_threads(max(1, (cores or 1) // args.world.on_this_host))
+        runtime.set_threads(max(1, (cores or 1) // world.on_this_host))
+    own: dict[str, Any] = {"world": world, "device": str(world.device)}
+    if rank:
+        terminal.show_log(quiet=True)
+        own |= {"quiet": True, "output": None}
+    return argparse.Namespace(**{**vars(args), **own})

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import streams
+from . import terminal
 
 if TYPE_CHECKING:
-    from ..tools.doctor import Finding
+    from ...tools.doctor import Finding
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
     """Rows of texts in columns, two spaces apart."""
-    cells = [[streams.one_line(cell) for cell in row] for row in rows]
+    cells = [[terminal.one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in cells)
     return "".join(line.rstrip() + "\n" for line in lines)
@@ -32,13 +32,13 @@ def report(findings: Iterable[Finding], as_json: bool, facts: dict[str, Any]) ->
             status = "FAIL" if finding.status == "fail" else finding.status
             remedy = f"; {finding.remedy}" if finding.remedy else ""
             line = f"{status:<5} {finding.group:<9} {finding.item}: {finding.message}{remedy}"
-            streams.write(streams.one_line(line) + "\n")
+            terminal.write(terminal.one_line(line) + "\n")
     counts = Counter(finding.status for finding in found)
     if as_json:
-        streams.write_json({**facts, "ok": not counts["fail"], "findings": [finding._asdict() for finding in found]})
+        terminal.write_json({**facts, "ok": not counts["fail"], "findings": [finding._asdict() for finding in found]})
     else:
         shown = ", ".join(
             f"{counts[x]} {x.replace('fail', 'FAILED')}" for x in ("fail", "ok", "warn", "note") if counts[x]
         )
-        streams.write(f"{shown}\n" if counts["fail"] else f"nothing failed: {shown}\n")
+        terminal.write(f"{shown}\n" if counts["fail"] else f"nothing failed: {shown}\n")
     return 1 if counts["fail"] else 0

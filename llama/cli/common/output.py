@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..hub.models import DEFAULT, suggestion
-from ..system.memory import free_memory
-from . import streams
+from ...errors import UsageError
+from ...hub.models import DEFAULT, suggestion
+from ...system.memory import free_memory
+from . import terminal
 
 if TYPE_CHECKING:
-    from ..generation.session import Session
-    from ..model import Transformer
-    from ..text import Completion, Llama, Piece, Stats
+    from ...generation.session import Session
+    from ...model import Transformer
+    from ...text import Completion, Llama, Piece, Stats
 
 DELAY = 1.5  # seconds of a prompt before its bar appears
 
@@ -33,23 +33,23 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
     """
     chat, text, completion = args.command == "chat", "", None
-    bar = streams.progress(args.quiet, "tok", leave=False, delay=DELAY)  # it is removed when the answer begins
+    bar = terminal.progress("tok", leave=False, delay=DELAY)  # it is removed when the answer begins
     stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
     with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
             if not args.json:
-                streams.write(before + piece.text)
+                terminal.write(before + piece.text)
                 before = ""
             text += piece.text
             completion = piece.completion
     if args.json:
         fields = {"text": text, "finish_reason": "interrupted"} if completion is None else as_dict(completion)
-        streams.write_json({"prompt": prompt, **fields})
+        terminal.write_json({"prompt": prompt, **fields})
     elif chat or text:
-        streams.write(before + "\n")
-    streams.info(args, "stopped" if completion is None else _statistics(args, completion))
-    if args.model == DEFAULT and not args.quiet and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
-        streams.info(args, line)
+        terminal.write(before + "\n")
+    terminal.info("stopped" if completion is None else _statistics(args, completion))
+    if args.model == DEFAULT and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
+        terminal.info(line)
     return text
 
 
@@ -82,33 +82,33 @@ def as_dict(completion: Completion) -> dict[str, Any]:
     }
 
 
-def check(args: argparse.Namespace, llm: Llama, ids: Sequence[int], options: Mapping[str, Any]) -> None:
+def check_model(args: argparse.Namespace, llm: Llama, ids: Sequence[int], options: Mapping[str, Any]) -> None:
     """Check a prompt, the options and the session with a model whose weights are not read yet."""
-    from ..generate import room_for
-    from ..generation.session import check_model
-    from ..generation.speculative import check_rope
+    from ...generate import room_for
+    from ...generation import session
+    from ...generation.speculative import check_rope
 
     (prompt,) = llm.prepare(ids, options)
     room_for(llm.model, ids, prompt.params, None)
     if (args.load_session, args.save_session) != (None, None):
-        check_model(llm.model)
+        session.check_model(llm.model)
     if args.draft is not None:
         check_rope(llm.model)
 
 
-# ----------------------------------------------------------------------------------------------------------- sessions
-def check_session(args: argparse.Namespace) -> None:
-    """Check --load-session and --save-session before the model is loaded.
+def check_options(args: argparse.Namespace) -> None:
+    """Check the options of sessions and drafts before the model is loaded.
 
-    If both name the same file and it does not exist, the first run creates it: then --load-session is removed.
+    If --load-session and --save-session name the same file, it need not exist: the first run creates it.
     """
-    from ..generation.session import check_target, open_session
+    from ...generation.session import check_target, open_session
 
+    if args.draft is None and args.draft_tokens is not None:
+        raise UsageError("--draft-tokens needs a draft: add --draft ngram or --draft MODEL")
     loaded, saved = args.load_session, args.save_session
     same = None not in (loaded, saved) and os.path.realpath(loaded) == os.path.realpath(saved)
     if same and not os.path.lexists(loaded):
-        streams.info(args, f"{loaded} does not exist: starting a new session")
-        args.load_session = None
+        terminal.info(f"{loaded} does not exist: starting a new session")
     elif loaded is not None:
         _, about = open_session(Path(loaded))
         if args.command == "chat" and args.system is not None and about["messages"]:
@@ -117,16 +117,17 @@ def check_session(args: argparse.Namespace) -> None:
         check_target(Path(saved))
 
 
+# ----------------------------------------------------------------------------------------------------------- sessions
 def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     """Load the session of --load-session, or create one for --save-session; None without either option."""
-    from ..generation.session import Session
+    from ...generation.session import Session
 
     if args.load_session is None and args.save_session is None:
         return None
-    if args.load_session is None:
+    if args.load_session is None or not os.path.lexists(args.load_session):
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
-    streams.info(args, describe_loaded(args.load_session, session))
+    terminal.info(describe_loaded(args.load_session, session))
     return session
 
 
@@ -159,10 +160,10 @@ def saving(args: argparse.Namespace, session: Callable[[], Session | None], mode
         yield
     except (KeyboardInterrupt, SystemExit):  # the answer ended in the middle of a line
         if args.save_session is not None:
-            streams.write_stderr("")
+            terminal.write_stderr("")
         raise
     finally:
         kept = session()
         if args.save_session is not None:
             empty = f"{args.save_session} was not saved: the session is empty"
-            streams.info(args, save_session(kept, args.save_session, model) if kept and kept.tokens else empty)
+            terminal.info(save_session(kept, args.save_session, model) if kept and kept.tokens else empty)

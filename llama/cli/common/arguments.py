@@ -1,0 +1,240 @@
+"""The options that several commands share, as rows of tables, and the checks that need no model.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checks import number
+from ...errors import UsageError
+from ...hub import default_model
+from ...sampling import OPTIONS, SamplingParams
+from . import files
+from .parser import MANY, RARE, Group, HelpAll, Row
+
+if TYPE_CHECKING:
+    from ...loader import LoadOptions
+
+LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
+
+
+def option(name: str) -> str:
+    """The option of an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
+    return f"--{name.replace('_', '-')}"
+
+
+def bias(text: str) -> tuple[int, float]:
+    """Parse ID=B of --logit-bias."""
+    id, _, value = text.partition("=")
+    return int(id), float(value)
+
+
+def variable(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE of --template-option. A value that is no JSON is text."""
+    name, value = text.split("=", 1)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+# ------------------------------------------------------------------------------------------- rows for parser.add
+ADAPTER = (
+    "--adapter PATH[:SCALE]",
+    str,
+    "merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
+    MANY,
+)
+TOKENIZER = (
+    "--tokenizer PATH",
+    str,
+    "tokenizer.model, tokenizer.json or a folder with one (default: the checkpoint's)",
+)
+KV_CACHE = ("--kv-cache", ["model", "int8"], "store keys and values in the model's dtype, or in int8: half the memory")
+PROMPT = [
+    ("text PROMPT", str, "the prompt; '-' or none: standard input", {"nargs": "?"}),
+    ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
+    ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
+]
+CHAT = [
+    Group("chat format", rare=True),
+    (
+        "--chat-format",
+        ["auto", "jinja", "llama2", "llama3"],
+        "how messages are encoded: by the checkpoint's template (jinja), or by a built-in format for a checkpoint"
+        " without a template (default: auto, the template if there is one)",
+    ),
+    (
+        "--template-option NAME=VALUE",
+        variable,
+        "set a variable of the template to JSON or text, such as enable_thinking=false; may be repeated",
+        MANY,
+    ),
+]
+STEERING = [
+    Group(
+        "steering",
+        "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
+        rare=True,
+    ),
+    ("--steer FILE", str, "a control vector in GGUF, also from llama.cpp or repeng"),
+    ("--steer-scale S", float, "multiply the vector by S (default: 1)"),
+    ("--steer-layers FIRST:END", str, "steer only these layers; 8:16 is layers 8 to 15 (default: all)"),
+]
+EVERY = [  # of every command
+    Group(),
+    ("-q --quiet", bool, "write only errors to stderr"),
+    ("--debug", bool, "show the traceback of an error", RARE),
+    ("--help-all", bool, "show all options and exit", {"action": HelpAll}),
+]
+
+
+def checkpoint(about: str) -> list[Row | Group]:
+    """The model of a command that does not run it, as an argument or as --model."""
+    return [
+        Group(exclusive=True),
+        ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
+        ("-m --model PATH_OR_NAME", str, "the same", {"default": default_model()}),
+        Group(),
+    ]
+
+
+def model(dtype: str | None = None, optional: bool = False) -> list[Row | Group]:
+    """The options of a command that runs a model, and the overrides of its RoPE settings.
+
+    dtype     the default of --dtype; None for the fastest dtype of the device
+    optional  the command also works without a model, so that --model has no default
+    """
+    default = "" if optional else " (default: %(default)s; CLEARLLAMA_MODEL sets it)"
+    path = "folder, .gguf file or ORG/NAME[:QUANT] on the hub; folders are in Meta's or Hugging Face's format"
+    dtypes = f"float32, bfloat16, float16 (default: {dtype or 'the fastest'})"
+    kinds = (
+        "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
+        ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
+    )
+    return [
+        Group("model"),
+        ("-m --model PATH_OR_NAME", str, path + default, {"default": None if optional else default_model()}),
+        ("--device DEVICE", str, "cpu, mps, cuda, or cuda:0,cuda:1", {"default": "auto"}),
+        ("--dtype DTYPE", str, dtypes, {"default": dtype or "auto"}),
+        ("--quantize SCHEME", str, "int8 or int4; clearllama quantize --list shows more"),
+        ("--max-seq-len N", int, "context length in tokens (default: the model's)"),
+        Group("advanced model options", rare=True),
+        ADAPTER,
+        TOKENIZER,
+        ("--compile", bool, "on CUDA, compile the decoding step"),
+        KV_CACHE,
+        ("--gpu-layers K", int, "put only the last K layers on the GPU"),
+        ("--threads N", int, "CPU threads (default: one per usable core)"),
+        ("--no-memory-check", bool, "load the model even if memory seems too small"),
+        Group("RoPE", "overrides of the checkpoint's settings, for long contexts or for study", rare=True),
+        ("--rope-scaling KIND", str, kinds),
+        ("--rope-factor S", float, "extend the context S times"),
+        ("--rope-theta T", float, "base of the rotary frequencies"),
+        ("--rope", ["complex", "real", "half"], "implementation of the rotation; all give the same logits"),
+    ]
+
+
+def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
+    """All options of a command that generates: also of sampling, sessions, drafts, steering and several processes.
+
+    A sampling option that is not set is None: the checkpoint's default or the fallback applies.
+    """
+    numbers = {}
+    for name, field in OPTIONS.items():
+        kind = type(field.default)
+        numbers[name] = (f"{option(name)} {'N' if kind is int else 'X'}", kind, field.metadata["about"])
+    order = "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed"
+    grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
+    sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
+    drafts = "a draft proposes tokens that the model verifies in one pass; the output is unchanged"
+    draft = (
+        "ngram: repeat what followed the last tokens earlier in the text; MODEL: a smaller one with the same vocabulary"
+    )
+    processes = (
+        "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
+        " (docs/guides/several-devices.md)"
+    )
+    return [
+        *model(),
+        Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}"),
+        ("-n --max-new-tokens N", int, "maximum number of new tokens", {"default": max_new_tokens}),
+        ("--temperature --temp X", *numbers.pop("temperature")[1:]),
+        numbers.pop("top_p"),
+        ("--seed N", int, "make the answer repeatable (default: random)"),
+        ("--stop TEXT", str, "end the answer before this text; may be repeated", MANY),
+        Group("advanced sampling", order, rare=True),
+        *numbers.values(),
+        ("--logit-bias ID=B", bias, "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
+        ("--min-tokens N", int, "do not end the answer before it has N tokens", {"default": 0}),
+        ("--ignore-eos", bool, "do not end the answer before --max-new-tokens"),
+        Group("structured output", grammars, rare=True, exclusive=True),
+        ("--json-schema FILE", str, "a file with a JSON schema", {"dest": "schema"}),
+        ("--regex EXPRESSION", str, "a regular expression that the whole answer matches"),
+        ("--grammar FILE", str, "a file with a context-free grammar in llguidance's Lark syntax"),
+        Group("session", sessions, rare=True),
+        ("--load-session FILE", str, "load a saved session; the first run may name the FILE of --save-session"),
+        ("--save-session FILE", str, "save it at the end or at Ctrl-C, replacing FILE"),
+        Group("speculative decoding", drafts, rare=True),
+        ("--draft ngram|MODEL", str, draft),
+        ("--draft-tokens N", int, "maximum number of tokens per draft (default: 10)"),
+        *STEERING,
+        Group("several processes", processes, rare=True),
+        ("--tensor-parallel N", int, "the number of processes (default: torchrun's)"),
+        *CHAT,
+    ]
+
+
+# --------------------------------------------------------------------------------------- the values of parsed options
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
+    names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options["logit_bias"] = dict(args.logit_bias)
+    SamplingParams(**options)
+    options |= {"stop": args.stop, "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
+    for name in ("schema", "grammar"):
+        if getattr(args, name) is not None:
+            options[name] = files.read_text(Path(getattr(args, name)))
+    return options if args.regex is None else {**options, "regex": args.regex}
+
+
+def load_options(args: argparse.Namespace, **overrides: Any) -> LoadOptions:
+    """The model options as an object of the loader. `overrides` replace some."""
+    from ...loader import LoadOptions
+
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LoadOptions) if field.name in args}
+    given |= {"rope_scaling": rope_scaling(args), "check_memory": not args.no_memory_check, "fast": True}
+    return LoadOptions(**{**given, **overrides})
+
+
+def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The scaling requested by --rope-scaling and --rope-factor; None keeps the checkpoint's."""
+    from ...system.documents import parse_json
+
+    kind: str | None = args.rope_scaling
+    factor: float | None = args.rope_factor
+    if factor is not None:
+        number("--rope-factor", factor, 1, LARGEST_FACTOR)
+        if kind in (None, "none"):
+            raise UsageError("--rope-factor needs a method: add --rope-scaling, for example --rope-scaling yarn")
+    if kind is None or kind == "none":
+        return None if kind is None else {"rope_type": "default"}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind.lstrip().startswith("{"):
+        scaling = parse_json(kind.encode(errors="surrogateescape"), "--rope-scaling", UsageError)
+    return scaling if factor is None else {**scaling, "factor": factor}
+
+
+def check_plain(args: argparse.Namespace, command: str) -> None:
+    """Raise UsageError if the layers would be compiled, or spread over several devices."""
+    if args.compile:
+        raise UsageError(f"{command} can't read the outputs of compiled layers: leave --compile out")
+    if args.gpu_layers is not None or "," in args.device:
+        raise UsageError(f"{command} needs the model on one device: leave out --gpu-layers and name one --device")

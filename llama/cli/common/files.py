@@ -1,0 +1,99 @@
+"""Files and standard input, as text. Each may be missing, endless, a pipe or a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+from ...errors import UsageError
+from ...system.temporary import check_writable, write_atomically
+from . import terminal
+
+LARGEST_INPUT = 2**28  # bytes read from standard input, which may be endless
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text to a file, completely or not at all. Raises UsageError, naming the file, if that fails."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise UsageError if write_file would fail, before anything is computed for the file."""
+    if str(path) == "-" or path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: expected a file in an existing folder")
+    try:
+        if path.is_file() or not path.exists():  # not a pipe
+            check_writable(path.resolve().parent)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); choose another") from None
+
+
+def read_text(path: Path) -> str:
+    """Read a file or a pipe as UTF-8; '-' is standard input. Raises UsageError, which names the source."""
+    if str(path) == "-":
+        return _read_stdin()
+    if path.is_char_device():
+        raise UsageError(f"{path} is a device, which may be endless; expected a file")
+    try:
+        return decode(path.read_bytes(), str(path))
+    except OSError as error:
+        hint = "; expected the name of a file, not a text" if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{path}: {error.strerror or error}{hint}") from None
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; pass the text as an argument")
+    data = sys.stdin.buffer.read(LARGEST_INPUT + 1)
+    if len(data) > LARGEST_INPUT:
+        raise UsageError(f"standard input has more than {LARGEST_INPUT >> 20} MiB or is endless; use a file")
+    if not data:
+        raise UsageError("standard input is empty; pass the text as an argument")
+    return decode(data, "standard input")
+
+
+def decode(data: bytes, source: str) -> str:
+    """Decode UTF-8 with or without a byte order mark. Raises UsageError, which names the source and the wrong byte."""
+    try:
+        return data.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise UsageError(f"{source} is not UTF-8: {found}; convert it to UTF-8") from None
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The parts of a prompt, separated by blank lines: an argument or --prompt, then files; '-' is standard input.
+
+    One line end at the end of each part is dropped, since editors and `echo` add it: \\n or \\r\\n.
+
+    Raises UsageError if there is none, rather than wait at a terminal.
+    """
+    if args.text is not None and args.prompt is not None:
+        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
+    given: str | None = args.text if args.text is not None else args.prompt
+    files: list[str] = args.file
+    if given is None and not files:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
+        given = "-"
+    if "-" not in (given, *files):
+        with contextlib.suppress(OSError):  # standard input is closed
+            if stat.S_ISFIFO(os.fstat(0).st_mode):
+                terminal.info("standard input is not part of the prompt; to read it, add -f -")
+    parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
+    if given is not None and os.path.isfile(given):
+        hint = "--file reads the file of this name, -m loads a model"
+        terminal.info(f"the prompt is the text {given!r:.80}; {hint}")
+    if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
+        parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
+    parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]
+    return "\n\n".join(part for part in parts if part)
