@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +20,17 @@ from ..checks import integer
 from ..errors import LlamaError, UsageError
 from ..generation.answer import Prompt
 from ..sampling import SamplingParams
-from ..system.documents import parse_json
+from ..system.documents import by_id, check_unicode, checked, parse_json
 from ..text import BATCH_SIZE, ENDS, GRAMMARS, Llama
 from . import answers, arguments, loading, ranks, streams
 from .output import Id, Output, record_of
 
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
-KEYS = ("id", "prompt", "messages", "system", *SAMPLING, *ENDS, *GRAMMARS)
+KEYS: dict[str, Any] = {
+    **{"id": Id, "prompt": str, "messages": list, "system": str},
+    **dict.fromkeys((*SAMPLING, *ENDS, *GRAMMARS), object),
+    "logit_bias": by_id,
+}
 NOT_WITH_PROMPTS = (
     *("text", "prompt", "file", "suffix", "parse_special", "json"),
     *("draft", "draft_tokens", "load_session", "save_session"),
@@ -78,30 +81,19 @@ def read_items(args: argparse.Namespace) -> list[Item]:
     return list(items.values())
 
 
-def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
+def parse(line: dict[str, Any], number: int, system: str | None) -> Item:
     """The item of a line. Raises UsageError for a mistake that shows before the model is loaded.
 
     system  the command's system message
     """
-    if unknown := [key for key in values if key not in KEYS]:
-        raise UsageError(f"unknown key {unknown[0]!r:.80}; known: {', '.join(KEYS)}")
+    check_unicode(line)
+    values = checked(line, KEYS)
     if ("prompt" in values) == ("messages" in values):
         raise UsageError('expected either "prompt" or "messages"')
     if "messages" in values and (system is not None or "system" in values):
         raise UsageError("the line has messages, which include a system message: leave system (--system) out")
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-        if "logit_bias" in values:
-            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, UTF-8 can't
-        raise UsageError("half of a surrogate pair is not a character; write both halves") from None
-    except (AttributeError, ValueError):
-        raise UsageError("logit_bias must be an object of token ids and numbers") from None
     SamplingParams(**{key: values[key] for key in SAMPLING if key in values})
-    id = values.pop("id", number)
-    if not isinstance(id, Id) or isinstance(id, bool):
-        raise UsageError(f"id must be a string or an integer, got {id!r:.80}")
-    prompt: dict[str, Any] = {key: values.pop(key) for key in ("prompt", "messages") if key in values}
+    id, prompt = values.pop("id", number), {key: values.pop(key) for key in ("prompt", "messages") if key in values}
     messages = [{"role": "user", "content": prompt.get("prompt")}]
     if (system := values.get("system", system)) is not None:
         messages.insert(0, {"role": "system", "content": system})

@@ -359,7 +359,7 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("inside", {"ids": [5] * 300}, "the prompt has 300 tokens"),
         ("answer", {"ids": [5] * 250, "answer": [5] * 6}, "256"),
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
-        ("answer", {"ids": [5], "stop": "a"}, "unknown field 'stop'"),
+        ("answer", {"ids": [5], "stop": "a"}, "unknown key 'stop'"),
         ("page", {"ids": [5, 999]}, "a token id of ids must be"),
     ],
 )
