@@ -14,7 +14,7 @@ from typing import Any
 from ..checks import number
 from ..errors import UsageError
 from ..hub import default_model
-from ..sampling import OPTIONS, SamplingParams
+from ..sampling import OPTIONS, SamplingParams, option_names
 from . import streams
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
@@ -182,34 +182,34 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int,
         "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
         " (docs/guides/several-devices.md)"
     )
-    most = "maximum number of new tokens (default: %(default)s)"
+    about = {name: field.metadata["about"] for name, field in OPTIONS.items()}
     numbers = {
         name: (
             option(name) + " --temp" * (name == "temperature"),
-            "N" if isinstance(field.default, int) else "X",
-            field.metadata["about"],
+            "N" if isinstance(OPTIONS[name].default, int) else "X",
+            about[name],
         )
-        for name, field in OPTIONS.items()
+        for name in option_names("number")
     }
     add_model_options(parser)
     add(
         group("sampling", defaults),
-        ("--max-new-tokens -n", "N", most, {"default": max_new_tokens}),
+        ("--max-new-tokens -n", "N", f"{about['max_new_tokens']} (default: %(default)s)", {"default": max_new_tokens}),
         *(numbers.pop(name) for name in ("temperature", "top_p")),
-        ("--seed", "N", "make the answer repeatable (default: random)"),
+        ("--seed", "N", about["seed"]),
         ("--stop", "TEXT", "end the answer before this text; may be repeated", MANY),
     )
     add(
         group("advanced sampling", order),
         *numbers.values(),
         ("--logit-bias", "ID=B", "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
-        ("--min-tokens", "N", "do not end the answer before it has N tokens", {"default": 0}),
-        ("--ignore-eos", None, "do not end the answer before --max-new-tokens"),
+        ("--min-tokens", "N", about["min_tokens"]),
+        ("--ignore-eos", None, about["ignore_eos"]),
     )
     add(
         group("structured output", grammars).add_mutually_exclusive_group(),
         ("--json-schema", "FILE", "a file with a JSON schema", {"dest": "schema"}),
-        ("--regex", "EXPRESSION", "a regular expression that the whole answer matches"),
+        ("--regex", "EXPRESSION", about["regex"]),
         ("--grammar", "FILE", "a file with a context-free grammar in llguidance's Lark syntax"),
     )
     add(
@@ -252,17 +252,15 @@ def add_output_options(parser: argparse.ArgumentParser, json: str | None = None)
 
 # --------------------------------------------------------------------------------------- the values of parsed options
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
-    names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.logit_bias is not None:
+    """The given options of an answer, checked, as keyword arguments of Llama.generate."""
+    options = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
+    if "logit_bias" in options:
         options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
-    options |= {"stop": args.stop or [], "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
     for name in ("schema", "grammar"):
-        if getattr(args, name) is not None:
-            options[name] = streams.read_text(Path(getattr(args, name)))
-    return options if args.regex is None else {**options, "regex": args.regex}
+        if name in options:
+            options[name] = streams.read_text(Path(options[name]))
+    return options
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

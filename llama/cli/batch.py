@@ -7,7 +7,6 @@ line; the same command then answers the prompts whose ids have no answer (output
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,16 +18,16 @@ from ..chat.messages import check_messages, continues_answer
 from ..checks import integer
 from ..errors import LlamaError, UsageError
 from ..generation.answer import Prompt
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, option_names
 from ..system.documents import by_id, check_unicode, checked, parse_json
-from ..text import BATCH_SIZE, ENDS, GRAMMARS, Llama
+from ..text import BATCH_SIZE, Llama
 from . import answers, arguments, loading, ranks, streams
 from .output import Id, Output, record_of
 
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
+OWN = option_names("", "number", "end", "grammar")  # the options that a line may have
 KEYS: dict[str, Any] = {
     **{"id": Id, "prompt": str, "messages": list, "system": str},
-    **dict.fromkeys((*SAMPLING, *ENDS, *GRAMMARS), object),
+    **dict.fromkeys(OWN, object),
     "logit_bias": by_id,
 }
 NOT_WITH_PROMPTS = (
@@ -57,8 +56,8 @@ class Item:
         merged = {**options, "continues": raw or continues_answer(self.messages)}
         if "seed" in merged:
             merged["seed"] = (merged["seed"] + self.number - 1) % 2**63
-        if self.own.keys() & GRAMMARS:  # it replaces a grammar of another kind
-            merged |= dict.fromkeys(GRAMMARS)
+        if self.own.keys() & option_names("grammar"):  # it replaces a grammar of another kind
+            merged |= dict.fromkeys(option_names("grammar"))
         return {**merged, **{name: value for name, value in self.own.items() if name != "system"}}
 
 
@@ -92,13 +91,11 @@ def parse(line: dict[str, Any], number: int, system: str | None) -> Item:
         raise UsageError('expected either "prompt" or "messages"')
     if "messages" in values and (system is not None or "system" in values):
         raise UsageError("the line has messages, which include a system message: leave system (--system) out")
-    SamplingParams(**{key: values[key] for key in SAMPLING if key in values})
+    SamplingParams(**{key: values[key] for key in option_names("", "number") if key in values})
     id, prompt = values.pop("id", number), {key: values.pop(key) for key in ("prompt", "messages") if key in values}
-    messages = [{"role": "user", "content": prompt.get("prompt")}]
-    if (system := values.get("system", system)) is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    messages = prompt.get("messages", messages)
-    check_messages(messages)
+    turns = {"system": values.get("system", system), "user": prompt.get("prompt")}
+    messages = [{"role": role, "content": text} for role, text in turns.items() if text is not None]
+    check_messages(messages := prompt.get("messages", messages))
     return Item(id, number, prompt, messages, values)
 
 
@@ -110,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             what = "the PROMPT argument" if name == "text" else arguments.option(name)
             raise UsageError(f"--prompts reads prompts and writes JSON lines: leave {what} out")
     size = integer("--batch-size", BATCH_SIZE if args.batch_size is None else args.batch_size, 1, 4096)
-    options = {**arguments.sampling_options(args), "logprobs": args.logprobs}
+    options = arguments.sampling_options(args)
     items = ranks.first(args, lambda: read_items(args))
     output = None if args.output in (None, "-") else Output(args.output)
     llm, read_weights = loading.prepare(args)

@@ -18,9 +18,9 @@ from ..checks import shown
 from ..errors import ContextLengthError, UsageError
 from ..generation.answer import Prompt
 from ..generation.structured import forced_call
-from ..sampling import LARGEST_SEED, OPTIONS
+from ..sampling import LARGEST_SEED, option_names
 from ..system.documents import Required, by_id, check_unicode, checked, parse_json
-from ..text import ENDS, LONGEST_TOKEN, Llama
+from ..text import LONGEST_TOKEN, Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
@@ -40,10 +40,10 @@ def tool_name(name: Any, where: str) -> Any:
 # The kinds of the fields (system/documents.py). `object`: checked where it is used.
 TOKENS, TOP = (-1, 2**31), (0, MOST_LOGPROBS)
 GENERATION = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": by_id}
-GENERATION |= dict.fromkeys(OPTIONS, object)
+GENERATION |= dict.fromkeys(option_names("number"), object)
 STREAM_OPTIONS = {"include_usage": bool, "include_obfuscation": bool}
 SHARED = {"n": (1, MOST_ANSWERS), "stream": bool, "stream_options": STREAM_OPTIONS, "prompt_cache_key": str}
-SHARED |= GENERATION | dict.fromkeys(ENDS, object)
+SHARED |= GENERATION | dict.fromkeys(option_names("end"), object)
 NAMED_SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
 FORMAT = {"type": str, "schema": dict, "json_schema": NAMED_SCHEMA}
 FUNCTION = {"name": Required(tool_name), "description": str, "parameters": dict, "strict": bool}
@@ -215,7 +215,7 @@ def _owned(body: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
-    options = {name: body[name] for name in (*OPTIONS, *ENDS, "logit_bias") if name in body}
+    options = {name: body[name] for name in (*option_names("number", "end"), "logit_bias") if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
     if "seed" in body:
@@ -236,30 +236,23 @@ def _limit(tokens: int, llm: Llama) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- prompts and ids
-def _fitting(ids: list[int], llm: Llama) -> list[int]:
-    """Return the ids. Raises ContextLengthError if there are too many."""
-    if len(ids) >= (context := llm.model.max_seq_len):
+def _check_size(count: int, llm: Llama, unit: str = "tokens", most: int = 1) -> None:
+    """Raise ContextLengthError for a prompt of too many tokens or, before it is encoded for seconds, characters.
+
+    most  the number of units in a token
+    """
+    if count >= most * (context := llm.model.max_seq_len):
         raise ContextLengthError(
-            f"the prompt has {len(ids)} tokens, but the context of {context} must hold prompt and answer; shorten"
+            f"the prompt has {count:,} {unit}, but the context of {context} tokens must hold prompt and answer; shorten"
             " the prompt"
         )
-    return ids
 
 
 def _ids(name: str, ids: Any, llm: Llama, kinds: str = "") -> list[int]:
     if not isinstance(ids, list) or not ids:
         raise UsageError(f"{name} must be {kinds}a list of token ids, got {shown(ids)}")
-    last = llm.model.config.vocab_size - 1
-    return [checks.integer(f"a token id of {name}", id, 0, last) for id in _fitting(ids, llm)]
-
-
-def _check_characters(count: int, llm: Llama) -> None:
-    """Reject text that can't fit into the context. Encoding it first would take seconds for megabytes."""
-    context = llm.model.max_seq_len
-    if count > LONGEST_TOKEN * context:
-        raise ContextLengthError(
-            f"the prompt has {count:,} characters, but the context has only {context} tokens; shorten the prompt"
-        )
+    _check_size(len(ids), llm)
+    return [checks.integer(f"a token id of {name}", id, 0, llm.model.config.vocab_size - 1) for id in ids]
 
 
 def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[int]]:
@@ -269,9 +262,10 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
     ids = []
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
-            _check_characters(len(one) + len(suffix or ""), llm)
+            _check_size(len(one) + len(suffix or ""), llm, "characters", LONGEST_TOKEN)
             found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
-            ids.append(_fitting(found, llm))
+            _check_size(len(found), llm)
+            ids.append(found)
         elif suffix is None:
             ids.append(_ids("prompt", one, llm, "a text, a list of texts or "))
         else:
@@ -285,8 +279,10 @@ def _conversation(
     """Whether the answer continues the last message, and the ids of the messages."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
     more = body.get("chat_template_kwargs", {})
-    _check_characters(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm)
-    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools or None, more, forced=forced), llm)
+    _check_size(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm, "characters", LONGEST_TOKEN)
+    ids = llm.encode_chat(messages, tools or None, more, forced=forced)
+    _check_size(len(ids), llm)
+    return continues_answer(messages), ids
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
     options = {"temperature": 1.3, **filters}
     more = {"response_format": FORMAT} if grammar else {}
     prompt, tokens, _ = answer(server, messages=MESSAGES, seed=3, max_tokens=6, top=20, **options, **more)
-    constraint = compile_grammar(tiny_llm.tokenizer, "json_schema", SCHEMA).constraint()
+    constraint = compile_grammar(tiny_llm.tokenizer, "schema", SCHEMA).constraint()
     text = list(prompt)
     for one in tokens:
         logits = next_logits(tiny_llm, text)
