@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_SEED = 2**63 - 1
+MOST_TOP_LOGPROBS = 1024
+MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
 
@@ -98,51 +100,77 @@ KEEP_BEST = top_k, top_p, min_p  # filters that never exclude the most probable 
 
 
 # ------------------------------------------------------------------------------------------------------ options
-def option(default: float, low: float, high: float, about: str, filter: Filter | None = None) -> Any:
-    """A numeric field of SamplingParams, which is also an option of the commands and of the server.
+def option(default: Any, about: str, range: Any = None, filter: Filter | None = None, group: str = "number") -> Any:
+    """A field of SamplingParams, which is also an option of the commands and of the server.
 
     about   the help, where X is the value, or N if it is an integer
+    range   (the lowest, the highest) number
     filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default;
             to a greedy choice, too, unless it is in KEEP_BEST
+    group   where it applies. "number": everywhere, also in generation_config.json. "end": it decides when an answer
+            ends. "grammar": it limits the answer; at most one is given. "scores": not in the lines of a batch, whose
+            answers have the same keys. "code": only in Python
     """
-    return dataclasses.field(default=default, metadata={"range": (low, high), "about": about, "filter": filter})
+    factory = {"default_factory": dict} if default == {} else {"default": default}
+    return dataclasses.field(metadata={"range": range, "about": about, "filter": filter, "group": group}, **factory)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. Construction raises UsageError if a value is out of range.
+    """All options of one answer. Construction raises UsageError if a value is out of range.
 
-    max_new_tokens      maximum number of new tokens; 0 gives an empty answer
-    logit_bias          {id: value added to its logit}; -100 practically excludes an id
-    processors          functions f(ids, logits) -> logits, called in order: ids (N,) of prompt and answer, logits (V,)
-    seed                seed of the draws; None: a random one
+    `Llama` resolves those of the second half, for which it needs the tokenizer, to arguments of `generate.generate`.
     """
 
-    max_new_tokens: int = 256
-    temperature: float = option(0.0, 0, 1e6, "divide logits by X; 0 takes the most probable token")
-    top_k: int = option(0, 0, 2**31, "keep the N most probable tokens; 0 is off", top_k)
-    top_p: float = option(1.0, 0, 1, "keep the fewest tokens whose probabilities sum to X; 1 is off", top_p)
-    min_p: float = option(0.0, 0, 1, "keep tokens with at least X times the highest probability; 0 is off", min_p)
-    repetition_penalty: float = option(1.0, 0.01, 100, "above 1, make tokens of the text less probable; 1 is off")
-    presence_penalty: float = option(0.0, -100, 100, "subtract X from the logit of each token in the answer; 0 is off")
-    frequency_penalty: float = option(0.0, -100, 100, "subtract X for each use of a token in the answer; 0 is off")
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    processors: Sequence[Processor] = ()
-    seed: int | None = None
+    max_new_tokens: int = option(256, "maximum number of new tokens", (0, 2**31), group="")
+    temperature: float = option(0.0, "divide logits by X; 0 takes the most probable token", (0, 1e6))
+    top_k: int = option(0, "keep the N most probable tokens; 0 is off", (0, 2**31), top_k)
+    top_p: float = option(1.0, "keep the fewest tokens whose probabilities sum to X; 1 is off", (0, 1), top_p)
+    min_p: float = option(0.0, "keep tokens with at least X times the highest probability; 0 is off", (0, 1), min_p)
+    repetition_penalty: float = option(1.0, "above 1, make tokens of the text less probable; 1 is off", (0.01, 100))
+    presence_penalty: float = option(
+        0.0, "subtract X from the logit of each token in the answer; 0 is off", (-100, 100)
+    )
+    frequency_penalty: float = option(0.0, "subtract X for each use of a token in the answer; 0 is off", (-100, 100))
+    logit_bias: Mapping[int, float] = option({}, "{id: value added to its logit}; -100 excludes an id", group="")
+    processors: Sequence[Processor] = option((), "functions f(ids (N,) so far, logits (V,)) -> logits", group="code")
+    seed: int | None = option(None, "make the answer repeatable (default: random)", (0, LARGEST_SEED), group="")
+
+    stop: Sequence[str] = option((), "a string, or a list of strings, that end the text", group="end")
+    stop_token_ids: Sequence[int] = option((), "ids that end the answer", group="end")
+    min_tokens: int = option(0, "do not end the answer before it has N tokens", (0, 2**31), group="end")
+    ignore_eos: bool = option(False, "end the answer only at the maximum number of new tokens", group="end")
+    schema: Mapping[str, Any] | str | bool | None = option(None, "a JSON schema, or a pydantic model", group="grammar")
+    regex: str | None = option(None, "a regular expression that the whole answer matches", group="grammar")
+    grammar: str | None = option(None, "a grammar in Lark syntax that the answer matches", group="grammar")
+    logprobs: bool = option(False, "True: the log-probability of each new token", group="scores")
+    top_logprobs: int = option(0, "also those of the N most probable", (0, MOST_TOP_LOGPROBS), group="scores")
+    prompt_logprobs: bool = option(False, "True: also those of the prompt; not with a draft", group="scores")
 
     def __post_init__(self) -> None:
-        checks.integer("max_new_tokens", self.max_new_tokens, 0, 2**31)
         for name, field in OPTIONS.items():
-            check = checks.integer if isinstance(field.default, int) else checks.number
-            check(name, getattr(self, name), *field.metadata["range"])
+            value, range = getattr(self, name), field.metadata["range"]
+            if isinstance(field.default, bool):
+                checks.boolean(name, value)
+            elif range and (value is not None or field.default is not None):
+                (checks.number if isinstance(field.default, float) else checks.integer)(name, value, *range)
         checks.instance("logit_bias", self.logit_bias, Mapping, "a mapping from ids to numbers")
         for id, bias in self.logit_bias.items():
             checks.integer("an id of logit_bias", id, 0)
             checks.number(f"logit_bias of id {id}", bias, -1000.0, 1000.0)
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise UsageError(f"processors must be a list of functions, got {checks.shown(self.processors)}")
-        if self.seed is not None:
-            checks.integer("seed", self.seed, 0, LARGEST_SEED)
+        stops = (self.stop,) if not isinstance(self.stop, list | tuple | None) else tuple(self.stop or ())
+        fits = all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in stops)
+        if not fits or len(stops) > MOST_STOPS:
+            expected = f"at most {MOST_STOPS} stop strings of 1 to {LONGEST_STOP} characters"
+            raise UsageError(f"stop must be a string or a list: {expected}, got {checks.shown(self.stop)}")
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence | None):
+            raise UsageError(f"stop_token_ids must be a list of token ids, got {checks.shown(self.stop_token_ids)}")
+        stop_ids = tuple(checks.integer("an id of stop_token_ids", id, 0) for id in self.stop_token_ids or ())
+        vars(self).update(stop=stops, stop_token_ids=stop_ids)  # the fields are frozen for others
+        if len(given := [name for name in option_names("grammar") if getattr(self, name) is not None]) > 1:
+            raise UsageError(f"{' and '.join(given)} can't be combined: give one of them")
 
     @property
     def greedy(self) -> bool:
@@ -169,11 +197,16 @@ class SamplingParams:
         return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()])
 
 
-# The numeric options by name, filters in the order in which they are applied
-OPTIONS = {field.name: field for field in dataclasses.fields(SamplingParams) if field.metadata}
-SamplingParams.__doc__ = (SamplingParams.__doc__ or "") + "".join(
+# All options by name; filters in the order in which they are applied
+OPTIONS = {field.name: field for field in dataclasses.fields(SamplingParams)}
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n" + "".join(
     f"    {name:18}  {field.metadata['about']}\n" for name, field in OPTIONS.items()
 )
+
+
+def option_names(*groups: str) -> list[str]:
+    """The options of some groups (`option`)."""
+    return [name for name, field in OPTIONS.items() if field.metadata["group"] in groups]
 
 
 class History(NamedTuple):

@@ -28,9 +28,9 @@ from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, 
 from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import Grammar, compile_grammar, forced_call
+from .generation.structured import compile_grammar, forced_call
 from .model import Transformer
-from .sampling import LARGEST_SEED, SamplingParams
+from .sampling import LARGEST_SEED, SamplingParams, option_names
 from .system.temporary import own_temporary, replace
 from .tokenizer import Tokenizer, token_ids
 from .weights import expected_shapes
@@ -39,12 +39,8 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
-GRAMMARS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # option -> kind (structured.KINDS)
-ENDS = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")  # options that decide when an answer ends
 ALONE = ("draft", "draft_tokens", "session")  # options of single answers
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
-MOST_TOP_LOGPROBS = 1024
-MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 
 Dicts = Sequence[Mapping[str, Any]]  # messages of a chat
 
@@ -61,23 +57,12 @@ class Llama:
     adapters       descriptions of the merged LoRA adapters
     warnings       what a user should know about the checkpoint, one line each
 
-    All methods have the sampling options of `SamplingParams`, with its defaults unless `sampling` contains others:
-    max_new_tokens=256, temperature=0.0 (greedy), top_k, top_p, min_p, penalties, logit_bias, processors (functions that
-    edit the logits), seed. Further options:
+    All methods have the options of `SamplingParams`, with its defaults unless `sampling` contains others, and:
 
-    stop             a string, or a list of strings, that end the text
-    stop_token_ids   ids that end it
-    min_tokens       the answer does not end before it has so many tokens
-    ignore_eos       True: the answer ends only at max_new_tokens or at the end of the context
-    logprobs         True: log-probabilities of the tokens
-    top_logprobs     N: those of the N most probable tokens as well
-    prompt_logprobs  True: those of the prompt's tokens; not with a session, a draft or progress
-    schema           a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
-                     (generation/structured.py)
-    draft            "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
-                     the text well; generation/speculative.py explains it
-    draft_tokens     the maximum number of drafted tokens per pass
-    session          a `Session`, which keeps the KV cache for the next call
+    draft         "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
+                  the text well; generation/speculative.py explains it
+    draft_tokens  the maximum number of drafted tokens per pass
+    session       a `Session`, which keeps the KV cache for the next call
 
     Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
     a time; a second stream raises UsageError.
@@ -183,7 +168,7 @@ class Llama:
         """`chat` as a stream of pieces."""
         messages, grammar = _messages(messages), forced_call(tool_choice, check_tools(tools) or [])
         if grammar is not None:
-            if any(options.get(name) is not None for name in GRAMMARS):
+            if any(options.get(name) is not None for name in option_names("grammar")):
                 raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
             options["grammar"] = grammar
         tools = None if tool_choice == "none" else tools
@@ -316,45 +301,25 @@ class Llama:
 
         Raises UsageError for an invalid option.
         """
-        sampling, ids = dict(options), token_ids(prompt)
-        stops = _check_stops(sampling.pop("stop", None))
-        continues = checks.boolean("continues", sampling.pop("continues", True))
-        stop_ids = () if (given := sampling.pop("stop_token_ids", None)) is None else given
-        if not isinstance(stop_ids, Sequence) or isinstance(stop_ids, str):
-            raise UsageError(f"stop_token_ids must be a list of token ids, got {checks.shown(stop_ids)}")
-        stop_ids = [checks.integer("an id of stop_token_ids", id, 0) for id in stop_ids]
-        top = checks.integer("top_logprobs", sampling.pop("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
-        logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0
-        scored = checks.boolean("prompt_logprobs", sampling.pop("prompt_logprobs", False))
-        grammar = self._grammar({name: sampling.pop(name, None) for name in GRAMMARS})
-        shortest = checks.integer("min_tokens", sampling.pop("min_tokens", 0), 0, 2**31)
-        if checks.boolean("ignore_eos", sampling.pop("ignore_eos", False)):
-            shortest = 2**31
-        checks.known_options(sampling, SamplingParams, "llama.Llama")
-        params = SamplingParams(**{**self.sampling, **sampling})
-        if shortest:
+        ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
+        given = {name: value for name, value in options.items() if name != "continues"}
+        checks.known_options(given, SamplingParams, "llama.SamplingParams")
+        params = SamplingParams(**{**self.sampling, **given})
+        sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
+        grammar = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
+        if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
-            ends = [id for id in (*self.tokenizer.stop_ids, *stop_ids) if id < self.tokenizer.n_vocab]
+            ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
             params = dataclasses.replace(params, processors=[*params.processors, exclude_until(known + shortest, ends)])
         seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed
+        logprobs, top = params.logprobs or params.top_logprobs > 0, params.top_logprobs
         jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
             constraint = None if grammar is None else grammar.constraint(ids if continues else ())
-            common = ids, seeded, logprobs, top, constraint, scored
-            jobs.append(Job(*common, stops=stops, stop_ids=stop_ids, continues=continues))
+            scored = params.prompt_logprobs
+            jobs.append(Job(ids, seeded, logprobs, top, constraint, scored, continues=continues))
         return jobs
-
-    def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:
-        """The grammar of an answer, given by one of the options GRAMMARS; None if there is none."""
-        given = {name: source for name, source in sources.items() if source is not None}
-        if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} can't be combined: give one of them")
-        for name, source in given.items():
-            if isinstance(source, type) and hasattr(source, "model_json_schema"):  # a model of pydantic
-                source = source.model_json_schema()
-            return compile_grammar(self.tokenizer, GRAMMARS[name], source)
-        return None
 
     def answers(
         self,
@@ -414,11 +379,3 @@ def _named(number: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise type(error)(f"prompt {number + 1} of {count}: {error}") from error
-
-
-def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
-    stops: list[Any] = [] if stop is None else list(stop) if isinstance(stop, list | tuple) else [stop]
-    if len(stops) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in stops):
-        expected = f"at most {MOST_STOPS} stop strings of 1 to {LONGEST_STOP} characters"
-        raise UsageError(f"stop must be a string or a list: {expected}, got {checks.shown(stop)}")
-    return stops

@@ -423,17 +423,17 @@ for _ in range(100):
     ("messages", "reason"),
     [
         ([], "at least one message"),
-        (["hello"], "message 0 must be a mapping"),
-        ([{"role": "user"}], "message 0 has no content"),
+        (["hello"], "messages[0] must be an object"),
+        ([{"role": "user"}], "messages[0].content is missing"),
         ([{"role": "user", "content": ["a"]}], "content must be a string"),
         ([{"role": "<|im_end|>", "content": "a"}], "role must be one of"),
-        ([{"role": "user", "content": "x", "tool_calls": []}], "message 0: unknown key 'tool_calls'"),
+        ([{"role": "user", "content": "x", "tool_calls": []}], "unknown key 'messages[0].tool_calls'"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
         *(([{"role": "assistant", "tool_calls": [call]}], reason) for call, reason in (
-            ({"type": "custom", "name": "f", "arguments": {}}, "type 'custom'"),
-            ({"arguments": {}}, "function must have name and arguments"),
+            ({"type": "custom", "name": "f", "arguments": {}}, "tool_calls[0].type must be 'function', got 'custom'"),
+            ({"arguments": {}}, "tool_calls[0].function.name is missing"),
             ({"name": "f", "arguments": {"a": 10**5000}}, "must be JSON-serializable"),
-            ({"name": "f", "arguments": {"a": DEEP}}, "must be a mapping of at most 64 levels"))),
+            ({"name": "f", "arguments": {"a": DEEP}}, "arguments must be an object of at most 64 levels"))),
     ],
 )  # fmt: skip
 def test_malformed_messages_name_what_is_wrong(messages: Any, reason: str) -> None:

@@ -161,7 +161,7 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
         ('{"prompt": "a", "id": true}', "id must be"),
         ('{"prompt": "a", "id": 1}', "line 1 has the same id 1"),
         ('{"prompt": "a", "temperature": NaN}', "temperature must be"),
-        ('{"prompt": "a", "id": "\\udfff"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "id": "\\udfff"}', "id must be valid Unicode"),
     ],
 )
 def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(

@@ -269,7 +269,7 @@ def c(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
 
 CONFIGS = {
     "another method": ({"quant_method": "exl2"}, "'exl2' can't be read; run it with vLLM, or get the weights in BF16"),
-    "no method": ({"bits": 4}, "the key quant_method is missing"),
+    "no method": ({"bits": 4}, "quant_method is missing"),
     "3 bits": (g(bits=3), r"bits is 3; supported: 4, 8; run it with vLLM"),
     "group 0": (g(group_size=0), "group_size must be an integer from 1"),
     "marlin": (g(checkpoint_format="marlin"), "checkpoint_format is 'marlin'.*run it with vLLM"),

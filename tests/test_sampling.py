@@ -76,7 +76,7 @@ def test_greedy_is_one_hot_at_the_first_maximum(options: dict[str, Any]) -> None
 
 @dataclass(frozen=True)
 class WithoutEven(SamplingParams):
-    no_even: int = option(0, 0, 1, "exclude even ids", lambda logits, _: logits.index_fill(-1, EVEN, -math.inf))
+    no_even: int = option(0, "exclude even ids", (0, 1), lambda logits, _: logits.index_fill(-1, EVEN, -math.inf))
 
 
 EVEN = torch.arange(0, 320, 2)

@@ -189,7 +189,7 @@ def test_masks_of_a_context_free_grammar(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("tokenizer", [PLAIN, STRIPPING], ids=["plain", "strips the first space"])
 def test_masks_of_constants_of_json(tokenizer: Tokenizer) -> None:
     values = ["a", "aab", "", 'a"b', "a\\", 1, 12, True, None, "é"]
-    grammar = compile_grammar(tokenizer, "json_schema", {"enum": values})
+    grammar = compile_grammar(tokenizer, "schema", {"enum": values})
     assert same_masks(tokenizer, grammar, *language(*(json.dumps(value, ensure_ascii=False) for value in values))) > 30
 
 
@@ -202,7 +202,7 @@ def test_masks_of_a_json_value_with_white_space() -> None:
     def matches(data: bytes, **partial: bool) -> bool:
         return data.isascii() and compiled.fullmatch(data.decode(), **partial) is not None
 
-    grammar = compile_grammar(PLAIN, "json_schema", schema)
+    grammar = compile_grammar(PLAIN, "schema", schema)
     assert same_masks(PLAIN, grammar, lambda data: matches(data, partial=True), matches) == 60
     runs = grammar.constraint()
     runs.advance(4 + PIECES.index(b"["))
@@ -213,7 +213,7 @@ def test_masks_of_a_json_value_with_white_space() -> None:
 
 # ---------------------------------------------------------------------------------------------------- control tokens
 def test_no_grammar_allows_a_control_token() -> None:
-    for kind, source in [("regex", "(?s:.)*"), ("json_schema", {}), ("grammar", "start: /(.|\\n)*/")]:
+    for kind, source in [("regex", "(?s:.)*"), ("schema", {}), ("grammar", "start: /(.|\\n)*/")]:
         constraint = compile_grammar(PLAIN, kind, source).constraint()  # type: ignore[arg-type]
         assert not ids_of(constraint.allowed()) & {2, 3}, kind
 
@@ -301,7 +301,7 @@ KIND = ["tiktoken", "tiktoken as json", "tiktoken as gguf", "pieces", "pieces as
 @pytest.mark.parametrize("kind", KIND)
 def test_every_division_of_a_valid_answer_is_allowed(kinds: dict[str, Tokenizer], kind: str) -> None:
     tokenizer, dice = kinds[kind], random.Random(0)
-    grammar = compile_grammar(tokenizer, "json_schema", SCHEMA)
+    grammar = compile_grammar(tokenizer, "schema", SCHEMA)
     for value, style in itertools.product(VALUES, [{}, {"indent": 4}, {"separators": (",", ":")}]):
         text = json.dumps(value, ensure_ascii=False, **style)  # type: ignore[arg-type]
         for _ in range(2):
@@ -411,7 +411,7 @@ class Schemas:
 def check_answers(schema: dict[str, Any], tokenizer: Tokenizer, answers: int, most: int = 150) -> int:
     """Draw answers and validate the completed ones. Returns their number; -1 if the schema is rejected."""
     try:
-        grammar = compile_grammar(tokenizer, "json_schema", schema)
+        grammar = compile_grammar(tokenizer, "schema", schema)
     except UsageError:
         return -1
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -438,7 +438,7 @@ def test_every_completed_answer_meets_its_schema(kinds: dict[str, Tokenizer], fi
 )
 def test_no_key_evades_its_rule_by_an_escape(kinds: dict[str, Tokenizer], name: str, rule: dict[str, Any]) -> None:
     tokenizer, schema = kinds["pieces"], {"type": "object", name: rule}
-    grammar = compile_grammar(tokenizer, "json_schema", schema)
+    grammar = compile_grammar(tokenizer, "schema", schema)
     for text, valid in (
         ('{"a":1}', True),
         ('{"b":"x\\n"}', True),
@@ -451,25 +451,25 @@ def test_no_key_evades_its_rule_by_an_escape(kinds: dict[str, Tokenizer], name: 
 
 # ------------------------------------------------------------------------------------------------------- errors
 ERRORS = [
-    ("json_schema", False, "no answer meets the JSON schema false"),
-    ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable schema: minimum (5) is greater"),
-    ("json_schema", {"enum": []}, "Unsatisfiable schema: "),
-    ("json_schema", {"type": "string", "pattern": "^ab$", "maxLength": 1}, "Unsatisfiable schema: "),
-    ("json_schema", {"$ref": "#"}, "it allows no text"),
-    ("json_schema", {"uniqueItems": True, "not": {}}, "Unimplemented keys"),
-    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-    ("json_schema", {"type": "string", "format": "postcode"}, "can't be used: Unknown format: postcode"),
-    ("json_schema", {"type": "strin"}, "can't be used: Invalid type: strin"),
-    ("json_schema", {"type": "string", "pattern": "("}, "unclosed group"),
-    ("json_schema", {"$ref": "file:///etc/passwd"}, "does not fetch resources"),
-    ("json_schema", "{", "is not valid JSON: Expecting property name"),
-    ("json_schema", "[" * 100_000, "is not valid JSON: "),
-    ("json_schema", {"maximum": float("nan")}, "is not valid JSON: "),
-    ("json_schema", {"const": {1, 2}}, "is not valid JSON: "),
-    ("json_schema", 3, "must be an object, true or false, got 3"),
-    ("json_schema", {"properties": {"a": {"enum": ["\\n\n", "\x01"]}}}, "control characters"),  # would give ""
-    ("json_schema", {"pattern": "^a\x7fb$"}, "control characters"),
-    ("json_schema", json.loads('{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
+    ("schema", False, "no answer meets the JSON schema false"),
+    ("schema", {"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable schema: minimum (5) is greater"),
+    ("schema", {"enum": []}, "Unsatisfiable schema: "),
+    ("schema", {"type": "string", "pattern": "^ab$", "maxLength": 1}, "Unsatisfiable schema: "),
+    ("schema", {"$ref": "#"}, "it allows no text"),
+    ("schema", {"uniqueItems": True, "not": {}}, "Unimplemented keys"),
+    ("schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ("schema", {"type": "string", "format": "postcode"}, "can't be used: Unknown format: postcode"),
+    ("schema", {"type": "strin"}, "can't be used: Invalid type: strin"),
+    ("schema", {"type": "string", "pattern": "("}, "unclosed group"),
+    ("schema", {"$ref": "file:///etc/passwd"}, "does not fetch resources"),
+    ("schema", "{", "is not valid JSON: Expecting property name"),
+    ("schema", "[" * 100_000, "is not valid JSON: "),
+    ("schema", {"maximum": float("nan")}, "is not valid JSON: "),
+    ("schema", {"const": {1, 2}}, "is not valid JSON: "),
+    ("schema", 3, "must be an object, true or false, got 3"),
+    ("schema", {"properties": {"a": {"enum": ["\\n\n", "\x01"]}}}, "control characters"),  # would give ""
+    ("schema", {"pattern": "^a\x7fb$"}, "control characters"),
+    ("schema", json.loads('{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
     ("regex", "(", "unclosed group"),
     ("regex", "(?=a)b", "look-ahead"),
     ("regex", r"(a)\1", "backreferences are not supported"),
@@ -482,7 +482,7 @@ ERRORS = [
     ("grammar", 'root ::= "a"', "can't be used"),
     ("grammar", "start: <tag>", "unknown special token"),
     ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
-    ("lark", "start: A", "unknown kind of grammar 'lark'; known: json_schema, regex, grammar"),
+    ("lark", "start: A", "unknown kind of grammar 'lark'; known: schema, regex, grammar"),
 ]  # fmt: skip
 
 
@@ -495,7 +495,7 @@ def test_what_cannot_be_met_is_an_error_before_generation(kind: str, source: Any
 
 
 def test_text_that_the_vocabulary_cannot_spell_is_an_error() -> None:
-    for kind, source in [("regex", "zb"), ("json_schema", {"const": 7}), ("grammar", 'start: "z" | "y"')]:
+    for kind, source in [("regex", "zb"), ("schema", {"const": 7}), ("grammar", 'start: "z" | "y"')]:
         with pytest.raises(UsageError, match="no text that the tokens of this model can spell"):
             compile_grammar(PLAIN, kind, source)  # type: ignore[arg-type]
     assert ids_of(compile_grammar(PLAIN, "regex", "zb|ab").constraint().allowed()) <= {
@@ -529,7 +529,7 @@ def test_tokens_have_a_longest_length() -> None:
 
 def test_threads_share_a_grammar(kinds: dict[str, Tokenizer]) -> None:
     tokenizer = kinds["tiktoken"]
-    grammar = compile_grammar(tokenizer, "json_schema", SCHEMA)
+    grammar = compile_grammar(tokenizer, "schema", SCHEMA)
     texts = [json.dumps(value, ensure_ascii=False, indent=indent) for value in VALUES for indent in (None, 2)] * 4
     made = [grammar.constraint() for _ in texts]  # in another thread than the one that uses it
     with ThreadPoolExecutor(4) as threads:
@@ -561,10 +561,10 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_is_compiled_once_for_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = compile_grammar(PLAIN, "json_schema", {"enum": [10, 12]})
+    first = compile_grammar(PLAIN, "schema", {"enum": [10, 12]})
     monkeypatch.setattr(structured, "CHILD", None)
-    assert compile_grammar(PLAIN, "json_schema", {"enum": [10, 12]}) is first
-    assert compile_grammar(PLAIN, "json_schema", '{"enum":[10,12]}') is first
+    assert compile_grammar(PLAIN, "schema", {"enum": [10, 12]}) is first
+    assert compile_grammar(PLAIN, "schema", '{"enum":[10,12]}') is first
 
 
 # ------------------------------------------------------------------------------------------------ the child process
@@ -582,13 +582,13 @@ def refs(length: int) -> dict[str, Any]:
 
 HOSTILE = [
     pytest.param("grammar", chain(5000), "nested too deeply", id="chain of rules"),  # ends the process
-    pytest.param("json_schema", refs(5000), "nested too deeply", id="chain of references", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"type": "integer", "multipleOf": 299_999_967}, "ran for more than 2 seconds", id="multipleOf", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "ran for more than 2 seconds", id="multiples", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"enum": [str(i) for i in range(100_000)]}, "", id="values", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"enum": [str(i) for i in range(1_000_000)]}, "has more than 1,048,576 characters", id="more values", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"properties": {str(i): {} for i in range(20_000)}}, "", id="properties", marks=pytest.mark.slow),
-    pytest.param("json_schema", {"allOf": [{"anyOf": [{"required": [f"{i} {j}"]} for j in range(10)]} for i in range(8)]}, "too large", id="products", marks=pytest.mark.slow),
+    pytest.param("schema", refs(5000), "nested too deeply", id="chain of references", marks=pytest.mark.slow),
+    pytest.param("schema", {"type": "integer", "multipleOf": 299_999_967}, "ran for more than 2 seconds", id="multipleOf", marks=pytest.mark.slow),
+    pytest.param("schema", {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "ran for more than 2 seconds", id="multiples", marks=pytest.mark.slow),
+    pytest.param("schema", {"enum": [str(i) for i in range(100_000)]}, "", id="values", marks=pytest.mark.slow),
+    pytest.param("schema", {"enum": [str(i) for i in range(1_000_000)]}, "has more than 1,048,576 characters", id="more values", marks=pytest.mark.slow),
+    pytest.param("schema", {"properties": {str(i): {} for i in range(20_000)}}, "", id="properties", marks=pytest.mark.slow),
+    pytest.param("schema", {"allOf": [{"anyOf": [{"required": [f"{i} {j}"]} for j in range(10)]} for i in range(8)]}, "too large", id="products", marks=pytest.mark.slow),
     pytest.param("regex", "((a{1,1000}){1,1000}){1,1000}", "", id="repetitions", marks=pytest.mark.slow),
     pytest.param("regex", "(a|b)*a(a|b){1000}", "", id="states", marks=pytest.mark.slow),
     pytest.param("regex", "(a?){1000}a{1000}", "", id="options", marks=pytest.mark.slow),

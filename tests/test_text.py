@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llama.cli.batch import parse as parse_line
 from transformers import LlamaForCausalLM
 from transformers.utils import get_json_schema
 
 import llama
 from llama.chat.functions import schema_of
 from llama.errors import LlamaError, UsageError
+from llama.sampling import OPTIONS as ANSWER_OPTIONS
+from llama.server.requests import parse_chat, parse_text
 from llama.text import Llama, Session, StopText
 from llama.tokenizer import Decoder
 
@@ -171,6 +174,57 @@ def test_an_unknown_option_is_an_error_that_names_it(tiny_llm: Llama) -> None:
     for function in (llama.load, llama.load_model):  # before the path is looked at
         with pytest.raises(UsageError, match=r"^unknown option 'quantise'; did you mean 'quantize'\?"):
             function("nowhere", quantise="int8")
+
+
+# Each option of an answer with a value that is not its default
+VALUES: dict[str, Any] = {
+    **{"max_new_tokens": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5},
+    **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: -100.0}, "seed": 7, "stop": ("a",)},
+    **{"processors": [lambda ids, logits: logits], "stop_token_ids": (5,), "min_tokens": 2, "ignore_eos": True},
+    **{"schema": {"type": "integer"}, "regex": "[0-9]", "grammar": 'start: "a"'},
+    **{"logprobs": True, "top_logprobs": 2, "prompt_logprobs": True},
+}
+FUNCTIONS = "a function is not JSON"
+KEYS = "all answers of a file have the same keys: --logprobs"
+NOT_IN_A_LINE = {"processors": FUNCTIONS, "logprobs": KEYS, "top_logprobs": KEYS, "prompt_logprobs": KEYS}
+NOT_IN_A_BODY = dict.fromkeys(("regex", "grammar"), "OpenAI's API has only JSON schemas") | {"processors": FUNCTIONS}
+# What OpenAI's API has in place of an option
+IN_A_BODY: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"max_tokens": 3},
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": VALUES["schema"]}}},
+    "logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+    "prompt_logprobs": {"logprobs": 0, "echo": True},
+}
+
+
+@pytest.mark.parametrize("name", ANSWER_OPTIONS)
+def test_an_option_is_the_same_in_python_in_a_line_of_a_batch_and_in_a_body(name: str, tiny_llm: Llama) -> None:
+    """Each interface has each option of SamplingParams, unless a table states the reason."""
+    value = VALUES[name]
+
+    def is_set(ids: list[int], options: dict[str, Any]) -> bool:
+        (prepared,) = tiny_llm.prepare(ids, options)
+        return bool(getattr(prepared.params, name) == value)
+
+    assert is_set([5], {name: value})
+    assert not is_set([5], {"temperature": 0.75, "seed": 1})
+    line = json.loads(json.dumps({"prompt": "a", name: None if name in NOT_IN_A_LINE else value}))
+    if name in NOT_IN_A_LINE:
+        with pytest.raises(UsageError, match=f"^unknown key '{name}'"):
+            parse_line(line, 1, None)
+    else:
+        assert is_set([5], parse_line(line, 1, None).options({"temperature": 0.75, "seed": 1}, raw=True))
+    text: dict[str, Any]
+    parse_body, text = parse_chat, {"messages": [{"role": "user", "content": "a"}]}
+    if name == "prompt_logprobs":
+        parse_body, text = parse_text, {"prompt": "a"}
+    body = json.loads(json.dumps({**text, **IN_A_BODY.get(name, {name: None if name in NOT_IN_A_BODY else value})}))
+    if name in NOT_IN_A_BODY:
+        with pytest.raises(UsageError, match=f"^unknown key '{name}'"):
+            parse_body(body, tiny_llm, "tiny")
+    else:
+        assert getattr(parse_body(body, tiny_llm, "tiny").prompts[0].params, name) == value
 
 
 FREQS, HEADS = llama.precompute_freqs_cis(16, 5), torch.ones(2, 5, 4, 16)

@@ -7,11 +7,12 @@ and the results of the functions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checks import choice, instance, shown
+from ..checks import shown
 from ..errors import UsageError
+from ..system.documents import Required, checked
 from .functions import Tools, schema_of
 
 # {"type": "function", "function": {"name": ..., "arguments": {...}}}, and an id if the input has one. The input may
@@ -38,7 +39,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Validated messages in a uniform shape. Raises UsageError with the message and the key that is wrong."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise UsageError(f"messages must be a list with at least one message, got {shown(messages)}")
-    return [_message(message, f"message {i}") for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def continues_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -53,51 +54,26 @@ def check_tools(tools: Tools | None) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools):
         raise UsageError(f"tools must be a list of functions or of their JSON schemas, got {shown(tools)}")
-    return [_object(schema_of(tool) if callable(tool) else tool, f"tool {i}") for i, tool in enumerate(tools)]
+    return [_object(schema_of(tool) if callable(tool) else tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
 
 def _message(message: Any, where: str) -> Message:
-    role = message.get("role") if isinstance(message, Mapping) else "user"
+    role = checked(message, dict, where).get("role")
     if role not in ROLES:
-        raise UsageError(f"{where}: role must be one of {', '.join(ROLES)}; got {shown(role)}")
-    checked = _checked(message, {**MESSAGE, **OF_ROLE.get(role, {})}, where)
-    if checked.get("tool_calls"):
-        checked.setdefault("content", "")
-    if "content" not in checked:
-        raise UsageError(f"{where} has no content")
-    return {key: value for key, value in checked.items() if value != []}
-
-
-def _checked(values: Any, known: Mapping[str, Callable[[Any, str], Any]], where: str) -> dict[str, Any]:
-    """A mapping with each value checked by the function of its key; None counts as missing."""
-    instance(where, values, Mapping, "a mapping")
-    for key in values:
-        if key not in known:
-            raise UsageError(f"{where}: unknown key {shown(key)}; known: {', '.join(known)}")
-    return {key: known[key](value, f"{where}: {key}") for key, value in values.items() if value is not None}
-
-
-def _string(value: Any, where: str) -> str:
-    return str(instance(where, value, str, "a string"))
-
-
-def _calls(calls: Any, where: str) -> list[ToolCall]:
-    instance(where, calls, list | tuple, "a list of calls")
-    return [_call(call, f"{where} {i}") for i, call in enumerate(calls)]
+        raise UsageError(f"{where}.role must be one of {', '.join(ROLES)}; got {shown(role)}")
+    found: Message = checked(message, {"role": str, "content": str, **OF_ROLE.get(role, {})}, where)
+    if found.get("tool_calls"):
+        found.setdefault("content", "")
+    if "content" not in found:
+        raise UsageError(f"{where}.content is missing")
+    return {key: value for key, value in found.items() if value != []}
 
 
 def _call(call: Any, where: str) -> ToolCall:
     if isinstance(call, Mapping) and "function" not in call:  # only the inner mapping, perhaps with an id
         outer = {key: value for key, value in call.items() if key not in FUNCTION}
         call = {"type": "function", "function": {key: call.get(key) for key in FUNCTION}, **outer}
-    return {**_checked(call, CALL, where), "type": "function"}
-
-
-def _function(function: Any, where: str) -> dict[str, Any]:
-    checked = _checked(function, FUNCTION, where)
-    if len(checked) < len(FUNCTION):
-        raise UsageError(f"{where} must have {' and '.join(FUNCTION)}, got {shown(function)}")
-    return checked
+    return {**checked(call, CALL, where), "type": "function"}
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -108,7 +84,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{where} must be JSON-serializable: {error}") from None
     if not isinstance(copy, dict) or deeper(copy, DEEPEST_JSON):
-        raise UsageError(f"{where} must be a mapping of at most {DEEPEST_JSON} levels, got {shown(value)}")
+        raise UsageError(f"{where} must be an object of at most {DEEPEST_JSON} levels, got {shown(value)}")
     return copy
 
 
@@ -118,11 +94,12 @@ def deeper(value: Any, levels: int) -> bool:
     return inner is not None and (levels == 0 or any(deeper(item, levels - 1) for item in inner))
 
 
-# Key -> the function that checks its value
-Checks = dict[str, Callable[[Any, str], Any]]
-FUNCTION: Checks = {"name": _string, "arguments": _object}
-CALL: Checks = {"type": lambda value, where: choice(where, value, ("function",)), "id": _string, "function": _function}
-MESSAGE: Checks = {"role": _string, "content": _string}
-TOOL: Checks = {"tool_call_id": _string, "name": _string}
-ASSISTANT: Checks = {"tool_calls": _calls, "reasoning_content": _string}
-OF_ROLE: dict[str, Checks] = {"assistant": ASSISTANT, "tool": TOOL, "ipython": TOOL}
+# The kinds of the entries (system/documents.py)
+FUNCTION = {"name": Required(str), "arguments": Required(_object)}
+CALL = {"type": "function", "id": str, "function": Required(FUNCTION)}
+TOOL = {"tool_call_id": str, "name": str}
+OF_ROLE: dict[str, Any] = {
+    "assistant": {"tool_calls": [_call], "reasoning_content": str},
+    "tool": TOOL,
+    "ipython": TOOL,
+}

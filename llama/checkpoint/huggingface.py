@@ -25,7 +25,7 @@ from ..quant.blocks import Blocks
 from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
-from ..sampling import OPTIONS, SamplingParams
+from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..system.pages import drop_pages
 from ..tokenizer import Named, Tokenizer
@@ -320,7 +320,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _sampling(self) -> dict[str, Any]:
         """The options of generation_config.json: temperature and filters only if it sets do_sample."""
         samples = self.generation.get("do_sample") is True
-        keys = (*OPTIONS,) if samples else ("repetition_penalty",)
+        keys = option_names("number") if samples else ["repetition_penalty"]
         options: dict[str, Any] = {"temperature": 1.0} if samples else {}
         options |= {key: self.generation[key] for key in keys if self.generation.get(key) is not None}
         try:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     raw = loading.pick_form(args, llm)
     ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
     output.check_model(args, llm, ids, options)
-    options |= {"draft": loading.load_draft(args, llm), "logprobs": args.logprobs}
+    options |= {"draft": loading.load_draft(args, llm)}
     read_weights(len(ids) + args.max_new_tokens)
     options["session"] = session = output.load_session(args, llm)
     if session is not None and session.messages:

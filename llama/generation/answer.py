@@ -141,16 +141,12 @@ def exclude_until(length: int, ids: Sequence[int]) -> Processor:
 
 @dataclass(eq=False)
 class Job(Request):
-    """A request with what ends the text of its answer.
+    """A request for a text.
 
-    stops      strings that end it; one that names a control token, which has no text, stops at its id
-    stop_ids   ids that end it, besides the tokenizer's
     continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
                in a chat; if the vocabulary adds a space before every text, the first space is dropped
     """
 
-    stops: Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
     continues: bool = True
 
 
@@ -165,11 +161,10 @@ class Answer:
         self.ids: list[int] = []
         self.done = False
         self._decoder = Decoder(tokenizer, job.ids if job.continues else ())
-        self._stop_text = StopText(job.stops)
-        named = (tokenizer.control[stop] for stop in job.stops if stop in tokenizer.control)
-        self._stop_ids = {*job.stop_ids, *named}
-        self._scores: list[float] = []
-        self._tops: list[Mapping[int, float]] = []
+        stops, stop_ids = job.params.stop, job.params.stop_token_ids
+        self._stop_text = StopText(stops)  # one that names a control token, which has no text, stops at its id
+        self._stop_ids = {*stop_ids, *(tokenizer.control[stop] for stop in stops if stop in tokenizer.control)}
+        self._tokens: list[Token] = []
         self._prompt_scores: list[float | None] | None = None
         self._texts: list[str] = []
         self._started = self._last = time.perf_counter()
@@ -188,10 +183,7 @@ class Answer:
             self.done = True
             return None
         self.ids.append(token.id)
-        if token.logprob is not None:
-            self._scores.append(token.logprob)
-        if token.top:
-            self._tops.append(token.top)
+        self._tokens.append(token)
         self._texts.append(self._stop_text.feed(self._decoder.feed(token.id)))
         self.done = self._stop_text.found
         return self._texts[-1]
@@ -214,6 +206,7 @@ class Answer:
             accepted_tokens=accepted,
         )
         finish: FinishReason = "stop" if self.done else "length"
-        scores = self._scores if self.job.logprobs else None
+        scores = [token.logprob for token in self._tokens if token.logprob is not None] if self.job.logprobs else None
+        tops = [token.top for token in self._tokens if token.top] or None
         full = "".join([*self._texts, text])
-        return Piece(text, Completion(full, self.ids, finish, scores, stats, self._tops or None, self._prompt_scores))
+        return Piece(text, Completion(full, self.ids, finish, scores, stats, tops, self._prompt_scores))

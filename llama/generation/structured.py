@@ -1,6 +1,6 @@
 """Structured output: a JSON schema, a regular expression or a grammar limits which tokens may come next.
 
-    grammar = compile_grammar(tokenizer, "json_schema", {"type": "object", ...})     once
+    grammar = compile_grammar(tokenizer, "schema", {"type": "object", ...})          once
     constraint = grammar.constraint()                                                for each answer
     logits = logits.masked_fill(~constraint.allowed(), -inf)                         for each token
     constraint.advance(id)
@@ -69,8 +69,10 @@ DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allow
 
 # ------------------------------------------------------------------------------------------------ kinds of grammars
 def _json_schema(source: Any) -> list[dict[str, Any]]:
-    """The answer is a JSON value that matches a schema, given as a mapping or as JSON text."""
+    """The answer is a JSON value that matches a schema, given as a mapping, JSON text or a model of pydantic."""
     try:
+        if isinstance(source, type) and hasattr(source, "model_json_schema"):
+            source = source.model_json_schema()
         schema = json.loads(source) if isinstance(source, str) else json.loads(json.dumps(source, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not valid JSON: {error}") from None
@@ -138,9 +140,9 @@ def _text(what: str, source: Any) -> str:
     return source
 
 
-# Kind of grammar -> its name in messages, and the function that converts it to llguidance's grammars
+# Option of an answer -> its name in messages, and the function that converts it to llguidance's grammars
 KINDS: dict[str, tuple[str, Callable[[Any], list[dict[str, Any]]]]] = {
-    "json_schema": ("JSON schema", _json_schema),
+    "schema": ("JSON schema", _json_schema),
     "regex": ("regular expression", _regex),
     "grammar": ("grammar", _lark),
 }
@@ -221,7 +223,7 @@ def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mapping[str, Any]) -> Grammar:
     """Compile a grammar for the answers of a model with this tokenizer. Compiled grammars are cached.
 
-    kind    one of KINDS: "json_schema", "regex" or "grammar"
+    kind    one of KINDS: "schema", "regex" or "grammar"
     source  the text; a JSON schema may be a mapping
 
     A child process compiles it first, so that a hostile grammar costs 2 s and 768 MiB at most. Raises UsageError if

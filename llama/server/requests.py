@@ -15,39 +15,46 @@ from typing import Any
 from .. import checks
 from ..chat.messages import continues_answer, deeper
 from ..checks import shown
-from ..errors import CheckpointError, ContextLengthError, UsageError
+from ..errors import ContextLengthError, UsageError
 from ..generation.answer import Job
 from ..generation.structured import forced_call
-from ..sampling import LARGEST_SEED, OPTIONS
-from ..system.documents import KINDS, parse_json
-from ..text import ENDS, LONGEST_TOKEN, Llama
+from ..sampling import LARGEST_SEED, option_names
+from ..system.documents import Required, by_id, check_unicode, checked, parse_json
+from ..text import LONGEST_TOKEN, Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
-TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
 SHOWN_TOP = 10  # alternatives for each token
 
-# Field -> the type of its values, or the range of its integers. `object`: checked where it is used.
-Known = dict[str, Any]
+
+def tool_name(name: Any, where: str) -> Any:
+    """The name of a function, as a kind."""
+    if not re.fullmatch(pattern := "[a-zA-Z0-9_.-]{1,64}", checked(name, str, where)):
+        raise UsageError(f"{where} must match {pattern}, got {shown(name)}")
+    return name
+
+
+# The kinds of the fields (system/documents.py). `object`: checked where it is used.
 TOKENS, TOP = (-1, 2**31), (0, MOST_LOGPROBS)
-GENERATION: Known = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": dict}
-GENERATION |= dict.fromkeys(OPTIONS, object)
-SHARED: Known = {"n": (1, MOST_ANSWERS), "stream": bool, "stream_options": dict, "prompt_cache_key": str}
-SHARED |= GENERATION | dict.fromkeys(ENDS, object)
-CHAT: Known = {"messages": list, "chat_template_kwargs": dict, "response_format": dict}
-CHAT_FIELDS: Known = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_logprobs": TOP, "tools": list}
+GENERATION = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": by_id}
+GENERATION |= dict.fromkeys(option_names("number"), object)
+STREAM_OPTIONS = {"include_usage": bool, "include_obfuscation": bool}
+SHARED = {"n": (1, MOST_ANSWERS), "stream": bool, "stream_options": STREAM_OPTIONS, "prompt_cache_key": str}
+SHARED |= GENERATION | dict.fromkeys(option_names("end"), object)
+NAMED_SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
+FORMAT = {"type": str, "schema": dict, "json_schema": NAMED_SCHEMA}
+FUNCTION = {"name": Required(tool_name), "description": str, "parameters": dict, "strict": bool}
+TOOL = {"type": Required("function"), "function": Required(FUNCTION)}
+CHAT = {"messages": list, "chat_template_kwargs": dict, "response_format": FORMAT}
+CHAT_FIELDS = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_logprobs": TOP, "tools": [TOOL]}
 CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
-TEXT_FIELDS: Known = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
-STREAM_OPTIONS: Known = {"include_usage": bool, "include_obfuscation": bool}
-TOOL: Known = {"type": str, "function": dict}
-FUNCTION: Known = {"name": str, "description": str, "parameters": dict, "strict": bool}
-FORMAT: Known = {"type": str, "schema": dict, "json_schema": dict}
-NAMED_SCHEMA: Known = {"name": str, "description": str, "schema": dict, "strict": bool}
-ANSWER_FIELDS: Known = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **GENERATION}
-INSIDE_FIELDS: Known = {"model": object, "ids": list, "head": list, "off": list}
+PART = {"type": Required("text"), "text": Required(str)}
+TEXT_FIELDS = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
+ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **GENERATION}
+INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
@@ -82,17 +89,10 @@ class UnknownModel(UsageError):
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises UsageError."""
-    try:
-        body = parse_json(raw, "the body")
-    except CheckpointError as error:
-        raise UsageError(str(error)) from None
+    body = parse_json(raw, "the body", UsageError)
     if deeper(body, DEEPEST):
         raise UsageError(f"the body must not be nested deeper than {DEEPEST} levels")
-    for name, value in body.items():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{name} must be valid Unicode, but it has a lone surrogate") from None
+    check_unicode(body)
     return body
 
 
@@ -109,7 +109,8 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
         raise UsageError("top_logprobs needs logprobs: true")
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top}
     call.several_calls, choice = body.get("parallel_tool_calls", True), body.get("tool_choice", "auto")
-    tools = [] if choice == "none" else _tools(body.get("tools", []))
+    checks.integer("the number of tools", len(body.get("tools", [])), 0, MOST_TOOLS)
+    tools = [] if choice == "none" else body.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
     options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, tools)
     if options["schema"] and options["grammar"]:
@@ -194,27 +195,10 @@ def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
 
 
 # ------------------------------------------------------------------------------------------------------------- fields
-def _entries(value: Any, known: Known, where: str = "") -> dict[str, Any]:
-    """An object's entries that are not null. Raises UsageError for an unknown one, or a value of another kind.
-
-    where  the path of the object in the body, with a dot at its end
-    """
-    checks.instance(where[:-1], value, dict, "an object")
-    if unknown := [key for key in value if key not in known]:
-        raise UsageError(f"unknown field {where + unknown[0]!r:.80}; known: {', '.join(known)}")
-    entries = {key: item for key, item in value.items() if item is not None}
-    for key, item in entries.items():
-        if isinstance(kind := known[key], tuple):
-            checks.integer(where + key, item, *kind)
-        elif not isinstance(item, kind):
-            raise UsageError(f"{where}{key} must be {KINDS[kind]}, got {shown(item)}")
-    return entries
-
-
-def _fields(body: Mapping[str, Any], known: Known, model: str) -> dict[str, Any]:
-    body = _entries({name: value for name, value in body.items() if name not in UNUSED}, known)
-    check_model(body.get("model", model), model)
-    return body
+def _fields(body: Mapping[str, Any], known: Mapping[str, Any], model: str) -> dict[str, Any]:
+    fields: dict[str, Any] = checked({name: value for name, value in body.items() if name not in UNUSED}, known)
+    check_model(fields.get("model", model), model)
+    return fields
 
 
 def check_model(name: object, model: str) -> None:
@@ -231,21 +215,19 @@ def _owned(body: Mapping[str, Any], prompts: Sequence[Job]) -> list[Job]:
 
 def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], AnswerRequest]:
     """The options of `Llama.prepare` that both endpoints have, and an AnswerRequest with the shared fields."""
-    options = {name: body[name] for name in (*OPTIONS, *ENDS) if name in body}
+    options = {name: body[name] for name in (*option_names("number", "end"), "logit_bias") if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
     if "seed" in body:
         options["seed"] = body["seed"] % (LARGEST_SEED + 1)
-    bias, last = body.get("logit_bias", {}), llm.model.config.vocab_size - 1
-    if not all(re.fullmatch("0|[1-9][0-9]{0,8}", key) for key in bias):
-        raise UsageError("the keys of logit_bias must be token ids")
-    options["logit_bias"] = {checks.integer("an id of logit_bias", int(key), 0, last): bias[key] for key in bias}
+    for id in body.get("logit_bias", ()):
+        checks.integer("an id of logit_bias", id, 0, llm.model.config.vocab_size - 1)
     if (stop := options.get("stop")) == "" or isinstance(stop, list):  # lm-eval sends "", which llama-server ignores
         options["stop"] = [text for text in stop if text != ""]
-    more = _entries(body.get("stream_options", {}), STREAM_OPTIONS, "stream_options.")
-    if more and not body.get("stream"):
+    more, stream = body.get("stream_options", {}), body.get("stream", False)
+    if more and not stream:
         raise UsageError("stream_options needs stream: true")
-    return options, AnswerRequest(body.get("n", 1), body.get("stream", False), more.get("include_usage", False))
+    return options, AnswerRequest(body.get("n", 1), stream, more.get("include_usage", False))
 
 
 def _limit(tokens: int, llm: Llama) -> int:
@@ -254,30 +236,23 @@ def _limit(tokens: int, llm: Llama) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- prompts and ids
-def _fitting(ids: list[int], llm: Llama) -> list[int]:
-    """Return the ids. Raises ContextLengthError if there are too many."""
-    if len(ids) >= (context := llm.model.max_seq_len):
+def _check_size(count: int, llm: Llama, unit: str = "tokens", most: int = 1) -> None:
+    """Raise ContextLengthError for a prompt of too many tokens or, before it is encoded for seconds, characters.
+
+    most  the number of units in a token
+    """
+    if count >= most * (context := llm.model.max_seq_len):
         raise ContextLengthError(
-            f"the prompt has {len(ids)} tokens, but the context of {context} must hold prompt and answer; shorten"
+            f"the prompt has {count:,} {unit}, but the context of {context} tokens must hold prompt and answer; shorten"
             " the prompt"
         )
-    return ids
 
 
 def _ids(name: str, ids: Any, llm: Llama, kinds: str = "") -> list[int]:
     if not isinstance(ids, list) or not ids:
         raise UsageError(f"{name} must be {kinds}a list of token ids, got {shown(ids)}")
-    last = llm.model.config.vocab_size - 1
-    return [checks.integer(f"a token id of {name}", id, 0, last) for id in _fitting(ids, llm)]
-
-
-def _check_characters(count: int, llm: Llama) -> None:
-    """Reject text that can't fit into the context. Encoding it first would take seconds for megabytes."""
-    context = llm.model.max_seq_len
-    if count > LONGEST_TOKEN * context:
-        raise ContextLengthError(
-            f"the prompt has {count:,} characters, but the context has only {context} tokens; shorten the prompt"
-        )
+    _check_size(len(ids), llm)
+    return [checks.integer(f"a token id of {name}", id, 0, llm.model.config.vocab_size - 1) for id in ids]
 
 
 def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[int]]:
@@ -287,9 +262,10 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
     ids = []
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
-            _check_characters(len(one) + len(suffix or ""), llm)
+            _check_size(len(one) + len(suffix or ""), llm, "characters", LONGEST_TOKEN)
             found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
-            ids.append(_fitting(found, llm))
+            _check_size(len(found), llm)
+            ids.append(found)
         elif suffix is None:
             ids.append(_ids("prompt", one, llm, "a text, a list of texts or "))
         else:
@@ -301,14 +277,17 @@ def _conversation(
     body: Mapping[str, Any], tools: list[dict[str, Any]], llm: Llama, forced: bool = False
 ) -> tuple[bool, list[int]]:
     """Whether the answer continues the last message, and the ids of the messages."""
-    messages, more = [_message(message) for message in body.get("messages", [])], body.get("chat_template_kwargs", {})
-    _check_characters(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm)
-    return continues_answer(messages), _fitting(llm.encode_chat(messages, tools or None, more, forced=forced), llm)
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
+    more = body.get("chat_template_kwargs", {})
+    _check_size(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm, "characters", LONGEST_TOKEN)
+    ids = llm.encode_chat(messages, tools or None, more, forced=forced)
+    _check_size(len(ids), llm)
+    return continues_answer(messages), ids
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _message(message: Any, where: str) -> dict[str, Any]:
     """A message without nulls and unused keys, with its text parts joined. `encode_chat` checks it."""
-    checks.instance("a message", message, dict, "an object")
+    checked(message, dict, where)
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     unused = () if role in ("tool", "ipython") else ("name",)
     message = {key: item for key, item in _without_added(message).items() if item is not None and key not in unused}
@@ -317,9 +296,7 @@ def _message(message: Any) -> dict[str, Any]:
     if role == "assistant":
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
-        parts = [_entries(part, {"type": str, "text": str}, "a part of content.") for part in message["content"]]
-        if any(part.keys() != {"type", "text"} or part["type"] != "text" for part in parts):
-            raise UsageError(f"each part of content must be {{type: text, text: ..}}, got {shown(message['content'])}")
+        parts = checked(message["content"], [PART], f"{where}.content")
         message["content"] = "".join(part["text"] for part in parts)
     return message
 
@@ -333,30 +310,15 @@ def _without_added(value: Any) -> Any:
     return {key: _without_added(item) if key in INNER else item for key, item in value.items() if key not in ADDED}
 
 
-# ------------------------------------------------------------------------------------------------- tools and schemas
-def _tools(tools: list[Any]) -> list[dict[str, Any]]:
-    checks.integer("the number of tools", len(tools), 0, MOST_TOOLS)
-    checked = []
-    for i, tool in enumerate(tools):
-        function = _entries(_entries(tool, TOOL, f"tools[{i}].").get("function"), FUNCTION, f"tools[{i}].function.")
-        if tool.get("type") != "function" or not re.fullmatch(TOOL_NAME, function.get("name", "")):
-            raise UsageError(f"tools[{i}] must be {{type: function, function: {{name: {TOOL_NAME}, ..}}}}")
-        checked.append({"type": "function", "function": function})
-    return checked
-
-
-def _schema(form: Any) -> dict[str, Any] | None:
+def _schema(form: Mapping[str, Any]) -> dict[str, Any] | None:
     """The schema of the answer that a response_format asks for; None for plain text."""
-    form = _entries(form, FORMAT, "response_format.")
-    match form.get("type", "text"):
-        case "text":
+    match {"type": "text", **form}:
+        case {"type": "text"}:
             return None
-        case "json_object":
+        case {"type": "json_object"}:
             return {"type": "object", **form.get("schema", {})}
-        case "json_schema":
-            named = _entries(form.get("json_schema"), NAMED_SCHEMA, "response_format.json_schema.")
-            if "schema" in named:
-                return dict(named["schema"])
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return dict(schema)
     raise UsageError(
         "response_format must be {type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}},"
         f" got {shown(form)}"

@@ -1,24 +1,30 @@
-"""JSON from somebody else: read by Python's json, then each entry checked for its type where it is used."""
+"""JSON from somebody else: read by Python's json, then checked: at once by a table, or entry by entry (`Fields`)."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar
 
-from ..errors import CheckpointError, ConfigError, DamagedError, LlamaError
+from ..checks import integer, shown
+from ..errors import CheckpointError, ConfigError, DamagedError, LlamaError, UsageError
 
 # Largest file in bytes: 150 MB of JSON take gigabytes as Python objects. The index of a 405B model has 0.1 million
 # bytes, a tokenizer.json 10 to 20 million.
 LARGEST, LARGEST_TOKENIZER = 2**22, 2**28
 
+ID = re.compile("0|[1-9][0-9]{0,8}")
+
 T = TypeVar("T")
-REQUIRED: Any = object()
-KINDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", list: "a list",
-         dict: "an object"}  # fmt: skip
+KINDS: dict[Any, str] = {
+    **{int: "an integer", float: "a finite number", bool: "true or false", str: "a string"},
+    **{list: "a list", dict: "an object", str | int: "a string or an integer"},
+}
 
 
 def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
@@ -58,6 +64,65 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def check_unicode(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for an entry with half of a surrogate pair, which JSON can spell and UTF-8 can't."""
+    for name, value in values.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{name} must be valid Unicode, but it has a lone surrogate") from None
+
+
+class Required(NamedTuple):
+    """The kind of an entry that an object must have (`checked`)."""
+
+    kind: Any
+
+
+def checked(value: Any, kind: Any, where: str = "", error: type[LlamaError] = UsageError) -> Any:
+    """The value, without the entries of objects that are null. Raises `error` unless it is of the kind, one of these:
+
+    a type of KINDS, or `object` for any value. A float may be an integer, and is finite; an int is not true or false
+    (low, high)    an integer in this range
+    a string       this string
+    [kind]         a list of values of one kind
+    {key: kind}    an object, each entry of its kind; a null counts as missing, a key that is not listed is an error
+    a function     function(value, where) -> the checked value
+
+    where  the path of the value in the document, such as "messages[0].content"
+    """
+    match kind:
+        case type() | UnionType():
+            if not _matches(value, kind):
+                raise error(f"{where} must be {KINDS[kind]}, got {shown(value)}")
+            return value
+        case (low, high):
+            return integer(where, value, low, high, error)
+        case str():
+            if value != kind:
+                raise error(f"{where} must be {kind!r}, got {shown(value)}")
+            return value
+        case [inner]:
+            items = checked(value, list, where, error)
+            return [checked(item, inner, f"{where}[{i}]", error) for i, item in enumerate(items)]
+        case dict():
+            return _entries(checked(value, dict, where, error), kind, f"{where}." if where else "", error)
+    return kind(value, where)
+
+
+def _entries(values: Mapping[str, Any], known: Mapping[str, Any], where: str, error: type[LlamaError]) -> Any:
+    found = {}
+    for key, value in values.items():
+        if key not in known:
+            raise error(f"unknown key {f'{where}{key}'!r:.80}; known: {', '.join(known)}")
+        if value is not None:
+            kind = known[key].kind if isinstance(known[key], Required) else known[key]
+            found[key] = checked(value, kind, f"{where}{key}", error)
+    if missing := [key for key, kind in known.items() if isinstance(kind, Required) and key not in found]:
+        raise error(f"{where}{missing[0]} is missing")
+    return found
+
+
 class Fields:
     """Typed access to a mapping. `unknown` returns the keys that were never read."""
 
@@ -65,32 +130,36 @@ class Fields:
         self.values, self.where = values, where
         self.keys_read: set[str] = set()
 
-    def get(self, key: str, type: type[T], default: T | None = REQUIRED) -> T:
-        """The value of a key, which must have the type; `object` accepts all. A null counts as missing.
+    def get(self, key: str, type: type[T], default: Any = Required) -> T:
+        """The value of a key, of a type that `checked` accepts. A null counts as missing.
 
-        float accepts integers too, and refuses NaN and infinity; int refuses true and false. Raises ConfigError with
-        the key, the value and the type; also if the key is missing and there is no default.
+        Raises ConfigError with the key, the value and the type; also if the key is missing and there is no default.
         """
         self.keys_read.add(key)
         value = self.values.get(key)
-        if value is None:
-            if default is REQUIRED:
-                raise ConfigError(f"{self.where}: the key {key} is missing")
-            return default  # type: ignore[return-value]
-        if not _matches(value, type):
-            raise ConfigError(f"{self.where}: {key} must be {KINDS[type]}, got {value!r:.80}")
-        return value
+        if value is not None:
+            return checked(value, type, f"{self.where}: {key}", ConfigError)
+        if default is Required:
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return default
 
     def unknown(self) -> list[str]:
         return sorted(self.values.keys() - self.keys_read)
 
 
-def _matches(value: Any, type: type) -> bool:
+def _matches(value: Any, type: Any) -> bool:
     if isinstance(value, bool):
         return type in (bool, object)
     if type is float:
         return isinstance(value, int | float) and abs(value) < math.inf  # false for NaN too
-    return isinstance(value, Mapping if type is dict else type)
+    return isinstance(value, Mapping if type is dict else list | tuple if type is list else type)
+
+
+def by_id(value: Any, where: str) -> dict[int, Any]:
+    """An object whose keys are ids, as a kind of `checked`: {id: value}."""
+    if not all(ID.fullmatch(key) for key in checked(value, dict, where)):
+        raise UsageError(f"the keys of {where} must be token ids, got {shown(value)}")
+    return {int(key): item for key, item in value.items()}
 
 
 def start_of(path: Path) -> bytes:

@@ -100,7 +100,7 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
     options = {"temperature": 1.3, **filters}
     more = {"response_format": FORMAT} if grammar else {}
     prompt, tokens, _ = answer(server, messages=MESSAGES, seed=3, max_tokens=6, top=20, **options, **more)
-    constraint = compile_grammar(tiny_llm.tokenizer, "json_schema", SCHEMA).constraint()
+    constraint = compile_grammar(tiny_llm.tokenizer, "schema", SCHEMA).constraint()
     text = list(prompt)
     for one in tokens:
         logits = next_logits(tiny_llm, text)
@@ -360,7 +360,7 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("inside", {"ids": [5] * 300}, "the prompt has 300 tokens"),
         ("answer", {"ids": [5] * 250, "answer": [5] * 6}, "256"),
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
-        ("answer", {"ids": [5], "stop": "a"}, "unknown field 'stop'"),
+        ("answer", {"ids": [5], "stop": "a"}, "unknown key 'stop'"),
         ("page", {"ids": [5, 999]}, "a token id of ids must be"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...checks import number
 from ...errors import UsageError
 from ...hub import default_model
-from ...sampling import OPTIONS, SamplingParams
+from ...sampling import OPTIONS, SamplingParams, option_names
 from . import files
 from .parser import MANY, RARE, Group, HelpAll, Row
 
@@ -146,10 +146,11 @@ def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
 
     A sampling option that is not set is None: the checkpoint's default or the fallback applies.
     """
+    about = {name: field.metadata["about"] for name, field in OPTIONS.items()}
     numbers = {}
-    for name, field in OPTIONS.items():
-        kind = type(field.default)
-        numbers[name] = (f"{option(name)} {'N' if kind is int else 'X'}", kind, field.metadata["about"])
+    for name in option_names("number"):
+        kind = type(OPTIONS[name].default)
+        numbers[name] = (f"{option(name)} {'N' if kind is int else 'X'}", kind, about[name])
     order = "applied in this order: penalties, logit bias, grammar, temperature, then the filters as listed"
     grammars = "constrain the answer (docs/guides/structured.md; needs pip install 'clearllama[structured]')"
     sessions = "keep the KV cache in a file; a prompt with the same prefix reuses it (docs/guides/long-contexts.md)"
@@ -164,19 +165,19 @@ def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
     return [
         *model(),
         Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}"),
-        ("-n --max-new-tokens N", int, "maximum number of new tokens", {"default": max_new_tokens}),
+        ("-n --max-new-tokens N", int, about["max_new_tokens"], {"default": max_new_tokens}),
         ("--temperature --temp X", *numbers.pop("temperature")[1:]),
         numbers.pop("top_p"),
-        ("--seed N", int, "make the answer repeatable (default: random)"),
+        ("--seed N", int, about["seed"]),
         ("--stop TEXT", str, "end the answer before this text; may be repeated", MANY),
         Group("advanced sampling", order, rare=True),
         *numbers.values(),
         ("--logit-bias ID=B", bias, "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
-        ("--min-tokens N", int, "do not end the answer before it has N tokens", {"default": 0}),
-        ("--ignore-eos", bool, "do not end the answer before --max-new-tokens"),
+        ("--min-tokens N", int, about["min_tokens"]),
+        ("--ignore-eos", bool, about["ignore_eos"]),
         Group("structured output", grammars, rare=True, exclusive=True),
         ("--json-schema FILE", str, "a file with a JSON schema", {"dest": "schema"}),
-        ("--regex EXPRESSION", str, "a regular expression that the whole answer matches"),
+        ("--regex EXPRESSION", str, about["regex"]),
         ("--grammar FILE", str, "a file with a context-free grammar in llguidance's Lark syntax"),
         Group("session", sessions, rare=True),
         ("--load-session FILE", str, "load a saved session; the first run may name the FILE of --save-session"),
@@ -193,16 +194,15 @@ def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
 
 # --------------------------------------------------------------------------------------- the values of parsed options
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The given sampling and grammar options, checked, as keyword arguments of Llama.generate."""
-    names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    options["logit_bias"] = dict(args.logit_bias)
+    """The given options of an answer, checked, as keyword arguments of Llama.generate."""
+    options = {name: value for name in OPTIONS if (value := getattr(args, name, None)) not in (None, [])}
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
-    options |= {"stop": args.stop, "min_tokens": args.min_tokens, "ignore_eos": args.ignore_eos}
     for name in ("schema", "grammar"):
-        if getattr(args, name) is not None:
-            options[name] = files.read_text(Path(getattr(args, name)))
-    return options if args.regex is None else {**options, "regex": args.regex}
+        if name in options:
+            options[name] = files.read_text(Path(options[name]))
+    return options
 
 
 def load_options(args: argparse.Namespace, **overrides: Any) -> LoadOptions:

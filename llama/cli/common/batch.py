@@ -7,8 +7,6 @@ line; the same command then answers the prompts whose ids have no answer (resume
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,14 +19,18 @@ from ...chat.messages import check_messages, continues_answer
 from ...checks import integer
 from ...errors import LlamaError, UsageError
 from ...generation.answer import Job
-from ...sampling import SamplingParams
-from ...system.documents import parse_json
-from ...text import BATCH_SIZE, ENDS, GRAMMARS, Llama
+from ...sampling import SamplingParams, option_names
+from ...system.documents import by_id, check_unicode, checked, parse_json
+from ...text import BATCH_SIZE, Llama
 from . import arguments, files, loading, output, ranks, terminal
 from .resume import Id, Output, record_of
 
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "processors"]
-KEYS = ("id", "prompt", "messages", "system", *SAMPLING, *ENDS, *GRAMMARS)
+OWN = option_names("", "number", "end", "grammar")  # the options that a line may have
+KEYS: dict[str, Any] = {
+    **{"id": Id, "prompt": str, "messages": list, "system": str},
+    **dict.fromkeys(OWN, object),
+    "logit_bias": by_id,
+}
 NOT_WITH_PROMPTS = (
     *("text", "prompt", "file", "suffix", "parse_special", "json"),
     *("draft", "draft_tokens", "load_session", "save_session"),
@@ -55,8 +57,8 @@ class Item:
         merged = {**options, "continues": raw or continues_answer(self.messages)}
         if "seed" in merged:
             merged["seed"] = (merged["seed"] + self.number - 1) % 2**63
-        if self.own.keys() & GRAMMARS:  # it replaces a grammar of another kind
-            merged |= dict.fromkeys(GRAMMARS)
+        if self.own.keys() & option_names("grammar"):  # it replaces a grammar of another kind
+            merged |= dict.fromkeys(option_names("grammar"))
         return {**merged, **{name: value for name, value in self.own.items() if name != "system"}}
 
 
@@ -79,35 +81,22 @@ def read_items(args: argparse.Namespace) -> list[Item]:
     return list(items.values())
 
 
-def parse(values: dict[str, Any], number: int, system: str | None) -> Item:
+def parse(line: dict[str, Any], number: int, system: str | None) -> Item:
     """The item of a line. Raises UsageError for a mistake that shows before the model is loaded.
 
     system  the command's system message
     """
-    if unknown := [key for key in values if key not in KEYS]:
-        raise UsageError(f"unknown key {unknown[0]!r:.80}; known: {', '.join(KEYS)}")
+    check_unicode(line)
+    values = checked(line, KEYS)
     if ("prompt" in values) == ("messages" in values):
         raise UsageError('expected either "prompt" or "messages"')
     if "messages" in values and (system is not None or "system" in values):
         raise UsageError("the line has messages, which include a system message: leave system (--system) out")
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-        if "logit_bias" in values:
-            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, UTF-8 can't
-        raise UsageError("half of a surrogate pair is not a character; write both halves") from None
-    except (AttributeError, ValueError):
-        raise UsageError("logit_bias must be an object of token ids and numbers") from None
-    SamplingParams(**{key: values[key] for key in SAMPLING if key in values})
-    id = values.pop("id", number)
-    if not isinstance(id, Id) or isinstance(id, bool):
-        raise UsageError(f"id must be a string or an integer, got {id!r:.80}")
-    prompt: dict[str, Any] = {key: values.pop(key) for key in ("prompt", "messages") if key in values}
-    messages = [{"role": "user", "content": prompt.get("prompt")}]
-    if (system := values.get("system", system)) is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    messages = prompt.get("messages", messages)
-    check_messages(messages)
+    SamplingParams(**{key: values[key] for key in option_names("", "number") if key in values})
+    id, prompt = values.pop("id", number), {key: values.pop(key) for key in ("prompt", "messages") if key in values}
+    turns = {"system": values.get("system", system), "user": prompt.get("prompt")}
+    messages = [{"role": role, "content": text} for role, text in turns.items() if text is not None]
+    check_messages(messages := prompt.get("messages", messages))
     return Item(id, number, prompt, messages, values)
 
 
@@ -119,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             what = "the PROMPT argument" if name == "text" else arguments.option(name)
             raise UsageError(f"--prompts reads prompts and writes JSON lines: leave {what} out")
     size = integer("--batch-size", BATCH_SIZE if args.batch_size is None else args.batch_size, 1, 4096)
-    options = {**arguments.sampling_options(args), "logprobs": args.logprobs}
+    options = arguments.sampling_options(args)
     items = ranks.first(args, lambda: read_items(args))
     target = None if args.output in (None, "-") else Output(args.output)
     llm, read_weights = loading.prepare(args)
