@@ -71,8 +71,6 @@ def generate(  # many parameters, since an answer has no other state
     stop_ids: Collection[int] = (),
     n_vocab: int | None = None,
     cache: KVCache | None = None,
-    logprobs: bool = False,
-    top_logprobs: int = 0,
     constraint: Constraint | None = None,
     chunk: int | None = None,
     diagnose: Diagnosis | None = None,
@@ -81,12 +79,9 @@ def generate(  # many parameters, since an answer has no other state
     """Yield new tokens until a stop id, max_new_tokens, or the end of the context.
 
     prompt    ids; at least one. The first cache.length of them are in the cache and are not fed again
-    n_vocab   ids from here on are never chosen: rows of the embedding without a token in the vocabulary
     cache     the KV cache to use and to leave filled; default: a new one
-    top_logprobs  the number of most probable tokens in Token.top
-    constraint    limits the tokens; usable for one answer only
-    diagnose      explains logits that are not finite, for the error message
-    progress      see `Progress`
+    progress  see `Progress`
+    The others are those of `Chooser`.
 
     Raises ContextLengthError if the prompt leaves no room for one new token, NumericalError if a logit is not finite.
     """
@@ -101,8 +96,6 @@ def generate(  # many parameters, since an answer has no other state
         cache.device,
         stop_ids=stop_ids,
         n_vocab=n_vocab,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
         constraint=constraint,
         world=model.world,
         diagnose=diagnose,

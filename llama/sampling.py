@@ -178,6 +178,11 @@ class SamplingParams:
         return self.temperature < 1e-5 or self.top_k == 1
 
     @property
+    def scored(self) -> bool:
+        """Whether each token gets its log-probability."""
+        return self.logprobs or self.top_logprobs > 0
+
+    @property
     def plain(self) -> bool:
         """Whether the logits are used as they are, apart from temperature and the filters after it."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -298,11 +303,10 @@ def choose(
     params: SamplingParams,
     text: History | None = None,
     generator: torch.Generator | None = None,
-    logprobs: bool = False,
     allowed: Tensor | None = None,
     report: Callable[[str, Tensor], object] = lambda stage, logits: None,
 ) -> tuple[Tensor, ...]:
-    """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
+    """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if params.scored.
 
     text and allowed are those of `probs`; report gets each of `stages`. Only a bias, a processor or `allowed` may make
     this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
@@ -311,7 +315,7 @@ def choose(
         report(stage, edited)
     next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
-    return (next_id, top, logprob_of(logits[None], next_id)) if logprobs else (next_id, top)
+    return (next_id, top, logprob_of(logits[None], next_id)) if params.scored else (next_id, top)
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -401,15 +405,13 @@ class Chooser:
         start: int | None = None,
         stop_ids: Collection[int] = (),
         n_vocab: int | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
         constraint: Constraint | None = None,
         world: Any = None,
         diagnose: Diagnosis | None = None,
     ):
         self.text, self.start = list(text), len(text) if start is None else start
         self.params, self.stop_ids, self.n_vocab, self.constraint = params, stop_ids, n_vocab, constraint
-        self.logprobs, self.top_logprobs, self.world, self.diagnose = logprobs, top_logprobs, world, diagnose
+        self.world, self.diagnose = world, diagnose
         self.generator = random_generator(params, device)
         self.history = history_of(self.text, self.start, params, n_vocab, device)
 
@@ -434,10 +436,10 @@ class Chooser:
             id, top = best
         else:
             allowed = self.allowed()
-            choice = choose(logits, self.params, self.history, self.generator, self.logprobs, allowed, report)
+            choice = choose(logits, self.params, self.history, self.generator, allowed, report)
             agreed = choice if self.world is None else self.world.agree(choice)
             id, top = int(agreed[0]), float(agreed[1])
-            logprob = float(agreed[2]) if self.logprobs else None
+            logprob = float(agreed[2]) if self.params.scored else None
         self.check(top)
         return self.append(id, logits, logprob)
 
@@ -458,10 +460,10 @@ class Chooser:
             self.history = History(torch.cat((ids, ids.new_tensor([id]))), self.history.start)
         if self.constraint is not None:
             self.constraint.advance(id)
-        if self.logprobs and logprob is None:
+        if self.params.scored and logprob is None:
             logprob = float(logprob_of(logits, torch.tensor(id, device=logits.device)))
-        top = top_of(most_probable(logits, self.top_logprobs)) if self.top_logprobs else {}
-        return Token(id, logprob, id in self.stop_ids, top)
+        k = self.params.top_logprobs
+        return Token(id, logprob, id in self.stop_ids, top_of(most_probable(logits, k)) if k else {})
 
     def allowed(self) -> Tensor | None:
         """The mask of `probs`."""

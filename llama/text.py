@@ -251,14 +251,14 @@ class Llama:
         checks.instance("progress", progress, Callable | None, "a function")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, {"continues": continues, **options})
-        if prepared.prompt_logprobs and (session, guesses, progress) != (None, None, None):
+        if prepared.params.prompt_logprobs and (session, guesses, progress) != (None, None, None):
             raise UsageError("prompt_logprobs can't be combined with a session, a draft or progress: leave these out")
         return self._stream(prepared, session, guesses, progress)
 
     def _stream(
         self, job: Job, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
-        if job.prompt_logprobs:  # only a batch computes them
+        if job.params.prompt_logprobs:  # only a batch computes them
             for _, piece in self.answers([job], batch_size=1):
                 if isinstance(piece, LlamaError):
                     raise piece
@@ -275,8 +275,6 @@ class Llama:
             stop_ids=self.tokenizer.stop_ids,
             n_vocab=self.tokenizer.n_vocab,
             cache=cache,
-            logprobs=job.logprobs,
-            top_logprobs=job.top_logprobs,
             constraint=job.constraint,
             progress=progress,
         )
@@ -312,13 +310,11 @@ class Llama:
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
             params = dataclasses.replace(params, processors=[*params.processors, exclude_until(known + shortest, ends)])
         seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed
-        logprobs, top = params.logprobs or params.top_logprobs > 0, params.top_logprobs
         jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
             constraint = None if grammar is None else grammar.constraint(ids if continues else ())
-            scored = params.prompt_logprobs
-            jobs.append(Job(ids, seeded, logprobs, top, constraint, scored, continues=continues))
+            jobs.append(Job(ids, seeded, constraint, continues=continues))
         return jobs
 
     def answers(

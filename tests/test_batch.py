@@ -29,7 +29,7 @@ needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights n
 
 def alone(net: Transformer, request: Request, **options: Any) -> list[Token]:
     """Return the tokens of one request without a batch."""
-    return list(generate(net, request.ids, request.params, logprobs=request.logprobs, **options))
+    return list(generate(net, request.ids, request.params, **options))
 
 
 def batched(net: Transformer, requests: Iterable[Request], slots: int, **options: Any) -> list[list[Token]]:
@@ -63,7 +63,7 @@ def ragged(rng: random.Random, count: int, vocab: int = 320, longest: int = 60, 
             [{}, {"temperature": 1.5}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40}]
         )
         options = {"max_new_tokens": rng.randint(0, 12), "seed": i, **sampling, **params}
-        made.append(Request(prompt, SamplingParams(**options), logprobs=rng.random() < 0.5))
+        made.append(Request(prompt, SamplingParams(**options, logprobs=rng.random() < 0.5)))
     return made
 
 

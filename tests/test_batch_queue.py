@@ -157,8 +157,8 @@ def test_scores_of_a_prompt_equal_those_of_one_pass(chunk: int, monkeypatch: pyt
     expected = net(torch.tensor([prompt]))[0].log_softmax(-1)  # (T, V)
     requests = [
         Request(prompt, SamplingParams(max_new_tokens=2)),  # its keys must not be reused: they have no scores
-        Request(prompt, SamplingParams(max_new_tokens=3), True, 4, prompt_logprobs=True),
-        Request(prompt, SamplingParams(max_new_tokens=0), prompt_logprobs=True),
+        Request(prompt, SamplingParams(max_new_tokens=3, top_logprobs=4, prompt_logprobs=True)),
+        Request(prompt, SamplingParams(max_new_tokens=0, prompt_logprobs=True)),
     ]
     events = list(Batch(net, requests, slots=2))
     scored = {event.number: event.tokens for event in events if isinstance(event, PromptScored)}
@@ -204,9 +204,9 @@ def test_every_method_returns_scores_of_the_prompt(tiny_llm: Llama) -> None:
 
 def test_top_logprobs_are_the_largest_of_the_models_distribution() -> None:
     net, prompt = tiny.model(), [3, 1, 4]
-    params = SamplingParams(max_new_tokens=6, temperature=2.0, top_k=3, seed=1, logit_bias={5: 50.0})
-    batched = [e.token for e in Batch(net, [Request(prompt, params, True, 5)], slots=1) if isinstance(e, TokenEvent)]
-    single = list(generate(net, prompt, params, logprobs=True, top_logprobs=5))
+    params = SamplingParams(max_new_tokens=6, temperature=2.0, top_k=3, seed=1, logit_bias={5: 50.0}, top_logprobs=5)
+    batched = [e.token for e in Batch(net, [Request(prompt, params)], slots=1) if isinstance(e, TokenEvent)]
+    single = list(generate(net, prompt, params))
     text = list(prompt)
     for one, other in zip(batched, single, strict=True):
         expected = net(torch.tensor([text]))[0, -1].log_softmax(-1).topk(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from contextlib import closing
@@ -48,13 +49,14 @@ def by_full_passes(model: Transformer, params: SamplingParams, count: int) -> li
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_tokens_are_those_of_full_passes(settings: dict[str, Any], fixed: bool) -> None:
-    model, params = tiny.model(), SamplingParams(max_new_tokens=23, **settings)
+    model, params = tiny.model(), SamplingParams(max_new_tokens=23, logprobs=True, **settings)
     model.make_cache = tiny.cache_maker(fixed)
-    found = decoded(model, PROMPT, params, n_vocab=N_VOCAB, logprobs=True)
+    found = decoded(model, PROMPT, params, n_vocab=N_VOCAB)
     expected = by_full_passes(model, params, 23)
     assert [token.id for token in found] == [id for id, _ in expected]
     assert [token.logprob for token in found] == pytest.approx([logprob for _, logprob in expected], abs=1e-4)
-    assert all(token.logprob is None for token in decoded(model, PROMPT, params, n_vocab=N_VOCAB))
+    unscored = dataclasses.replace(params, logprobs=False)
+    assert all(token.logprob is None for token in decoded(model, PROMPT, unscored, n_vocab=N_VOCAB))
 
 
 @pytest.mark.parametrize("count", [1, 2, 6])
@@ -93,14 +95,14 @@ class NoSynchronization(TorchDispatchMode):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_no_choice_waits_for_the_device(settings: dict[str, Any]) -> None:
-    model, params = tiny.model(), SamplingParams(**settings)
+    model, params = tiny.model(), SamplingParams(logprobs=True, **settings)
     logits = prefill(model, PROMPT, model.new_cache(60))[:N_VOCAB]
     generator = random_generator(params, torch.device("cpu"))
     text = History(torch.tensor(PROMPT), len(PROMPT)) if "repetition_penalty" in settings else None
     with NoSynchronization():
         with pytest.raises(AssertionError, match="waits"):
             int(logits.argmax())
-        choose(logits, params, text=text, generator=generator, logprobs=True)
+        choose(logits, params, text=text, generator=generator)
 
 
 def test_a_draw_equals_that_of_multinomial_and_follows_the_distribution() -> None:

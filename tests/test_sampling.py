@@ -251,9 +251,9 @@ def test_a_processor_may_change_its_arguments_in_place(options: dict[str, Any]) 
 
     model, found = tiny.model(), []
     for processor in (in_place, copied):
-        params = SamplingParams(max_new_tokens=6, processors=[processor], **options)
-        found.append([(token.id, token.logprob) for token in generate(model, [1, 2], params, logprobs=True)])
-        drafted = speculate(model, [1, 2], params, NGramDraft(4), logprobs=True)
+        params = SamplingParams(max_new_tokens=6, processors=[processor], logprobs=True, **options)
+        found.append([(token.id, token.logprob) for token in generate(model, [1, 2], params)])
+        drafted = speculate(model, [1, 2], params, NGramDraft(4))
         assert len(list(drafted)) == 6
     assert found[0] == found[1]
 

@@ -105,14 +105,14 @@ def test_greedy_tokens_are_those_of_plain_decoding(seed: int) -> None:
     model = tiny.model(CONFIG, seed)
     prompt = [3 * i * i % 7 for i in range(8)] * 2 + [11, seed % 12]
     penalty, n_vocab, most = [1.0, 1.3, 0.8][seed % 3], [None, 9][seed % 2], [1, 3, 10][seed // 3 % 3]
-    params = SamplingParams(max_new_tokens=40, repetition_penalty=penalty)
-    plain = list(generate(model, prompt, params, n_vocab=n_vocab, logprobs=True))
+    params = SamplingParams(max_new_tokens=40, repetition_penalty=penalty, logprobs=True)
+    plain = list(generate(model, prompt, params, n_vocab=n_vocab))
     stop = {plain[-1 - seed].id} if seed % 4 == 3 else set()
-    plain = list(generate(model, prompt, params, n_vocab=n_vocab, logprobs=True, stop_ids=stop))
+    plain = list(generate(model, prompt, params, n_vocab=n_vocab, stop_ids=stop))
     for draft in drafts(seed, model, most):
         cache = model.new_cache()
         model(torch.tensor([prompt[: seed % 5]]).long(), cache=cache) if seed % 5 else None
-        got = list(speculate(model, prompt, params, draft, n_vocab=n_vocab, logprobs=True, stop_ids=stop, cache=cache))
+        got = list(speculate(model, prompt, params, draft, n_vocab=n_vocab, stop_ids=stop, cache=cache))
         assert [(t.id, t.stop) for t in got] == [(t.id, t.stop) for t in plain]
         assert [t.logprob for t in got] == pytest.approx([t.logprob for t in plain], abs=1e-4)
         assert_cache_holds(cache, model, prompt + ids(got), len(prompt) + len(got) - 1)
@@ -321,7 +321,7 @@ def test_a_draft_model_proposes_its_own_continuation_after_any_number_of_accepte
         for _ in range(15):
             limit = int(torch.randint(1, 6, (), generator=generator))
             drafted = draft.propose(text, limit, greedy)
-            expected = list(generate(small, text, SamplingParams(max_new_tokens=limit), logprobs=True))
+            expected = list(generate(small, text, SamplingParams(max_new_tokens=limit, logprobs=True)))
             assert ids(drafted) == ids(expected)
             logprobs = [math.log(float(token.q[token.id])) for token in drafted if token.q is not None]
             assert logprobs == pytest.approx([token.logprob for token in expected], abs=1e-4)

@@ -57,19 +57,16 @@ RESERVED = 1024  # new tokens for which a request reserves memory; longer answer
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, as ids, and the parameters of its answer. logprobs, top_logprobs, constraint as in `generate.generate`.
+    """A prompt, as ids, and the parameters of its answer; for prompt_logprobs, no prefix is copied from another row.
 
-    prompt_logprobs  also return log-probabilities of the prompt's tokens; then no prefix is copied from another row
-    cancelled        may be set at any time, by any thread: the request ends before its next token
-    owner            who sent the prompt; `Started.cached` counts only reused tokens of the same owner
+    constraint  limits the tokens; usable for one answer only
+    cancelled   may be set at any time, by any thread: the request ends before its next token
+    owner       who sent the prompt; `Started.cached` counts only reused tokens of the same owner
     """
 
     ids: Sequence[int]
     params: SamplingParams
-    logprobs: bool = False
-    top_logprobs: int = 0
     constraint: Constraint | None = None
-    prompt_logprobs: bool = False
     cancelled: Flag = field(default_factory=Flag)
     owner: object = None
 
@@ -249,13 +246,13 @@ class Batch:
             room = room_for(self.model, prompt, params, None)
         except LlamaError as found:
             room, error = 0, found
-        if error is not None or (room == 0 and not request.prompt_logprobs):
+        if error is not None or (room == 0 and not params.prompt_logprobs):
             yield Started(number, request, 0)
             yield Ended(number, error)
             return
         source = max(self.slots, key=lambda slot: (slot.shares(prompt), slot in free))
         # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
-        cached = 0 if request.prompt_logprobs or self.model.rope.by_length else source.shares(prompt)
+        cached = 0 if params.prompt_logprobs or self.model.rope.by_length else source.shares(prompt)
         # The slot with the prefix if it is free, otherwise the least recently used one.
         slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
         yield Started(number, request, cached if source.owner == request.owner else 0)
@@ -264,8 +261,8 @@ class Batch:
         try:
             self.cache.reserve(len(prompt) + min(room, RESERVED))
             for hidden in self._feed(prompt, slot, source, cached):  # (1, T, C)
-                if request.prompt_logprobs:
-                    scored += self._score(prompt, len(slot.ids), hidden, request.top_logprobs)
+                if params.prompt_logprobs:
+                    scored += self._score(prompt, len(slot.ids), hidden, params.top_logprobs)
                 if len(slot.ids) < len(prompt):
                     yield None
                 if request.cancelled.is_set():
@@ -282,7 +279,7 @@ class Batch:
             self._clear(slot)
             yield Ended(number, error)
             return
-        if request.prompt_logprobs:
+        if params.prompt_logprobs:
             yield PromptScored(number, scored)
         if room == 0:
             yield Ended(number, None)
@@ -293,8 +290,6 @@ class Batch:
             self.cache.device,
             stop_ids=self.stop_ids,
             n_vocab=self.n_vocab,
-            logprobs=request.logprobs,
-            top_logprobs=request.top_logprobs,
             constraint=request.constraint,
             world=self.model.world,
             diagnose=partial(locate, self.model),

@@ -94,8 +94,6 @@ def speculate(  # the parameters of generate.generate
     stop_ids: Collection[int] = (),
     n_vocab: int | None = None,
     cache: KVCache | None = None,
-    logprobs: bool = False,
-    top_logprobs: int = 0,
     constraint: Constraint | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Token]:
@@ -115,8 +113,6 @@ def speculate(  # the parameters of generate.generate
         cache.device,
         stop_ids=stop_ids,
         n_vocab=n_vocab,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
         constraint=constraint,
         diagnose=partial(locate, model),
     )
