@@ -305,8 +305,8 @@ def choose(
     generator: torch.Generator | None = None,
     allowed: Tensor | None = None,
     report: Callable[[str, Tensor], object] = lambda stage, logits: None,
-) -> tuple[Tensor, ...]:
-    """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if params.scored.
+) -> tuple[Tensor, Tensor]:
+    """The next id (1,) from logits (V,), and `extreme` of the logits (1,).
 
     text and allowed are those of `probs`; report gets each of `stages`. Only a bias, a processor or `allowed` may make
     this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
@@ -314,8 +314,7 @@ def choose(
     for stage, edited in stages(logits, params, text, allowed):
         report(stage, edited)
     next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
-    top = extreme(logits)[None]  # (1,)
-    return (next_id, top, logprob_of(logits[None], next_id)) if params.scored else (next_id, top)
+    return next_id, extreme(logits)[None]
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -431,17 +430,13 @@ class Chooser:
         best    the most probable id and the `extreme` of the logits, if they are known: then, if `simple`, the choice
         report  as in the function `choose`
         """
-        logits, logprob = logits[: self.n_vocab], None
-        if best is not None and self.simple:
-            id, top = best
-        else:
-            allowed = self.allowed()
-            choice = choose(logits, self.params, self.history, self.generator, allowed, report)
-            agreed = choice if self.world is None else self.world.agree(choice)
-            id, top = int(agreed[0]), float(agreed[1])
-            logprob = float(agreed[2]) if self.params.scored else None
-        self.check(top)
-        return self.append(id, logits, logprob)
+        logits = logits[: self.n_vocab]
+        if best is None or not self.simple:
+            choice = choose(logits, self.params, self.history, self.generator, self.allowed(), report)
+            id, top = choice if self.world is None else self.world.agree(choice)
+            best = int(id), float(top)
+        self.check(best[1])
+        return self.append(best[0], logits)
 
     def probs(self, logits: Tensor) -> Tensor:
         """The distribution of the next token from logits (V,): (V,). Raises NumericalError if one is not finite."""
@@ -449,20 +444,17 @@ class Chooser:
         self.check(float(extreme(logits)))
         return probs(logits, self.params, self.history, self.allowed())
 
-    def append(self, id: int, logits: Tensor, logprob: float | None = None) -> Token:
+    def append(self, id: int, logits: Tensor) -> Token:
         """Add a token, which was chosen from logits (V,), to the text."""
         import torch
 
-        logits = logits[: self.n_vocab]
+        logits, chosen, k = logits[: self.n_vocab], torch.tensor(id, device=logits.device), self.params.top_logprobs
         self.text.append(id)
         if self.history is not None:
-            ids = self.history.ids
-            self.history = History(torch.cat((ids, ids.new_tensor([id]))), self.history.start)
+            self.history = History(torch.cat((self.history.ids, chosen[None])), self.history.start)
         if self.constraint is not None:
             self.constraint.advance(id)
-        if self.params.scored and logprob is None:
-            logprob = float(logprob_of(logits, torch.tensor(id, device=logits.device)))
-        k = self.params.top_logprobs
+        logprob = float(logprob_of(logits, chosen)) if self.params.scored else None
         return Token(id, logprob, id in self.stop_ids, top_of(most_probable(logits, k)) if k else {})
 
     def allowed(self) -> Tensor | None:

@@ -206,9 +206,8 @@ class Answer:
             accepted_tokens=accepted,
         )
         finish: FinishReason = "stop" if self.done else "length"
-        scores = (
-            [token.logprob for token in self._tokens if token.logprob is not None] if self.job.params.scored else None
-        )
+        logprobs = [token.logprob for token in self._tokens if token.logprob is not None]
+        scores = logprobs if self.job.params.scored else None
         tops = [token.top for token in self._tokens if token.top] or None
         full = "".join([*self._texts, text])
         return Piece(text, Completion(full, self.ids, finish, scores, stats, tops, self._prompt_scores))
