@@ -36,8 +36,8 @@ LAYERS = [
     {"engine"},
     {"checkpoint", "chat", "tokenizer", "hub", "quant"},
     *DECODER,
-    {"checks"},
-    {"errors", "system"},
+    {"checks", "system"},
+    {"errors"},
 ]
 FILES_OF_THE_DECODER = {"__init__", "errors", "checks", *set().union(*DECODER)}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -102,7 +102,7 @@ def test_no_file_of_the_decoder_imports_a_folder(name: str) -> None:
     assert imports(PACKAGE / f"{name}.py") <= FILES_OF_THE_DECODER
 
 
-@pytest.mark.parametrize(("module", "most"), [("llama.model", 1550), ("llama.generate", 2040)])
+@pytest.mark.parametrize(("module", "most"), [("llama.model", 1550), ("llama.generate", 2065)])
 def test_the_decoder_is_all_that_its_import_loads(module: str, most: int) -> None:
     code = (
         f"import sys, {module};"
