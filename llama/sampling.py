@@ -103,13 +103,11 @@ KEEP_BEST = top_k, top_p, min_p  # filters that never exclude the most probable 
 def option(default: Any, about: str, range: Any = None, filter: Filter | None = None, group: str = "number") -> Any:
     """A field of SamplingParams, which is also an option of the commands and of the server.
 
-    about   the help, where X is the value, or N if it is an integer
-    range   (the lowest, the highest) number
+    about   the help, where X is the value, or N if it is an integer; range: (the lowest, the highest) number
     filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default;
             to a greedy choice, too, unless it is in KEEP_BEST
-    group   where it applies. "number": everywhere, also in generation_config.json. "end": it decides when an answer
-            ends. "grammar": it limits the answer; at most one is given. "scores": not in the lines of a batch, whose
-            answers have the same keys. "code": only in Python
+    group   "number": also in generation_config.json. "end": when an answer ends. "grammar": at most one limits it.
+            "scores": not in the lines of a batch, whose answers have the same keys. "code": only in Python
     """
     factory = {"default_factory": dict} if default == {} else {"default": default}
     return dataclasses.field(metadata={"range": range, "about": about, "filter": filter, "group": group}, **factory)

@@ -38,8 +38,8 @@ LAYERS = [
     {"engine"},
     {"checkpoint", "chat", "tokenizer", "hub", "quant"},
     *DECODER,
-    {"checks"},
-    {"errors", "system"},
+    {"checks", "system"},
+    {"errors"},
 ]
 FILES_OF_THE_DECODER = {"__init__", "errors", "checks", *set().union(*DECODER)}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
