@@ -224,7 +224,7 @@ def test_an_option_is_the_same_in_python_in_a_line_of_a_batch_and_in_a_body(name
         with pytest.raises(UsageError, match=f"^unknown key '{name}'"):
             parse_body(body, tiny_llm, "tiny")
     else:
-        assert getattr(parse_body(body, tiny_llm, "tiny").prompts[0].params, name) == value
+        assert getattr(parse_body(body, tiny_llm, "tiny").jobs[0].params, name) == value
 
 
 FREQS, HEADS = llama.precompute_freqs_cis(16, 5), torch.ones(2, 5, 4, 16)
