@@ -9,7 +9,7 @@ import torch
 
 from llama.attention import reference, sdpa
 from llama.cache import FIRST_SLOTS, KVCache, QuantizedKV, hadamard, quantize_kv
-from llama.checkpoint.write import to_layout
+from llama.rope import to_layout
 from llama.engine import kernels
 from llama.errors import UsageError
 from llama.generate import prefill

@@ -23,7 +23,7 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.gguf import PLAIN_VALUES, GGUFFile
 from llama.checkpoint.gguf_header import LARGEST_HEADER, read_header
 from llama.errors import CheckpointError, DamagedError, LlamaError
-from llama.quant.blocks import READERS
+from llama.quant.groups import READERS
 from llama.rope_scaling import inverse_frequencies
 
 from . import tiny

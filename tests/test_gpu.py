@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from llama.checkpoint import open_checkpoint
 from llama.engine import kernels, linears
 from llama.engine.compiled import CompiledRunner, inductor_step
-from llama.engine.linears import BlockLinear, Int4Linear, make_linear
+from llama.engine.linears import GroupedLinear, Int4Linear, make_linear
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.generate import generate, prefill
 from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
 from llama.model import Transformer
-from llama.quant.blocks import READERS
+from llama.quant.groups import READERS
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.sampling import SamplingParams
 from llama.weights import plan_weights, storage_warnings
@@ -92,7 +92,7 @@ def block_model(scheme: str | None, rope: str) -> Transformer:
     linear_layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name, linear in linear_layers if scheme else ():
         blocks = quantize(linear.weight, scheme_for(name, SCHEMES[scheme]).format)
-        model.set_submodule(name, BlockLinear(blocks, linear.bias))
+        model.set_submodule(name, GroupedLinear(blocks, linear.bias))
     return model
 
 
@@ -188,9 +188,9 @@ def test_one_line_says_what_is_dequantized(type: str, expected: list[str], tmp_p
 
 
 def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = BlockLinear(quantize(noise(50, 96), SCHEMES["int4"].format), noise(50)), noise(2, 3, 96)
-    expected, sizes, rows = layer(x), [], BlockLinear.rows
-    monkeypatch.setattr(BlockLinear, "rows", lambda self, part: (sizes.append(part), rows(self, part))[1])
+    layer, x = GroupedLinear(quantize(noise(50, 96), SCHEMES["int4"].format), noise(50)), noise(2, 3, 96)
+    expected, sizes, rows = layer(x), [], GroupedLinear.rows
+    monkeypatch.setattr(GroupedLinear, "rows", lambda self, part: (sizes.append(part), rows(self, part))[1])
     monkeypatch.setattr(linears, "PIECE", 7 * 96)
     torch.testing.assert_close(layer(x), expected)
     assert sizes == [slice(first, first + 7) for first in range(0, 50, 7)]
@@ -198,7 +198,7 @@ def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch
 
 def test_scales_that_a_file_stores_by_columns_can_be_moved() -> None:
     blocks = quantize(noise(50, 96), SCHEMES["int4"].format)
-    layer, expected = BlockLinear(blocks._replace(scale=blocks.scale.mT.contiguous().mT)), BlockLinear(blocks)
+    layer, expected = GroupedLinear(blocks._replace(scale=blocks.scale.mT.contiguous().mT)), GroupedLinear(blocks)
     assert torch.equal(layer.to("cpu").weight, expected.weight)
 
 
@@ -206,7 +206,7 @@ def test_scales_that_a_file_stores_by_columns_can_be_moved() -> None:
 def test_a_compiled_product_equals_the_eager_one(scheme: str) -> None:
     """Compiled code multiplies one row by another expression, which Inductor can fuse."""
     torch._dynamo.reset()
-    layer = BlockLinear(quantize(noise(6, 200), SCHEMES[scheme].format), noise(6))
+    layer = GroupedLinear(quantize(noise(6, 200), SCHEMES[scheme].format), noise(6))
     compiled = torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)
     for shape in ((200,), (1, 1, 200), (2, 3, 200)):
         x = noise(*shape)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llama.attention import reference, reference_weights, sdpa
 from llama.cache import KVCache
-from llama.checkpoint.write import to_layout
+from llama.rope import to_layout
 from llama.config import ModelConfig
 from llama.errors import ConfigError, ContextLengthError, UsageError
 from llama.generate import generate, prefill

@@ -25,7 +25,7 @@ from llama.checkpoint.huggingface import DTYPES, StoredTensor
 from llama.checkpoint.prequantized import METHODS, Layer, PrequantizedCheckpoint
 from llama.engine.linears import TileLinear
 from llama.errors import CheckpointError, LlamaError
-from llama.quant.blocks import BlockFormat
+from llama.quant.groups import GroupFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
 from llama.system.documents import Fields
@@ -77,19 +77,19 @@ LAYERS = [f"model.layers.0.{name}_proj" for name in ("self_attn.q", "self_attn.k
 LAYER, WEIGHT = LAYERS[-1], "layers.0.feed_forward.w_up.weight"  # its rows are not permuted
 
 # Recorded layer -> the kernels' format or None, how `inspect` names it
-KINDS: dict[str, tuple[BlockFormat | None, str]] = {
-    "gptq-4": (BlockFormat(4, 32, False), "GPTQ int4"),
-    "gptq-4-asymmetric": (BlockFormat(4, 32, True), "GPTQ int4"),
+KINDS: dict[str, tuple[GroupFormat | None, str]] = {
+    "gptq-4": (GroupFormat(4, 32, False), "GPTQ int4"),
+    "gptq-4-asymmetric": (GroupFormat(4, 32, True), "GPTQ int4"),
     "gptq-4-order": (None, "GPTQ int4 in act order"),
-    "gptq-8": (BlockFormat(8, 32, True), "GPTQ int8"),
-    "awq-gemm": (BlockFormat(4, 32, True), "AWQ int4"),
-    "ct-int4": (BlockFormat(4, 32, False), "compressed-tensors int4"),
-    "ct-int4-asymmetric": (BlockFormat(4, 32, True), "compressed-tensors int4"),
-    "ct-int8": (BlockFormat(8, 0, False), "compressed-tensors int8"),
+    "gptq-8": (GroupFormat(8, 32, True), "GPTQ int8"),
+    "awq-gemm": (GroupFormat(4, 32, True), "AWQ int4"),
+    "ct-int4": (GroupFormat(4, 32, False), "compressed-tensors int4"),
+    "ct-int4-asymmetric": (GroupFormat(4, 32, True), "compressed-tensors int4"),
+    "ct-int8": (GroupFormat(8, 0, False), "compressed-tensors int8"),
     **{f"ct-fp8-{part}": (None, "FP8") for part in ("tensor", "channel", "block")},
     "nf4": (None, "NF4"),
     "nf4-nested": (None, "NF4"),
-    "llm-int8": (BlockFormat(8, 0, False), "bitsandbytes int8"),
+    "llm-int8": (GroupFormat(8, 0, False), "bitsandbytes int8"),
 }
 
 

@@ -17,12 +17,12 @@ import llama
 from llama.checkpoint import open_checkpoint
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear
+from llama.engine.linears import GroupedLinear, TileEmbedding, TileLinear
 from llama.engine.quantized_weight import QuantizedWeight
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
 from llama.quant import gguf_types, schemes
-from llama.quant.blocks import READERS, BlockFormat, joined
+from llama.quant.groups import READERS, GroupFormat, joined
 from llama.quant.gguf_types import MIXES, TYPES, block_of, types_of
 from llama.quant.schemes import SCHEMES, quantize
 from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
@@ -34,7 +34,7 @@ from .test_kernels import KINDS, needs_kernels, random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FORMATS = {**{name: scheme.format for name, scheme in SCHEMES.items()}, "output": BlockFormat(8, 32, False)}
+FORMATS = {**{name: scheme.format for name, scheme in SCHEMES.items()}, "output": GroupFormat(8, 32, False)}
 SHAPES = [(48, 512), (1, 1), (5, 7), (33, 200)]  # some are not multiples of a tile or a group
 
 
@@ -49,7 +49,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # ------------------------------------------------------------------------------------------------------ packing
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packing_is_lossless(kind: BlockFormat, shape: tuple[int, int]) -> None:
+def test_packing_is_lossless(kind: GroupFormat, shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     tiles = pack(blocks)
     assert tiles.shape == (-(-shape[0] // TILE), tile_bytes(shape[1], kind))
@@ -75,7 +75,7 @@ WEIGHTS = {
 }
 
 
-def by_group(x: Tensor, scheme: BlockFormat) -> Tensor:
+def by_group(x: Tensor, scheme: GroupFormat) -> Tensor:
     """(N, K) -> (N, groups, group), padded with zeros."""
     group = scheme.group or x.shape[1]
     return F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
@@ -212,9 +212,9 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_layers_have_the_same_weight(kind: BlockFormat, shape: tuple[int, int]) -> None:
+def test_both_layers_have_the_same_weight(kind: GroupFormat, shape: tuple[int, int]) -> None:
     blocks, bias = random_blocks(*shape, *kind), normal(shape[0], seed=1)
-    tiles, reference = TileLinear(pack(blocks), shape, kind, bias), BlockLinear(blocks, bias)
+    tiles, reference = TileLinear(pack(blocks), shape, kind, bias), GroupedLinear(blocks, bias)
     assert torch.equal(tiles.weight, blocks.weight)
     close = 1e-6 * max(1.0, float(blocks.weight.abs().max()))  # it adds an offset of several steps
     torch.testing.assert_close(reference.weight, blocks.weight, rtol=1e-6, atol=close)

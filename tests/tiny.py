@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.attention import ATTENTION, Attend
-from llama.checkpoint.write import to_layout
+from llama.rope import to_layout
 from llama.config import ModelConfig
 from llama.engine.compiled import CompiledRunner
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..quant.blocks import BlockFormat
+from ..quant.groups import GroupFormat
 from ..system.folders import cache_folder, load_code
 from .runtime import end_openmp_threads
 
@@ -273,7 +273,7 @@ def choose_threads(count: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the operators
-def linear_blocks(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: int) -> Tensor:
+def linear_blocks(x: Tensor, tiles: Tensor, format: GroupFormat, out_features: int) -> Tensor:
     """Multiply x (.., K) by a weight (N, K) packed by tiles.pack: (.., N), in x's dtype.
 
     x is quantized to 8 bits with a scale for each group of inputs; the relative error of the product is about 0.6 %.

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import attention, model, rope
-from ..checkpoint.write import to_layout
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
+from ..rope import to_layout
 from ..rope_scaling import kind_of
 from .inside import activations
 from .report import plain

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from llama import attention, model, rope
-from llama.checkpoint.write import to_layout
+from llama.rope import to_layout
 from llama.cli import main
 from llama.errors import UsageError
 from llama.model import Transformer

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from py_mini_racer import MiniRacer
 from torch import Tensor
 
-from llama.checkpoint.write import to_layout
+from llama.rope import to_layout
 from llama.cli import main
 from llama.loader import load_model
 from llama.model import Transformer
