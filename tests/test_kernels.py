@@ -21,7 +21,7 @@ from llama.cache import hadamard
 from llama.engine import kernels
 from llama.engine.linears import TileLinear
 from llama.errors import UsageError
-from llama.quant.groups import GroupFormat, GroupedWeight
+from llama.quant.groups import GroupedWeight, GroupFormat
 from llama.quant.tiles import pack
 from llama.system.temporary import own_temporary
 

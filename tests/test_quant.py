@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 import llama
 from llama.checkpoint import open_checkpoint
+from llama.checkpoint.weight import MemoryWeight
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.linears import GroupedLinear, TileEmbedding, TileLinear
-from llama.engine.quantized_weight import QuantizedWeight
+from llama.engine.packing import to_tiles
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
 from llama.quant import gguf_types, schemes
-from llama.quant.groups import READERS, GroupFormat, joined
 from llama.quant.gguf_types import MIXES, TYPES, block_of, types_of
+from llama.quant.groups import READERS, GroupFormat, joined
 from llama.quant.schemes import SCHEMES, quantize
 from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
 from llama.tools.convert import convert
@@ -125,7 +126,7 @@ def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) 
         gguf_types.quantize(w, name) if name in TYPES else quantize(w, FORMATS[name])
     if name in FORMATS:
         with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
-            QuantizedWeight.from_float(lambda rows: w[rows], (20, 512), FORMATS[name]).tiles()
+            to_tiles(MemoryWeight(w), FORMATS[name])
 
 
 # ------------------------------------------------------------------------------------- the blocks of a GGUF file
@@ -293,7 +294,7 @@ def test_the_error_is_at_most_that_of_llama_cpp(type: str, monkeypatch: pytest.M
     w = 0.05 * torch.randn(64, 1024, generator=torch.Generator().manual_seed(3))
     raw = gguf_types.quantize(w, type)
     assert (dequantized(raw, type) - w).norm() / w.norm() < ERRORS[type]
-    monkeypatch.setattr(gguf_types, "PIECE", 5000)
+    monkeypatch.setattr(gguf_types, "QUANTIZED_ENTRIES", 5000)
     assert torch.equal(gguf_types.quantize(w.bfloat16(), type), gguf_types.quantize(w.bfloat16().float(), type))
     assert torch.equal(gguf_types.quantize(w, type), raw)
 
@@ -339,8 +340,8 @@ def test_a_file_is_read_by_the_gguf_package_and_by_us(source: Path, tmp_path: Pa
     for name in checkpoint.shapes:
         tensor = theirs[checkpoint.file_name(name)]
         assert tuple(reversed(tensor.shape.tolist())) == checkpoint.shapes[name]
-        assert torch.equal(dequantized(tensor.data, tensor.tensor_type.name), checkpoint.tensor(name))
-        assert checkpoint.stored(name) == types.get(name, "F32")
+        assert torch.equal(dequantized(tensor.data, tensor.tensor_type.name), checkpoint.weight(name).floats())
+        assert checkpoint.weight(name).stored == types.get(name, "F32")
     before, after = (llama.load_model(path, dtype="float32", device="cpu")(TOKENS) for path in (source, proof.path))
     assert 0 < (before - after).square().mean() < 0.2 * before.var()
 

@@ -75,11 +75,8 @@ class AdaptedWeight(DerivedWeight):
             return weight
         merged, (rows, columns) = weight.to(torch.float32, copy=True), self.part
         for low in self.low_rank:
-            up, down, step = (
-                low.up[rows].float(),
-                low.down[:, columns].float(),
-                max(1, CACHED_ENTRIES // merged.shape[1]),
-            )
+            up, down = low.up[rows].float(), low.down[:, columns].float()
+            step = max(1, CACHED_ENTRIES // merged.shape[1])
             for first in range(0, len(merged), step):  # in pieces, to save memory
                 merged[first : first + step].addmm_(up[first : first + step], down, alpha=low.scale)
         return merged

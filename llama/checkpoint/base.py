@@ -50,9 +50,7 @@ class Checkpoint(ABC):
     _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
     layers: str = "layers"  # what the files call the layers
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(
-        {}
-    )  # by the model's tensor names; without a tied output.weight
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
     sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from llama import attention, model, rope
-from llama.rope import to_layout
 from llama.cli import main
 from llama.errors import UsageError
 from llama.model import Transformer
+from llama.rope import to_layout
 from llama.study import explain
 from llama.text import Llama
 

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from py_mini_racer import MiniRacer
 from torch import Tensor
 
-from llama.rope import to_layout
 from llama.cli import main
 from llama.loader import load_model
 from llama.model import Transformer
+from llama.rope import to_layout
 from llama.study import page as rope_page
 from llama.study import trace as tracing
 from llama.study import trace_page
