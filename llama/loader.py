@@ -15,42 +15,37 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import checks
 from .attention import Attend
 from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint, read_tokenizer
 from .checkpoint.adapters import Adapters, with_adapters
-from .checkpoint.base import FLOATS
+from .checkpoint.base import EMBEDDING
+from .checkpoint.weight import DTYPES
 from .config import ModelConfig
 from .engine import cpu_runner
 from .engine.compiled import FixedCaches, GraphRunner
 from .engine.cpu_attention import pick_attention
 from .engine.cpu_runner import KernelRunner
-from .engine.linears import SkipInit, check_quantized, kept_dtype, make_embedding, make_linear
+from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
+from .engine.packing import to_floats
 from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.runtime import no_cudnn_attention, pick_dtype
-from .errors import CheckpointError, ConfigError, UsageError
+from .errors import CheckpointError, ConfigError, DamagedError, UsageError
 from .generate import prompt_chunk
 from .hub import resolve
 from .model import Transformer
+from .quant.groups import GroupFormat
 from .quant.schemes import pick_scheme
 from .rope import FORMS
 from .rope_scaling import PARAMETERS, STRETCHING, inverse_frequencies, kind_of, reach, trained_length
 from .system import memory
 from .system.cores import default_threads
 from .tokenizer import Tokenizer
-from .weights import (
-    WeightPlan,
-    check_tensors,
-    memory_footprint,
-    plan_weights,
-    read_float,
-    read_quantized,
-    storage_warnings,
-)
+from .weights import WeightPlan, check_tensors, plan_weights, storage_warnings
 
 if TYPE_CHECKING:
     from .text import Llama
@@ -240,18 +235,9 @@ class Plan:
     max_seq_len: int
     warnings: list[str]  # what a user should know
 
-    def dtype_of(self, weight: WeightPlan) -> torch.dtype:
-        """The dtype of a float weight."""
-        shape, stored = self.checkpoint.shapes[weight.source], self.checkpoint.stored(weight.source)
-        if not self.options.fast or len(shape) != 2 or self.checkpoint.changed(weight.source):
-            return self.dtype
-        return kept_dtype(
-            next((d for d, name in FLOATS.items() if name == stored), self.dtype), self.dtype, weight.device
-        )
-
 
 def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
-    """Check tensors and options, and choose devices, dtype and formats. Reads headers and a row of each matrix."""
+    """Check tensors and options, and choose devices, dtype and formats. Reads headers only."""
     check_merge(checkpoint, options)
     check_tensors(checkpoint)  # first, so that nothing below allocates memory by the sizes in a damaged file
     if options.world is not None:
@@ -273,17 +259,17 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
             f" {config.sliding_window} (--max-seq-len), or run it in vLLM"
         )
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
-    weights = plan_weights(checkpoint, placement.device_of, scheme, keep)
+    compiled = options.compile and placement.output.type == "cuda"
+    # The compiler has no complex numbers; the real form is the same arithmetic.
+    rope = "real" if compiled and options.rope == "complex" else options.rope
+    weights = plan_weights(checkpoint, placement.device_of, dtype, scheme, options.fast, keep, FORMS[rope].layout)
     warnings = list(checkpoint.warnings)
     if dtype == torch.float16 and placement.output.type == "cpu" and options.fast:
         warnings.append("float16 is slow on a CPU; use dtype='bfloat16' (--dtype bfloat16)")
     if scheme is not None or options.fast:
-        warnings += storage_warnings(checkpoint, weights, dtype)
-    compiled, rope = options.compile and placement.output.type == "cuda", options.rope
+        warnings += storage_warnings(weights, dtype)
     if options.compile and not compiled:
         warnings.append("only a CUDA device has a step to compile; compile (--compile) changes nothing here")
-    if compiled and rope == "complex":  # the compiler has no complex numbers; the real form is the same arithmetic
-        rope = "real"
     return Plan(options, config, checkpoint, placement, weights, dtype, rope, context, warnings)
 
 
@@ -329,7 +315,7 @@ def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
 
     Quantizing them again in the same way would lose most of an adapter: it changes weights by less than one step.
     """
-    kinds = {checkpoint.stored(name) for name in checkpoint.shapes if checkpoint.changed(name)} - {*FLOATS.values()}
+    kinds = {weight.stored for weight in map(checkpoint.weight, checkpoint.shapes) if weight.changed} - DTYPES.keys()
     if kinds and options.quantize is None and options.dtype in (None, "auto"):
         raise UsageError(
             f"{checkpoint.path} is quantized ({', '.join(sorted(kinds))}), and quantizing again would lose most of the"
@@ -343,8 +329,7 @@ def check_memory(plan: Plan) -> None:
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
     chunk = prompt_chunk(placement.layers[-1])  # as for KVCache.device: all layers get the same chunks
     for device in dict.fromkeys((*placement.layers, placement.output)):
-        own = [weight for weight in plan.weights.values() if weight.device == device]
-        weights = sum(memory_footprint(plan.checkpoint, weight, plan.dtype_of(weight)) for weight in own)
+        weights = sum(weight.memory_footprint for weight in plan.weights.values() if weight.device == device)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
         cache = memory.cache_bytes(part, tokens, size, options.kv_cache)
         activations = memory.activation_bytes(part, tokens, size, options.kv_cache, chunk)
@@ -370,8 +355,8 @@ def fill(model: Transformer, plan: Plan) -> Transformer:
     # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
     # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
     entries = {
-        name.removesuffix(".weight"): math.prod(plan.checkpoint.shapes[weight.source])
-        for name, weight in plan.weights.items()
+        name.removesuffix(".weight"): math.prod(planned.weight.shape)
+        for name, planned in plan.weights.items()
         if name.endswith(".weight")  # a layer's bias is filled with it
     }
     for name in [name for name, count in entries.items() if not SMALL <= count <= LARGE]:
@@ -384,28 +369,23 @@ def fill(model: Transformer, plan: Plan) -> Transformer:
 
 def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
     """Read the weights of one layer and put the layer that computes with them in its place."""
-    checkpoint, layout = plan.checkpoint, FORMS[plan.rope].layout
-    source, device, format = plan.weights[f"{name}.weight"]
-
-    def floats(source: str, dtype: torch.dtype = plan.dtype) -> Tensor:
-        return read_float(checkpoint, source, device, dtype, layout)
-
-    if len(checkpoint.shapes[source]) == 1:
-        norm: Any = model.get_submodule(name)
-        norm.weight = nn.Parameter(floats(source), requires_grad=False)
-        return
-    bias = floats(f"{name}.bias") if f"{name}.bias" in plan.weights else None
-    dtype = plan.dtype_of(plan.weights[f"{name}.weight"])
-    weight = floats(source, dtype) if format is None else read_quantized(checkpoint, source, format, layout)
+    weight, device, format = plan.weights[f"{name}.weight"]
     try:
-        layer = make_linear(weight, device, bias, plain=not plan.options.fast)
-    except CheckpointError as error:  # the weight can't be quantized
-        raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(source)}: {error}") from error
-    if format is not None:
-        checkpoint.release(source)
+        if len(weight.shape) == 1:
+            norm: Any = model.get_submodule(name)
+            norm.weight = nn.Parameter(to_floats(weight, device, plan.dtype), requires_grad=False)
+            return
+        bias = plan.weights.get(f"{name}.bias")
+        values = None if bias is None else to_floats(bias.weight, device, plan.dtype)
+        layer = make_linear(weight, device, format, values, plain=not plan.options.fast)
+    except DamagedError:
+        raise
+    except CheckpointError as error:  # the weight can't be stored in the format
+        name = f"{weight.name}: " if isinstance(format, GroupFormat) else ""
+        raise CheckpointError(f"{plan.checkpoint.path}: {name}{error}") from error
     if name != "tok_embeddings":
         model.set_submodule(name, layer)
-    if name == "tok_embeddings" or (name == "output" and "tok_embeddings.weight" not in plan.weights):  # tied
+    if name == "tok_embeddings" or (name == "output" and EMBEDDING not in plan.weights):  # tied
         model.set_submodule("tok_embeddings", make_embedding(layer, plan.dtype))
 
 

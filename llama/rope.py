@@ -30,6 +30,7 @@ from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
 Layout = Literal["interleaved", "half"]
+ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")  # ends of the names whose rows RoPE rotates
 
 
 # ---------------------------------------------------------------------------------------- complex: the definition
@@ -132,6 +133,13 @@ def to_interleaved_layout(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of `to_half_layout`: from Hugging Face's pairs to Meta's."""
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))  # (heads, 2, D/2, C)
     return halves.transpose(1, 2).flatten(0, 2)  # (heads, D/2, 2, C), then (heads * D, C)
+
+
+def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
+    """Reorder the rows of wq and wk from one RoPE layout to the other; return other tensors unchanged."""
+    if source == target or not name.endswith(ROTATED):
+        return tensor
+    return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
 
 
 # ------------------------------------------------------------------------------------------- what the model uses

@@ -18,7 +18,7 @@ from .chat import TEMPLATES, encode_chat
 from .chat.functions import Tools
 from .chat.messages import Message, check_messages, check_tools, continues_answer
 from .checkpoint import huggingface_write
-from .checkpoint.write import Model, to_layout
+from .checkpoint.write import Model
 from .engine.linears import describe_quantization
 from .engine.nonfinite import locate
 from .engine.placement import describe_devices
@@ -30,6 +30,7 @@ from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .generation.structured import compile_grammar, forced_call
 from .model import Transformer
+from .rope import to_layout
 from .sampling import LARGEST_SEED, SamplingParams, option_names
 from .system.temporary import own_temporary, replace
 from .tokenizer import Tokenizer, token_ids

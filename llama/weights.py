@@ -1,99 +1,102 @@
-"""A model's weights: their names and shapes, how each is stored (`plan_weights`, once), and how each is read."""
+"""A model's weights: their names and shapes, and how the model stores each of them (`plan_weights`, once)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .checkpoint import Checkpoint
-from .checkpoint.base import FLOATS
-from .checkpoint.write import ROTATED, to_layout
+from .checkpoint.base import EMBEDDING, OUTPUT
+from .checkpoint.weight import DTYPES, Weight
 from .config import ModelConfig
 from .engine import kernels
-from .engine.linears import kept_format
-from .engine.quantized_weight import QuantizedWeight
-from .errors import CheckpointError, DamagedError
-from .quant.blocks import BlockFormat
+from .engine.linears import kept_dtype, kept_format
+from .errors import DamagedError
+from .quant.groups import GroupFormat
 from .quant.schemes import Scheme, scheme_for
-from .quant.tiles import TILE, tile_bytes
+from .quant.tiles import tiles_shape
 from .rope import Layout
 
 
 # --------------------------------------------------------------------------------------------------------- the plan
 class WeightPlan(NamedTuple):
-    """How the model stores a weight: its name in the checkpoint, its device, and its format; None: floating point."""
+    """How the model stores a weight: its device, and its dtype or quantized format."""
 
-    source: str
+    weight: Weight
     device: torch.device
-    format: BlockFormat | None
+    format: GroupFormat | torch.dtype
+
+    @property
+    def memory_footprint(self) -> int:
+        """Bytes in the model."""
+        if isinstance(self.format, torch.dtype):
+            return math.prod(self.weight.shape) * self.format.itemsize
+        return math.prod(tiles_shape(self.weight.shape, self.format))
 
 
 def plan_weights(
-    checkpoint: Checkpoint, device_of: Callable[[str], torch.device], scheme: Scheme | None, keep_blocks: bool
+    checkpoint: Checkpoint,
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    scheme: Scheme | None = None,
+    fast: bool = False,
+    keep: bool = False,
+    layout: Layout = "interleaved",
 ) -> dict[str, WeightPlan]:
-    """How to store each weight, by its name in the model. Reads one row of each matrix.
+    """How to store each weight, by its name in the model. Reads headers only.
 
-    scheme       quantizes the linear layers; None: no quantization
-    keep_blocks  use a file's quantized blocks unchanged where the device has a kernel for them
+    dtype   the model's
+    scheme  quantizes the linear layers; None: no quantization
+    fast    float matrices may have another dtype than the model (`kept_dtype`)
+    keep    use a file's quantized groups unchanged where the device has a kernel for them
+    layout  of wq and wk
 
     Tied weights are "output.weight"; on two devices, they are "tok_embeddings.weight" too.
     """
-    sources = {name: name for name in checkpoint.shapes}
+    weights = {name: checkpoint.weight(name, layout) for name in checkpoint.shapes}
     tied = checkpoint.config.tie_embeddings
     if tied:
-        sources["output.weight"] = "tok_embeddings.weight"
-        if device_of("tok_embeddings") == device_of("output"):
-            del sources["tok_embeddings.weight"]
+        weights[OUTPUT] = weights[EMBEDDING]
+        if device_of(EMBEDDING) == device_of(OUTPUT):
+            del weights[EMBEDDING]
 
-    def format_of(name: str, source: str) -> BlockFormat | None:
-        if len(checkpoint.shapes[source]) != 2:
-            return None
-        embedding = name == "tok_embeddings.weight" and not tied
-        if scheme is not None and not embedding:
-            return scheme_for("output" if source != name else name.removesuffix(".weight"), scheme).format
-        blocks = checkpoint.blocks(source, slice(0, 1)) if keep_blocks else None
-        if blocks is None or (name == "tok_embeddings.weight" and device_of(name).type != "cpu"):
-            return None
-        return kept_format(blocks, device_of(name))
+    def format_of(name: str, weight: Weight, device: torch.device) -> GroupFormat | torch.dtype:
+        if len(weight.shape) != 2:
+            return dtype
+        if scheme is not None and (tied or name != EMBEDDING):
+            return scheme_for(name.removesuffix(".weight"), scheme).format
+        stored = weight.format if keep and (name != EMBEDDING or device.type == "cpu") else None
+        if stored is not None and (kept := kept_format(stored, device)):
+            return kept
+        return kept_dtype(DTYPES.get(weight.stored, dtype), dtype, device) if fast and not weight.changed else dtype
 
-    return {name: WeightPlan(source, device_of(name), format_of(name, source)) for name, source in sources.items()}
-
-
-def memory_footprint(checkpoint: Checkpoint, weight: WeightPlan, dtype: torch.dtype) -> int:
-    """Bytes of a weight in the model; `dtype` is that of float weights."""
-    shape = checkpoint.shapes[weight.source]
-    if weight.format is None:
-        return math.prod(shape) * dtype.itemsize
-    return -(-shape[0] // TILE) * tile_bytes(shape[1], weight.format)
+    found = ((name, weight, device_of(name)) for name, weight in weights.items())
+    return {name: WeightPlan(weight, device, format_of(name, weight, device)) for name, weight, device in found}
 
 
 AGAIN = "quantizing the original would lose less accuracy"
 
 
-def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
+def storage_warnings(weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
     """Warnings about quantized weights of the file that the model stores in another format."""
     requantized, dequantized, growth, size, could_stay = set(), set(), 0.0, 0, False
-    for name, weight in weights.items():
-        kind = checkpoint.stored(weight.source)
-        if kind in FLOATS.values() or len(checkpoint.shapes[weight.source]) != 2:
+    for name, plan in weights.items():
+        weight = plan.weight
+        if weight.stored in DTYPES or len(weight.shape) != 2:
             continue
-        if weight.device.type == "cpu" and not kernels.ready():
+        if plan.device.type == "cpu" and not kernels.ready():
             continue  # nothing can be kept
-        if weight.format is not None:
-            if not is_stored_as(checkpoint, weight.source, weight.format):
-                requantized.add(kind)
-            stored = checkpoint.bits(weight.source) * math.prod(checkpoint.shapes[weight.source]) / 8
-            growth += memory_footprint(checkpoint, weight, dtype) - stored
-        elif name != "tok_embeddings.weight" and not checkpoint.changed(weight.source):
-            dequantized.add(kind)
-            size += memory_footprint(checkpoint, weight, dtype)
-            row = checkpoint.blocks(weight.source, slice(0, 1))
-            could_stay |= row is not None and kept_format(row, weight.device) is not None
+        if isinstance(plan.format, GroupFormat):
+            if not weight.is_stored_as(plan.format):
+                requantized.add(weight.stored)
+            growth += plan.memory_footprint - weight.bits * math.prod(weight.shape) / 8
+        elif name != EMBEDDING and not weight.changed:
+            dequantized.add(weight.stored)
+            size += plan.memory_footprint
+            could_stay |= weight.format is not None and kept_format(weight.format, plan.device) is not None
     warnings = []
     if requantized:
         kinds = ", ".join(sorted(requantized))
@@ -109,56 +112,12 @@ def storage_warnings(checkpoint: Checkpoint, weights: Mapping[str, WeightPlan], 
     return warnings
 
 
-# ------------------------------------------------------------------------------------------------------------ reading
-def is_stored_as(checkpoint: Checkpoint, name: str, format: BlockFormat) -> bool:
-    """Whether the file has a weight in a quantized format, so that it is used unchanged."""
-    row = checkpoint.blocks(name, slice(0, 1))
-    return row is not None and row.as_format(format) is not None
-
-
-def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layout: Layout) -> QuantizedWeight:
-    """A matrix in a quantized format: the file's blocks if they have this format, otherwise quantized on demand.
-
-    Reading its rows or tiles raises CheckpointError if a weight is not finite.
-    """
-    shape: Any = checkpoint.shapes[name]
-    order = checkpoint.config.head_dim, checkpoint.layout, layout
-    reordered = layout != checkpoint.layout and name.endswith(ROTATED)
-    read: Callable[..., Any] = partial(checkpoint.blocks, name)
-    if read(slice(0, 1)) is None:
-        return QuantizedWeight.from_float(to_layout(name, checkpoint.tensor(name), *order), shape, format)
-    if reordered:
-        read = read(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order)).rows
-    if is_stored_as(checkpoint, name, format):
-        tiles = None if reordered else checkpoint.tiles(name)
-        return QuantizedWeight.from_file(lambda rows: read(rows).as_format(format), shape, tiles)
-    return QuantizedWeight.from_float(lambda rows: read(rows).weight, shape, format)
-
-
-def read_float(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """A tensor with the rows of wq and wk in the order `layout`, on a device and in a dtype."""
-    stored = checkpoint.tensor(name)
-    ordered = to_layout(name, stored, checkpoint.config.head_dim, checkpoint.layout, layout)
-    value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, dtype)
-    if value.data_ptr() != stored.data_ptr():
-        checkpoint.release(name)
-    return value
-
-
-def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Move to a device and cast to a dtype. Raises CheckpointError for a value that float16 would make infinite."""
-    cast = tensor.to(device=device, dtype=dtype)
-    if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{name} holds values beyond float16's limit, 65504; use dtype='bfloat16' (--dtype)")
-    return cast
-
-
 # --------------------------------------------------------------------------------------------------- names and shapes
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
 
     The libraries that read the files make their own checks; this is the only one after them. It does not look for
-    values that are not finite: `QuantizedWeight` refuses them, float weights keep them, and a run names them.
+    values that are not finite: quantization refuses them, float weights keep them, and a run names them.
     """
     if found := mismatches(checkpoint):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from llama.cache import hadamard
+from llama.checkpoint.weight import MemoryWeight
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import make_linear
-from llama.engine.quantized_weight import QuantizedWeight
 from llama.model import RMSNorm, Runner, Transformer
 from llama.quant.schemes import pick_scheme
 from llama.quant.tiles import scales_of, unpack
@@ -211,10 +211,10 @@ def random_model(config: ModelConfig, schemes: Sequence[str | None], dtype: torc
     """A model whose linear layers take the schemes in turn (None: 16 bits), on the kernels."""
     net, kinds = tiny.model(config, attention="kernel").to(dtype), itertools.cycle(schemes)
     for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
-        weight, scheme = linear.weight.bfloat16(), next(kinds)
-        if scheme is not None:
-            weight = QuantizedWeight.from_float(weight, tuple(weight.shape), pick_scheme(scheme).format)
-        net.set_submodule(name, make_linear(weight, torch.device("cpu"), linear.bias))
+        scheme = next(kinds)
+        format = torch.bfloat16 if scheme is None else pick_scheme(scheme).format
+        weight = MemoryWeight(linear.weight.bfloat16(), name)
+        net.set_submodule(name, make_linear(weight, torch.device("cpu"), format, linear.bias))
     of_heads = [[random_norm(config.head_dim, dtype, 2 * i + j) for j in range(2)] for i in range(config.n_layers)]
     for i, pair in enumerate(of_heads if norms else ()):
         rotary = net.get_submodule(f"layers.{i}.attention.apply_rotary_emb")

@@ -353,13 +353,13 @@ def test_a_piece_of_a_merged_weight_is_a_part_of_it(bases, tmp_path: Path) -> No
     for base in (bases("tied"), convert(bases("tied"), tmp_path / "a.gguf", "gguf").path):  # two orders of rows
         whole = with_adapters(open_checkpoint(base), path)
         for name, shape in whole.shapes.items():
-            full, rows, columns = whole.tensor(name), slice(3, shape[0] - 5), slice(7, 33)
+            full, rows, columns = whole.weight(name).floats(), slice(3, shape[0] - 5), slice(7, 33)
             part = full[rows] if full.dim() == 1 else full[rows, columns]
-            assert torch.allclose(whole.piece(name, rows, columns), part, atol=1e-6)
-            if whole.changed(name):
-                assert (whole.blocks(name), whole.tiles(name)) == (None, None)
+            assert torch.allclose(whole.weight(name)[rows, columns].floats(), part, atol=1e-6)
+            if whole.weight(name).changed:
+                assert (whole.weight(name).format, whole.weight(name).tiles()) == (None, None)
             for part in (ShardedCheckpoint(whole, rank, 2) for rank in range(2)):
-                assert torch.allclose(part.tensor(name), full[part.cut(name)[: full.dim()]], atol=1e-6)
+                assert torch.allclose(part.weight(name).floats(), full[part.cut(name)[: full.dim()]], atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------- quantizing and converting

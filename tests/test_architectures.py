@@ -81,7 +81,10 @@ def test_a_gguf_file_has_the_architecture_and_rows_that_llama_cpp_expects(
     assert checkpoint.metadata[f"{architecture}.rope.dimension_count"] == 16
     q = model.model.layers[0].self_attn.q_proj.weight  # (H D, C) in Hugging Face's order
     pairs = q.unflatten(0, (4, 2, 8)).transpose(1, 2).flatten(0, 2)
-    assert torch.equal(checkpoint.tensor("layers.0.attention.wq.weight"), q if architecture == "qwen2" else pairs)
+    name, in_file = "layers.0.attention.wq.weight", q if architecture == "qwen2" else pairs
+    assert torch.equal(checkpoint.weight(name, checkpoint.layout).floats(), in_file)
+    assert torch.equal(checkpoint.weight(name).floats(), pairs)
+    assert torch.equal(checkpoint.weight(name)[3:9, 5:].floats(), pairs[3:9, 5:])
     assert gap(load(tmp_path / "x.gguf", rope=form), model, 64) < 5e-4
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from llama.checkpoint.weight import MemoryWeight
 from llama.engine import kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import make_linear
@@ -151,7 +152,9 @@ REPLACED: dict[str, Callable[[Transformer], None]] = {
 def test_a_weight_that_was_replaced_is_used_or_refused(how: str, length: int) -> None:
     model = tiny.model(tiny.CONFIG, attention="kernel").to(torch.bfloat16)
     for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
-        model.set_submodule(name, make_linear(linear.weight.detach(), torch.device("cpu")))
+        model.set_submodule(
+            name, make_linear(MemoryWeight(linear.weight.detach()), torch.device("cpu"), linear.weight.dtype)
+        )
     model.runner = KernelRunner(model)
     ids = tiny.random_tokens(length)
     REPLACED[how](model)

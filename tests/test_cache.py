@@ -9,12 +9,11 @@ import torch
 
 from llama.attention import reference, sdpa
 from llama.cache import FIRST_SLOTS, KVCache, QuantizedKV, hadamard, quantize_kv
-from llama.checkpoint.write import to_layout
 from llama.engine import kernels
 from llama.errors import UsageError
 from llama.generate import prefill
 from llama.model import Transformer
-from llama.rope import FORMS
+from llama.rope import FORMS, to_layout
 
 from . import tiny
 

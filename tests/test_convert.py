@@ -100,7 +100,7 @@ def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: s
     expected = model(test_huggingface.tokens(40)).logits
     error = (logits(path, test_huggingface.tokens(40)) - expected).norm() / expected.norm()
     assert float(error) < {None: 1e-5, "q8_0": 0.06}.get(kind, 0.6)
-    types = {open_checkpoint(path).stored(f"layers.1.attention.{name}.weight") for name in ("wq", "wk", "wo")}
+    types = {open_checkpoint(path).weight(f"layers.1.attention.{name}.weight").stored for name in ("wq", "wk", "wo")}
     assert types == {{None: "F32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q5_0"}[kind]}
 
 

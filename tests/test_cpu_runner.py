@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.cache import KVCache
+from llama.checkpoint.weight import MemoryWeight
 from llama.config import ModelConfig
 from llama.engine import cpu_runner, kernels
 from llama.engine.cpu_runner import KernelRunner
@@ -39,7 +40,9 @@ def model(
         return tiny.quantized(net, scheme)
     for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
         bias = None if linear.bias is None else linear.bias.detach()
-        net.set_submodule(name, make_linear(linear.weight.detach(), torch.device("cpu"), bias))
+        net.set_submodule(
+            name, make_linear(MemoryWeight(linear.weight.detach()), torch.device("cpu"), linear.weight.dtype, bias)
+        )
     return net
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.gguf import PLAIN_VALUES, GGUFFile
+from llama.checkpoint.gguf import PLAIN_VALUES, GGUFFile, GGUFWeight
 from llama.checkpoint.gguf_header import LARGEST_HEADER, read_header
 from llama.errors import CheckpointError, DamagedError, LlamaError
-from llama.quant.blocks import READERS
+from llama.quant.groups import READERS
 from llama.rope_scaling import inverse_frequencies
 
 from . import tiny
@@ -31,7 +31,7 @@ from . import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = tiny.random_tokens(30)
-# Types without blocks for the kernels
+# Types without groups for the kernels
 RARE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
 
 
@@ -97,15 +97,16 @@ def test_quantized_tensors_equal_those_of_the_gguf_package(tmp_path: Path, name:
     expected = torch.from_numpy(gguf.quants.dequantize(raw, type))
     assert float(expected.isfinite().float().mean()) > 0.8  # random scales may be NaN or infinite
     matrix, vector = GGUFFile(tmp_path / "x.gguf").tensors.values()
-    parts = [(matrix.read(), expected), (vector.read(), expected[0])]
+    parts = [(matrix.floats(), expected), (vector.floats(), expected[0])]
     for columns in (slice(0, 7), slice(33, 100), slice(None)):
-        parts.append((matrix.piece(slice(3, 9), columns), expected[3:9, columns]))
+        parts.append((matrix[3:9, columns].floats(), expected[3:9, columns]))
     for found, wanted in parts:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-    blocks = matrix.blocks(slice(3, 9), slice(256, 768))
-    assert (blocks is None) == (name in RARE)
-    if blocks is not None:
-        torch.testing.assert_close(blocks.weight, expected[3:9, 256:768], rtol=0, atol=0, equal_nan=True)
+    part = matrix[3:9, 256:768]
+    assert (part.format is None) == (name in RARE)
+    if part.format is not None:
+        assert part.groups().format == part.format
+        torch.testing.assert_close(part.groups().weight, expected[3:9, 256:768], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_type_that_is_not_supported_is_an_error(tmp_path: Path) -> None:
@@ -113,13 +114,29 @@ def test_a_type_that_is_not_supported_is_an_error(tmp_path: Path) -> None:
     writer.add_tensor("w", np.zeros((1, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
     finish(writer)
     with pytest.raises(CheckpointError, match="stored as Q8_K are not supported"):
-        GGUFFile(tmp_path / "x.gguf").tensors["w"].read()
+        GGUFFile(tmp_path / "x.gguf").tensors["w"].floats()
 
 
 def test_reading_never_changes_the_file(tiny_gguf: Path) -> None:
     before, model = tiny_gguf.read_bytes(), load(tiny_gguf)
     model.norm.weight.fill_(9)  # float32 weights are in the mapped file; a write goes to a private copy
     assert tiny_gguf.read_bytes() == before
+
+
+@pytest.mark.parametrize("type", ["F32", "Q8_0", "Q5_0"])
+@pytest.mark.parametrize("options", [{"fast": True}, {"quantize": "int8"}, {"rope": "half"}])
+def test_a_weight_is_read_when_its_layer_is_filled_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, options: dict[str, Any]
+) -> None:
+    path, read, raw = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE, quantization=type), [], GGUFWeight.raw
+    monkeypatch.setattr(GGUFWeight, "raw", property(lambda self: (read.append(self.name), raw.__get__(self))[1]))
+    checkpoint = open_checkpoint(path)
+    plan = loader.make_plan(checkpoint, loader.LoadOptions("cpu", **options))
+    loader.check_memory(plan)
+    model = loader.empty_model(plan)
+    assert read == []
+    loader.fill(model, plan)
+    assert set(read) == {checkpoint.file_name(name) for name in checkpoint.shapes}
 
 
 # ----------------------------------------------------------------------------------------------------------- surplus
@@ -130,7 +147,7 @@ def test_surplus_that_nothing_reads_is_accepted(tiny_gguf: Path, tmp_path: Path,
     writer.add_custom_alignment(alignment)
     tiny.add_metadata(writer, {**tiny.architecture(), **tiny.byte_vocabulary()})
     for name, tensor in [("empty", torch.zeros(0)), *GGUFFile(tiny_gguf).tensors.items()]:
-        writer.add_tensor(name, (tensor if isinstance(tensor, Tensor) else tensor.read()).numpy())
+        writer.add_tensor(name, (tensor if isinstance(tensor, Tensor) else tensor.floats()).numpy())
     finish(writer)
     with open(tmp_path / "x.gguf", "ab") as file:
         file.write(bytes(7))

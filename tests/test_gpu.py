@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from llama.checkpoint import open_checkpoint
+from llama.checkpoint.weight import MemoryWeight
 from llama.engine import kernels, linears
 from llama.engine.compiled import GraphRunner
-from llama.engine.linears import BlockLinear, Int4Linear, make_linear
-from llama.engine.quantized_weight import QuantizedWeight
+from llama.engine.linears import GroupedLinear, Int4Linear, make_linear
 from llama.generate import generate, prefill
 from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
 from llama.model import Transformer
-from llama.quant.blocks import READERS
+from llama.quant.groups import READERS
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.sampling import SamplingParams
 from llama.weights import plan_weights, storage_warnings
@@ -92,7 +92,7 @@ def block_model(scheme: str | None, rope: str) -> Transformer:
     linear_layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name, linear in linear_layers if scheme else ():
         blocks = quantize(linear.weight, scheme_for(name, SCHEMES[scheme]).format)
-        model.set_submodule(name, BlockLinear(blocks, linear.bias))
+        model.set_submodule(name, GroupedLinear(blocks, linear.bias))
     return model
 
 
@@ -171,9 +171,9 @@ def test_pytorchs_int4_kernel_is_used_where_it_works(
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL"])
 def test_only_plain_types_of_a_file_stay_packed(type: str) -> None:
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
-    blocks = READERS[type](np.random.default_rng(0).integers(0, 48, (4, 2 * size), np.uint8))
-    assert (linears.kept_format(blocks, CUDA) is not None) == (type in ("Q4_0", "Q4_1", "Q8_0"))
-    assert linears.kept_format(blocks, torch.device("mps")) is None
+    format = READERS[type](np.random.default_rng(0).integers(0, 48, (4, 2 * size), np.uint8)).format
+    assert (linears.kept_format(format, CUDA) is not None) == (type in ("Q4_0", "Q4_1", "Q8_0"))
+    assert linears.kept_format(format, torch.device("mps")) is None
 
 
 @pytest.mark.parametrize(("type", "expected"), [
@@ -181,24 +181,26 @@ def test_only_plain_types_of_a_file_stay_packed(type: str) -> None:
 ])  # fmt: skip
 def test_one_line_says_what_is_dequantized(type: str, expected: list[str], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", CONFIG, quantization=type))
-    on_gpu, on_cpu = (plan_weights(checkpoint, lambda name, d=d: d, None, True) for d in (CUDA, torch.device("cpu")))
-    lines = storage_warnings(checkpoint, on_gpu, torch.bfloat16)
+    on_gpu, on_cpu = (
+        plan_weights(checkpoint, lambda _, d=d: d, torch.bfloat16, keep=True) for d in (CUDA, torch.device("cpu"))
+    )
+    lines = storage_warnings(on_gpu, torch.bfloat16)
     assert [words in line for words, line in zip(expected, lines, strict=True)] == [True] * len(expected)
-    assert storage_warnings(checkpoint, on_cpu, torch.bfloat16) == []
+    assert storage_warnings(on_cpu, torch.bfloat16) == []
 
 
 def test_a_large_weight_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = BlockLinear(quantize(noise(50, 96), SCHEMES["int4"].format), noise(50)), noise(2, 3, 96)
-    expected, sizes, rows = layer(x), [], BlockLinear.rows
-    monkeypatch.setattr(BlockLinear, "rows", lambda self, part: (sizes.append(part), rows(self, part))[1])
-    monkeypatch.setattr(linears, "PIECE", 7 * 96)
+    layer, x = GroupedLinear(quantize(noise(50, 96), SCHEMES["int4"].format), noise(50)), noise(2, 3, 96)
+    expected, sizes, rows = layer(x), [], GroupedLinear.rows
+    monkeypatch.setattr(GroupedLinear, "rows", lambda self, part: (sizes.append(part), rows(self, part))[1])
+    monkeypatch.setattr(linears, "DEQUANTIZED_ENTRIES", 7 * 96)
     torch.testing.assert_close(layer(x), expected)
     assert sizes == [slice(first, first + 7) for first in range(0, 50, 7)]
 
 
 def test_scales_that_a_file_stores_by_columns_can_be_moved() -> None:
     blocks = quantize(noise(50, 96), SCHEMES["int4"].format)
-    layer, expected = BlockLinear(blocks._replace(scale=blocks.scale.mT.contiguous().mT)), BlockLinear(blocks)
+    layer, expected = GroupedLinear(blocks._replace(scale=blocks.scale.mT.contiguous().mT)), GroupedLinear(blocks)
     assert torch.equal(layer.to("cpu").weight, expected.weight)
 
 
@@ -206,7 +208,7 @@ def test_scales_that_a_file_stores_by_columns_can_be_moved() -> None:
 def test_a_compiled_product_equals_the_eager_one(scheme: str) -> None:
     """Compiled code multiplies one row by another expression, which Inductor can fuse."""
     torch._dynamo.reset()
-    layer = BlockLinear(quantize(noise(6, 200), SCHEMES[scheme].format), noise(6))
+    layer = GroupedLinear(quantize(noise(6, 200), SCHEMES[scheme].format), noise(6))
     compiled = torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)
     for shape in ((200,), (1, 1, 200), (2, 3, 200)):
         x = noise(*shape)
@@ -274,12 +276,12 @@ def test_logits_equal_those_of_the_cpu(dtype: torch.dtype, kind: str, bound: flo
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_quantized_products_equal_those_of_the_dequantized_weight(scheme: str, compile: bool) -> None:
     weight, bias = noise(64, 256), noise(64)
-    quantized = QuantizedWeight.from_float(weight, tuple(weight.shape), SCHEMES[scheme].format)
-    layer = make_linear(quantized, CUDA, bias.to(CUDA, torch.bfloat16))
+    format = SCHEMES[scheme].format
+    layer = make_linear(MemoryWeight(weight), CUDA, format, bias.to(CUDA, torch.bfloat16))
     run = torch.compile(layer) if compile else layer
     for shape in ((1, 256), (1, 9, 256), (300, 256)):
         x = noise(*shape).bfloat16()
-        assert gap(run(x.to(CUDA)), nn.functional.linear(x.float(), quantized.blocks().weight, bias)) < 0.015
+        assert gap(run(x.to(CUDA)), nn.functional.linear(x.float(), quantize(weight, format).weight, bias)) < 0.015
 
 
 @law

@@ -21,7 +21,7 @@ from llama.cache import hadamard
 from llama.engine import kernels
 from llama.engine.linears import TileLinear
 from llama.errors import UsageError
-from llama.quant.blocks import BlockFormat, Blocks
+from llama.quant.groups import GroupedWeight, GroupFormat
 from llama.quant.tiles import pack
 from llama.system.temporary import own_temporary
 
@@ -32,20 +32,20 @@ from .patience import PATIENCE, until
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
 
 # Every format that a scheme or a file can have. `--quantize` writes the plain ones.
-PLAIN_KINDS = [BlockFormat(*kind) for kind in ((8, 32, False), (8, 16, False), (8, 32, True), (8, 0, False))]
-PLAIN_KINDS += [BlockFormat(4, group, offset) for group in (16, 32, 64, 128) for offset in (False, True)]
+PLAIN_KINDS = [GroupFormat(*kind) for kind in ((8, 32, False), (8, 16, False), (8, 32, True), (8, 0, False))]
+PLAIN_KINDS += [GroupFormat(4, group, offset) for group in (16, 32, 64, 128) for offset in (False, True)]
 KINDS = [
     *PLAIN_KINDS,
-    BlockFormat(5, 32, False),
-    BlockFormat(5, 32, True),
-    BlockFormat(4, 16, False, codebook=True),
-    BlockFormat(4, 32, False, codebook=True),
-    BlockFormat(4, 32, False, codebook=True, levels=True),
-    BlockFormat(2, 16, True, levels=True),
-    BlockFormat(3, 16, False, levels=True),
-    BlockFormat(4, 32, True, levels=True),
-    BlockFormat(5, 32, True, levels=True),
-    BlockFormat(6, 16, False, levels=True),
+    GroupFormat(5, 32, False),
+    GroupFormat(5, 32, True),
+    GroupFormat(4, 16, False, codebook=True),
+    GroupFormat(4, 32, False, codebook=True),
+    GroupFormat(4, 32, False, codebook=True, levels=True),
+    GroupFormat(2, 16, True, levels=True),
+    GroupFormat(3, 16, False, levels=True),
+    GroupFormat(4, 32, True, levels=True),
+    GroupFormat(5, 32, True, levels=True),
+    GroupFormat(6, 16, False, levels=True),
 ]
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
 
@@ -59,19 +59,19 @@ def random_blocks(
     codebook: bool = False,
     levels: bool = False,
     seed: int = 0,
-) -> Blocks:
+) -> GroupedWeight:
     """Random quants, with scales and offsets, or their factors, that are exact in float16."""
     if codebook or levels:
-        return random_narrow_blocks(rows, columns, BlockFormat(bits, group, offset, codebook, levels))
+        return random_narrow_blocks(rows, columns, GroupFormat(bits, group, offset, codebook, levels))
     generator = torch.Generator().manual_seed(seed)
     groups = -(-columns // group) if group else 1
     quants = torch.randint(2**bits, (rows, columns), generator=generator).to(torch.uint8)
     scale = (0.5 + torch.rand(rows, groups, generator=generator)).half().float() / 2**bits
     shift = (torch.randn(rows, groups, generator=generator) - 0.5).half().float()
-    return Blocks(quants, scale, shift if offset else None, bits, group)
+    return GroupedWeight(quants, scale, shift if offset else None, bits, group)
 
 
-def random_narrow_blocks(rows: int, columns: int, format: BlockFormat) -> Blocks:
+def random_narrow_blocks(rows: int, columns: int, format: GroupFormat) -> GroupedWeight:
     """`random_blocks` with a codebook, or with all integers that two levels of scales can have in a file."""
     bits, group, offset, codebook, levels = format
     plain = random_blocks(rows, columns, bits, group, False)
@@ -85,10 +85,10 @@ def random_narrow_blocks(rows: int, columns: int, format: BlockFormat) -> Blocks
         factors /= torch.tensor([1.0, -1.0][: size[2]]) * (high - low) * (8 if codebook else 1)
         numbers = integers * factors.repeat_interleave(256 // group, 1)[:, : size[1]]
         scale, shift = numbers[..., 0], numbers[..., 1] if offset else None
-    return Blocks(plain.quants, scale, shift, bits, group, values, factors)
+    return GroupedWeight(plain.quants, scale, shift, bits, group, values, factors)
 
 
-def layer(blocks: Blocks, bias: Tensor | None = None) -> TileLinear:
+def layer(blocks: GroupedWeight, bias: Tensor | None = None) -> TileLinear:
     rows, columns = blocks.quants.shape
     return TileLinear(pack(blocks), (rows, columns), blocks.format, bias)
 
@@ -97,7 +97,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def product(x: Tensor, blocks: Blocks) -> np.ndarray:
+def product(x: Tensor, blocks: GroupedWeight) -> np.ndarray:
     """The kernel's formula in float64: x (M, K) rounded to 8 bits, times the quants, group by group -> (M, N)."""
     rows, columns = blocks.quants.shape
     group = blocks.group or columns
@@ -129,7 +129,7 @@ def distance(found: Tensor, expected: np.ndarray) -> float:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)])
-def test_the_product_follows_its_formula(kind: BlockFormat, rows: int, columns: int) -> None:
+def test_the_product_follows_its_formula(kind: GroupFormat, rows: int, columns: int) -> None:
     blocks = random_blocks(rows, columns, *kind)
     for dtype, bound in (
         (torch.float32, 1e-5),
@@ -143,7 +143,7 @@ def test_the_product_follows_its_formula(kind: BlockFormat, rows: int, columns: 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_products_do_not_overflow(kind: BlockFormat, sign: int) -> None:
+def test_the_largest_products_do_not_overflow(kind: GroupFormat, sign: int) -> None:
     """AVX2 adds products in 16 bits."""
     blocks = random_blocks(32, 512, *kind)
     top = len(blocks.values) - 1 if blocks.values else 2**blocks.bits - 1
@@ -156,7 +156,7 @@ def test_the_largest_products_do_not_overflow(kind: BlockFormat, sign: int) -> N
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: BlockFormat) -> None:
+def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: GroupFormat) -> None:
     blocks = random_blocks(64, 1024, *kind)
     x = normal(20, 1024)
     assert distance(layer(blocks)(x), (x.double() @ blocks.weight.double().T).numpy()) < 0.015
@@ -164,7 +164,7 @@ def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: BlockFor
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_row_does_not_depend_on_the_other_rows(kind: BlockFormat) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(kind: GroupFormat) -> None:
     blocks = layer(random_blocks(40, 192, *kind))
     x = normal(30, 192)
     alone, together = torch.cat([blocks(row[None]) for row in x]), blocks(x)
@@ -196,7 +196,7 @@ def test_x_may_have_any_shape_dtype_and_strides() -> None:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_nonfinite_input_affects_its_own_row_only(kind: BlockFormat, wrong: float) -> None:
+def test_a_nonfinite_input_affects_its_own_row_only(kind: GroupFormat, wrong: float) -> None:
     linear = layer(random_blocks(20, 130, *kind))
     x = normal(14, 130)
     expected = linear(x)
@@ -210,7 +210,7 @@ def test_a_nonfinite_input_affects_its_own_row_only(kind: BlockFormat, wrong: fl
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_zeros_and_huge_and_tiny_numbers(kind: BlockFormat) -> None:
+def test_zeros_and_huge_and_tiny_numbers(kind: GroupFormat) -> None:
     blocks = random_blocks(20, 130, *kind)
     linear, x = layer(blocks), normal(3, 130)
     assert torch.equal(linear(torch.zeros(3, 130)), torch.zeros(3, 20))

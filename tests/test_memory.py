@@ -13,7 +13,7 @@ import torch
 
 from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
-from llama.checkpoint.gguf import GGUFCheckpoint
+from llama.checkpoint.gguf import GGUFWeight
 from llama.engine import kernels
 from llama.engine.placement import Placement
 from llama.errors import ContextLengthError, MemoryLimitError
@@ -228,7 +228,7 @@ def test_the_command_refuses_unless_the_check_is_off(
     small(monkeypatch, 2**20)
     command = ["generate", "--raw", "hello", "-n", "3", "-m", str(tiny_gguf)]
     with monkeypatch.context() as patch:
-        patch.setattr(GGUFCheckpoint, "tensor", lambda *_: pytest.fail("read"))
+        patch.setattr(GGUFWeight, "raw", property(lambda _: pytest.fail("read")))
         assert cli.main(command) == 1
     out, err = capfd.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)

@@ -132,11 +132,12 @@ def test_float8_weights_are_multiplied_by_their_row_scales(tmp_path: Path) -> No
             files[i][f"layers.1.feed_forward.{meta}.weight"].float() * scales[i][f"1_feed_forward.{meta}_{i}"][:, None]
             for i in range(8)
         ]  # in float32, without rounding
-        assert torch.equal(checkpoint.tensor(f"layers.1.feed_forward.{ours}.weight"), torch.cat(parts, axis))
+        assert torch.equal(checkpoint.weight(f"layers.1.feed_forward.{ours}.weight").floats(), torch.cat(parts, axis))
         assert torch.equal(
-            checkpoint.tensor(f"layers.0.feed_forward.{ours}.weight"), state[f"layers.0.feed_forward.{meta}.weight"]
+            checkpoint.weight(f"layers.0.feed_forward.{ours}.weight").floats(),
+            state[f"layers.0.feed_forward.{meta}.weight"],
         )
-    assert torch.equal(checkpoint.tensor(WQ), state[WQ])
+    assert torch.equal(checkpoint.weight(WQ).floats(), state[WQ])
 
 
 @pytest.mark.parametrize("kind", ["qlora", "spinquant"])
@@ -155,9 +156,9 @@ def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
             expected[:, row] += inputs[:, part] @ (file[f"{base}.weight"][row, part].float() * scale)
     if kind == "qlora":
         expected += 2.0 * (x @ file[f"{base}.adaptor.A.weight"].T) @ file[f"{base}.adaptor.B.weight"].T
-    weight = checkpoint.tensor("layers.1.feed_forward.w_down.weight")
+    weight = checkpoint.weight("layers.1.feed_forward.w_down.weight").floats()
     torch.testing.assert_close(x @ weight.T, expected, rtol=1e-4, atol=1e-4)
-    embedding = checkpoint.tensor("tok_embeddings.weight")
+    embedding = checkpoint.weight("tok_embeddings.weight").floats()
     torch.testing.assert_close(
         embedding, file["tok_embeddings.weight"].float() * file["tok_embeddings.scales"].reshape(-1, 1)
     )

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from llama.attention import reference, reference_weights, sdpa
 from llama.cache import KVCache
-from llama.checkpoint.write import to_layout
 from llama.config import ModelConfig
 from llama.errors import ConfigError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
 from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
 from llama.model import RMSNorm, Transformer
+from llama.rope import to_layout
 from llama.sampling import SamplingParams
 
 from . import tiny

@@ -161,23 +161,22 @@ def test_the_slices_of_all_ranks_are_the_whole(form: str, size: int, kind: dict[
     whole = open_checkpoint(write(tmp_path, config, form))
     parts: list[Checkpoint] = [ShardedCheckpoint(whole, rank, size) for rank in range(size)]
     for name in whole.shapes:
-        expected = whole.tensor(name)
-        found = [part.tensor(name) for part in parts]
+        expected = whole.weight(name).floats()
+        found = [part.weight(name).floats() for part in parts]
         assert [tuple(tensor.shape) for tensor in found] == [part.shapes[name] for part in parts]
         assert torch.equal(joined(name, found, config), expected), name
-        stored = [part.blocks(name) if expected.dim() == 2 else None for part in parts]
-        if stored[0] is not None:
-            assert torch.equal(joined(name, [part.weight for part in stored], config), whole.blocks(name).weight)
-        row = parts[1].blocks(name, slice(1, 2)) if stored[0] is not None else None
-        assert row is None or torch.equal(row.weight, stored[1].weight[1:2])
+        if parts[0].weight(name).format is not None:
+            stored = [part.weight(name).groups().weight for part in parts]
+            assert torch.equal(joined(name, stored, config), whole.weight(name).groups().weight)
+            assert torch.equal(parts[1].weight(name)[1:2].groups().weight, stored[1][1:2])
 
 
 def test_a_model_or_a_quantization_group_that_can_not_be_divided_is_refused(tmp_path: Path) -> None:
     config = dataclasses.replace(WIDE, hidden_dim=4 * 48)
     whole = open_checkpoint(write(tmp_path, config, "Q8_0"))
-    assert ShardedCheckpoint(whole, 0, 2).blocks("layers.0.feed_forward.w_down.weight") is not None
+    assert ShardedCheckpoint(whole, 0, 2).weight("layers.0.feed_forward.w_down.weight").format is not None
     with pytest.raises(UsageError, match="parts of 48 inputs, but its quantization groups have 32"):
-        ShardedCheckpoint(whole, 1, 4).blocks("layers.0.feed_forward.w_down.weight", slice(0, 1))
+        _ = ShardedCheckpoint(whole, 1, 4).weight("layers.0.feed_forward.w_down.weight").format
     with pytest.raises(UsageError, match=r"8 heads, 8 key/value heads and 192 features .* 3 processes.* 1, 2, 4, 8$"):
         ShardedCheckpoint(whole, 0, 3)
     sizes = {name: [n for n in range(1, 33) if divides(n, official()[name])] for name in official()}

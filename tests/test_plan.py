@@ -20,7 +20,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import main
 from llama.cli.plan import architecture
 from llama.config import ModelConfig
-from llama.engine.linears import BlockLinear
+from llama.engine.linears import GroupedLinear
 from llama.errors import LlamaError
 from llama.loader import load_model
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
@@ -71,7 +71,7 @@ def test_quantized_weights_are_the_bytes_of_a_gpus_layers(scheme: str, tied: boo
             total += 2 * weight.numel()
             continue
         kind = scheme_for(wanted, SCHEMES[scheme])
-        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind.format)).buffers())
+        total += sum(buffer.nbytes for buffer in GroupedLinear(quantize(weight, kind.format)).buffers())
     assert run_of(config, scheme=scheme).weights == total
 
 
@@ -223,11 +223,12 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=type)
     checkpoint, expected = open_checkpoint(path), 0
     for name, shape in checkpoint.shapes.items():
-        blocks = checkpoint.blocks(name, slice(None)) if len(shape) == 2 and type != "Q5_0" else None
+        weight = checkpoint.weight(name)
+        blocks = weight.groups() if weight.format is not None and type != "Q5_0" else None
         if blocks is None or (name == "tok_embeddings.weight" and not tied):
             expected += 2 * math.prod(shape)
         else:
-            expected += sum(buffer.nbytes for buffer in BlockLinear(blocks).buffers())
+            expected += sum(buffer.nbytes for buffer in GroupedLinear(blocks).buffers())
     facts = planned(capsys, path)
     assert facts["memory"]["weights"] == expected
     found = {other["quantize"]: other["per_gpu"] for other in facts["alternatives"]}

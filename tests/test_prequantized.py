@@ -21,16 +21,16 @@ from torch import Tensor
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.huggingface import DTYPES, StoredTensor
+from llama.checkpoint.huggingface import STORED, StoredTensor
 from llama.checkpoint.prequantized import METHODS, Layer, PrequantizedCheckpoint
 from llama.engine.linears import TileLinear
+from llama.engine.packing import to_tiles
 from llama.errors import CheckpointError, LlamaError
-from llama.quant.blocks import BlockFormat
+from llama.quant.groups import GroupFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
 from llama.system.documents import Fields
 from llama.tools.convert import quantize
-from llama.weights import read_quantized
 
 from .test_huggingface import compare, edit, tokens, write
 from .test_kernels import needs_kernels
@@ -44,22 +44,21 @@ Made = tuple[dict[str, Any], dict[str, Tensor]]  # quantization_config; the laye
 def in_memory(tensors: dict[str, Tensor]) -> Layer:
     """A layer's tensors as a file has them."""
     return Layer({
-        name: StoredTensor(Path("layer"), name, DTYPES.get(tensor.dtype, "?"), tuple(tensor.shape), lambda tensor=tensor: tensor)
+        name: StoredTensor(Path("layer"), name, STORED.get(tensor.dtype, "?"), tuple(tensor.shape), lambda tensor=tensor: tensor)
         for name, tensor in tensors.items()
     })  # fmt: skip
 
 
 def check(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Compare the weight that our reader returns with the expected one; blocks and floats with each other."""
+    """Compare the weight that our reader returns with the expected one; groups and floats with each other."""
     expected = tensors.pop("expected").float()
-    matrix = METHODS[config["quant_method"]](Fields(config, "config")).matrix(in_memory(tensors))
-    found = matrix.floats(slice(None))
+    matrix = METHODS[config["quant_method"]](Fields(config, "config")).weight(in_memory(tensors))
+    found = matrix.floats()
     assert matrix.shape == found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
-    assert torch.equal(matrix.floats(slice(3, 21)), found[3:21])
-    blocks = matrix.blocks(slice(5, 30))
-    if blocks is not None:
-        torch.testing.assert_close(blocks.weight, expected[5:30], rtol=1e-6, atol=1e-7)
+    assert torch.equal(matrix[3:21].floats(), found[3:21])
+    if matrix.format is not None:
+        torch.testing.assert_close(matrix[5:30].groups().weight, expected[5:30], rtol=1e-6, atol=1e-7)
 
 
 def recorded(name: str) -> Made:
@@ -77,19 +76,19 @@ LAYERS = [f"model.layers.0.{name}_proj" for name in ("self_attn.q", "self_attn.k
 LAYER, WEIGHT = LAYERS[-1], "layers.0.feed_forward.w_up.weight"  # its rows are not permuted
 
 # Recorded layer -> the kernels' format or None, how `inspect` names it
-KINDS: dict[str, tuple[BlockFormat | None, str]] = {
-    "gptq-4": (BlockFormat(4, 32, False), "GPTQ int4"),
-    "gptq-4-asymmetric": (BlockFormat(4, 32, True), "GPTQ int4"),
+KINDS: dict[str, tuple[GroupFormat | None, str]] = {
+    "gptq-4": (GroupFormat(4, 32, False), "GPTQ int4"),
+    "gptq-4-asymmetric": (GroupFormat(4, 32, True), "GPTQ int4"),
     "gptq-4-order": (None, "GPTQ int4 in act order"),
-    "gptq-8": (BlockFormat(8, 32, True), "GPTQ int8"),
-    "awq-gemm": (BlockFormat(4, 32, True), "AWQ int4"),
-    "ct-int4": (BlockFormat(4, 32, False), "compressed-tensors int4"),
-    "ct-int4-asymmetric": (BlockFormat(4, 32, True), "compressed-tensors int4"),
-    "ct-int8": (BlockFormat(8, 0, False), "compressed-tensors int8"),
+    "gptq-8": (GroupFormat(8, 32, True), "GPTQ int8"),
+    "awq-gemm": (GroupFormat(4, 32, True), "AWQ int4"),
+    "ct-int4": (GroupFormat(4, 32, False), "compressed-tensors int4"),
+    "ct-int4-asymmetric": (GroupFormat(4, 32, True), "compressed-tensors int4"),
+    "ct-int8": (GroupFormat(8, 0, False), "compressed-tensors int8"),
     **{f"ct-fp8-{part}": (None, "FP8") for part in ("tensor", "channel", "block")},
     "nf4": (None, "NF4"),
     "nf4-nested": (None, "NF4"),
-    "llm-int8": (BlockFormat(8, 0, False), "bitsandbytes int8"),
+    "llm-int8": (GroupFormat(8, 0, False), "bitsandbytes int8"),
 }
 
 
@@ -121,21 +120,20 @@ def test_logits_integers_and_scales_are_those_of_the_program(tmp_path: Path, nam
     compare(tmp_path, model)
     checkpoint = open_checkpoint(tmp_path)
     assert isinstance(checkpoint, PrequantizedCheckpoint)
-    assert checkpoint.stored(WEIGHT) == label
+    assert checkpoint.weight(WEIGHT).stored == label
     _, stored = recorded(name)
-    assert checkpoint.bits(WEIGHT) * ROWS * COLUMNS == 8 * sum(
+    assert checkpoint.weight(WEIGHT).bits * ROWS * COLUMNS == 8 * sum(
         t.nbytes for part, t in stored.items() if part != "expected"
     )
-    weight, expected = checkpoint.tensor(WEIGHT), model.get_parameter(f"{LAYER}.weight").detach()
+    weight, expected = checkpoint.weight(WEIGHT).floats(), model.get_parameter(f"{LAYER}.weight").detach()
     torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
-    assert torch.equal(checkpoint.piece(WEIGHT, slice(17, 30), slice(3, 60)), weight[17:30, 3:60])
-    blocks = checkpoint.blocks(WEIGHT)
-    assert (None if blocks is None else blocks.format) == format
+    assert torch.equal(checkpoint.weight(WEIGHT)[17:30, 3:60].floats(), weight[17:30, 3:60])
+    assert checkpoint.weight(WEIGHT).format == format
     if format is None:
         return
     for ours, wanted in (("feed_forward.w_up", expected), ("attention.wq", to_interleaved_layout(expected, 16))):
-        read = read_quantized(checkpoint, f"layers.0.{ours}.weight", format, "interleaved")
-        packed = unpack(read.tiles(), *read.shape, format)
+        weight = checkpoint.weight(f"layers.0.{ours}.weight")
+        packed = unpack(to_tiles(weight, format), *weight.shape, format)
         scale = packed.scale.repeat_interleave(format.group or COLUMNS, 1)
         # the product of scale and zero point is rounded to float16
         step = 0.0 if packed.offset is None else 2**-7 if format.bits == 4 else 2**-3
@@ -190,7 +188,7 @@ def test_the_weights_are_those_of_the_program(name: str) -> None:
 def test_an_asymmetric_layer_that_is_labelled_symmetric_is_refused() -> None:
     config, tensors = changed("gptq-4-asymmetric", {"sym": True})
     with pytest.raises(CheckpointError, match=r"qzeros is I32 .*, with different zero points, but the configuration"):
-        METHODS["gptq"](Fields(config, "config")).matrix(in_memory(tensors))
+        METHODS["gptq"](Fields(config, "config")).weight(in_memory(tensors))
 
 
 def test_a_zero_point_of_0_in_version_1_borrows_from_its_neighbour() -> None:
@@ -199,7 +197,7 @@ def test_a_zero_point_of_0_in_version_1_borrows_from_its_neighbour() -> None:
     zeros = torch.tensor([0x21F0_3500, 0x0123_0000], dtype=torch.int32)[:, None].expand(2, 4).contiguous()
     tensors |= {"qweight": torch.zeros_like(tensors["qweight"]), "qzeros": zeros - 0x11111111}
     tensors["scales"] = torch.ones_like(tensors["scales"])
-    found = METHODS["gptq"](Fields(config, "config")).matrix(in_memory(tensors)).floats(slice(5, 13))
+    found = METHODS["gptq"](Fields(config, "config")).weight(in_memory(tensors))[5:13].floats()
     digits = [[(word >> 4 * i) & 15 for i in range(8)] * 4 for word in zeros[:, 0].tolist()]
     assert torch.equal(found[:, [0, 32]].T, -torch.tensor(digits).float()[:, 5:13])
 
@@ -215,7 +213,7 @@ def test_a_run_computes_with_the_stored_integers(tmp_path: Path, name: str) -> N
     assert float((found - expected).norm() / expected.norm()) < 0.03
     if name == "awq-gemm":
         quantize(tmp_path / "theirs", tmp_path / "ours", "int4")
-        before, after = (open_checkpoint(tmp_path / folder).blocks(WEIGHT) for folder in ("theirs", "ours"))
+        before, after = (open_checkpoint(tmp_path / folder).weight(WEIGHT).groups() for folder in ("theirs", "ours"))
         assert torch.equal(before.quants, after.quants)
         assert torch.equal(before.scale, after.scale)
 
@@ -224,9 +222,9 @@ def test_a_run_computes_with_the_stored_integers(tmp_path: Path, name: str) -> N
 def test_scales_that_float16_lacks_are_dequantized(scale: float, fits: bool) -> None:
     config, tensors = recorded("ct-int4")
     tensors["weight_scale"] = (tensors["weight_scale"] * (scale / tensors["weight_scale"].max())).bfloat16()
-    matrix = METHODS[config["quant_method"]](Fields(config, "config")).matrix(in_memory(tensors))
-    assert (matrix.blocks(slice(None)) is not None) == fits
-    assert float(matrix.floats(slice(None)).abs().max()) > scale
+    matrix = METHODS[config["quant_method"]](Fields(config, "config")).weight(in_memory(tensors))
+    assert (matrix.format is not None) == fits
+    assert float(matrix.floats().abs().max()) > scale
 
 
 # ------------------------------------------------------------------------------------------------- around the weights
@@ -306,4 +304,4 @@ def test_a_damaged_part_is_one_line(name: str) -> None:
             parts = {key: value for key, value in tensors.items() if key != part}
             layer = in_memory({**parts, **({} if fault is None else {part: fault})})
             with pytest.raises(LlamaError, match=rf"^[^\n]*({re.escape(part)}|layer)[^\n]*$"):
-                method.matrix(layer).floats(slice(0, 16))
+                method.weight(layer)[:16].floats()

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 import llama
 from llama.checkpoint import open_checkpoint
+from llama.checkpoint.weight import MemoryWeight
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear
-from llama.engine.quantized_weight import QuantizedWeight
+from llama.engine.linears import GroupedLinear, TileEmbedding, TileLinear
+from llama.engine.packing import to_tiles
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
 from llama.quant import gguf_types, schemes
-from llama.quant.blocks import READERS, BlockFormat, joined
 from llama.quant.gguf_types import MIXES, TYPES, block_of, types_of
+from llama.quant.groups import READERS, GroupFormat, joined
 from llama.quant.schemes import SCHEMES, quantize
 from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
 from llama.tools.convert import convert
@@ -34,7 +35,7 @@ from .test_kernels import KINDS, needs_kernels, random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FORMATS = {**{name: scheme.format for name, scheme in SCHEMES.items()}, "output": BlockFormat(8, 32, False)}
+FORMATS = {**{name: scheme.format for name, scheme in SCHEMES.items()}, "output": GroupFormat(8, 32, False)}
 SHAPES = [(48, 512), (1, 1), (5, 7), (33, 200)]  # some are not multiples of a tile or a group
 
 
@@ -49,7 +50,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # ------------------------------------------------------------------------------------------------------ packing
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packing_is_lossless(kind: BlockFormat, shape: tuple[int, int]) -> None:
+def test_packing_is_lossless(kind: GroupFormat, shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     tiles = pack(blocks)
     assert tiles.shape == (-(-shape[0] // TILE), tile_bytes(shape[1], kind))
@@ -75,7 +76,7 @@ WEIGHTS = {
 }
 
 
-def by_group(x: Tensor, scheme: BlockFormat) -> Tensor:
+def by_group(x: Tensor, scheme: GroupFormat) -> Tensor:
     """(N, K) -> (N, groups, group), padded with zeros."""
     group = scheme.group or x.shape[1]
     return F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
@@ -125,7 +126,7 @@ def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) 
         gguf_types.quantize(w, name) if name in TYPES else quantize(w, FORMATS[name])
     if name in FORMATS:
         with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
-            QuantizedWeight.from_float(lambda rows: w[rows], (20, 512), FORMATS[name]).tiles()
+            to_tiles(MemoryWeight(w), FORMATS[name])
 
 
 # ------------------------------------------------------------------------------------- the blocks of a GGUF file
@@ -212,9 +213,9 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_layers_have_the_same_weight(kind: BlockFormat, shape: tuple[int, int]) -> None:
+def test_both_layers_have_the_same_weight(kind: GroupFormat, shape: tuple[int, int]) -> None:
     blocks, bias = random_blocks(*shape, *kind), normal(shape[0], seed=1)
-    tiles, reference = TileLinear(pack(blocks), shape, kind, bias), BlockLinear(blocks, bias)
+    tiles, reference = TileLinear(pack(blocks), shape, kind, bias), GroupedLinear(blocks, bias)
     assert torch.equal(tiles.weight, blocks.weight)
     close = 1e-6 * max(1.0, float(blocks.weight.abs().max()))  # it adds an offset of several steps
     torch.testing.assert_close(reference.weight, blocks.weight, rtol=1e-6, atol=close)
@@ -293,7 +294,7 @@ def test_the_error_is_at_most_that_of_llama_cpp(type: str, monkeypatch: pytest.M
     w = 0.05 * torch.randn(64, 1024, generator=torch.Generator().manual_seed(3))
     raw = gguf_types.quantize(w, type)
     assert (dequantized(raw, type) - w).norm() / w.norm() < ERRORS[type]
-    monkeypatch.setattr(gguf_types, "PIECE", 5000)
+    monkeypatch.setattr(gguf_types, "QUANTIZED_ENTRIES", 5000)
     assert torch.equal(gguf_types.quantize(w.bfloat16(), type), gguf_types.quantize(w.bfloat16().float(), type))
     assert torch.equal(gguf_types.quantize(w, type), raw)
 
@@ -339,8 +340,8 @@ def test_a_file_is_read_by_the_gguf_package_and_by_us(source: Path, tmp_path: Pa
     for name in checkpoint.shapes:
         tensor = theirs[checkpoint.file_name(name)]
         assert tuple(reversed(tensor.shape.tolist())) == checkpoint.shapes[name]
-        assert torch.equal(dequantized(tensor.data, tensor.tensor_type.name), checkpoint.tensor(name))
-        assert checkpoint.stored(name) == types.get(name, "F32")
+        assert torch.equal(dequantized(tensor.data, tensor.tensor_type.name), checkpoint.weight(name).floats())
+        assert checkpoint.weight(name).stored == types.get(name, "F32")
     before, after = (llama.load_model(path, dtype="float32", device="cpu")(TOKENS) for path in (source, proof.path))
     assert 0 < (before - after).square().mean() < 0.2 * before.var()
 

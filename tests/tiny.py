@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from llama.attention import ATTENTION, Attend
 from llama.cache import KVCache
-from llama.checkpoint.write import to_layout
+from llama.checkpoint.weight import MemoryWeight
 from llama.config import ModelConfig
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
 from llama.engine.linears import make_embedding, make_linear
-from llama.engine.quantized_weight import QuantizedWeight
 from llama.model import Transformer
 from llama.quant.schemes import pick_scheme, scheme_for
-from llama.rope import Rope, RotaryEmb
+from llama.rope import Rope, RotaryEmb, to_layout
 from llama.weights import expected_shapes
 
 CONFIG = ModelConfig(
@@ -86,8 +85,7 @@ def quantized(net: Transformer, scheme: str) -> Transformer:
     """Replace the linear layers of a model, and its tied embedding, by the loader's quantized layers, in place."""
     for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
         format = scheme_for(name, pick_scheme(scheme)).format
-        weight = QuantizedWeight.from_float(linear.weight, (linear.out_features, linear.in_features), format)
-        layer = make_linear(weight, linear.weight.device, linear.bias)
+        layer = make_linear(MemoryWeight(linear.weight), linear.weight.device, format, linear.bias)
         net.set_submodule(name, layer)
         if name == "output" and net.config.tie_embeddings:
             net.set_submodule("tok_embeddings", make_embedding(layer, linear.weight.dtype))

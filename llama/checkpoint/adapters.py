@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
-from ..quant.blocks import Blocks
+from ..rope import Layout, to_layout
 from ..tokenizer import Named, Tokenizer
-from .base import FLOATS, PIECE, Checkpoint
+from .base import EMBEDDING, OUTPUT, Checkpoint
 from .huggingface import read_chat_template, read_tokenizer
-from .lora import EMBEDDING, OUTPUT, Adapter, read
-from .write import raw_bytes, to_layout
+from .lora import Adapter, LowRank, read
+from .weight import CACHED_ENTRIES, DTYPES, DerivedWeight, MemoryWeight, Weight
+from .write import raw_bytes
 
 ENDS = EMBEDDING, OUTPUT  # they may be tied, and may get more rows
 # A path, "PATH:SCALE", or (path, scale); or several of them
@@ -58,6 +59,29 @@ def _parse(adapter: OneAdapter) -> tuple[Path, float]:
     return path, scale
 
 
+class AdaptedWeight(DerivedWeight):
+    """A weight of the base, or `whole` in place of it, plus low-rank changes."""
+
+    changed = True
+
+    def __init__(self, base: Weight, whole: Tensor | None, low_rank: Sequence[LowRank]):
+        super().__init__(base)
+        self.source, self.low_rank = base if whole is None else MemoryWeight(whole), low_rank
+        self.ranges = self.source.ranges
+
+    def floats(self) -> Tensor:
+        weight = self.source[self.part].floats()
+        if not self.low_rank:
+            return weight
+        merged, (rows, columns) = weight.to(torch.float32, copy=True), self.part
+        for low in self.low_rank:
+            up, down = low.up[rows].float(), low.down[:, columns].float()
+            step = max(1, CACHED_ENTRIES // merged.shape[1])
+            for first in range(0, len(merged), step):  # in pieces, to save memory
+                merged[first : first + step].addmm_(up[first : first + step], down, alpha=low.scale)
+        return merged
+
+
 class AdaptedCheckpoint(Checkpoint):
     """A checkpoint with adapters merged into its weights. See Checkpoint for the members.
 
@@ -66,13 +90,13 @@ class AdaptedCheckpoint(Checkpoint):
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
         self.base, self._adapters = base, adapters
-        self.path, self.format, self.layout, self.config = base.path, base.format, base.layout, base.config
+        self.path, self.format, self.config = base.path, base.format, base.config
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
         self.warnings, self.notes = base.warnings, base.notes
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
             self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())
-        self._whole: dict[str, Tensor] = {}  # the weights that replace the base's, in its layout
+        self._whole: dict[str, Tensor] = {}  # the weights that replace the base's, in the interleaved layout
         for adapter, scale in adapters:
             self._replace(adapter, scale)
         for adapter, _ in adapters:
@@ -101,7 +125,7 @@ class AdaptedCheckpoint(Checkpoint):
         """Collect the weights that an adapter replaces. Raises LlamaError if they do not fit the base."""
         whole: dict[str, Tensor] = {}
         for name, copy in adapter.copies.items():
-            if not _is_copy(copy, self.base, self._source(name)):
+            if not _is_copy(copy, self.base, self._source(name), adapter.layout):
                 raise CheckpointError(
                     f"adapter {adapter.path} was trained on another model: its copy of {self.file_name(name)} differs"
                     " from the weight of the model; pass the adapter's base model (--model)"
@@ -117,7 +141,7 @@ class AdaptedCheckpoint(Checkpoint):
             if scale != 1 or name in self._whole:
                 where = f"adapter {adapter.path} replaces {self.file_name(name)}"
                 raise UsageError(f"{where}; only one adapter can replace a weight, and only with scale 1")
-            self._whole[name] = to_layout(name, weight, self.config.head_dim, adapter.layout, self.layout)
+            self._whole[name] = to_layout(name, weight, self.config.head_dim, adapter.layout, "interleaved")
 
     def _check(self, adapter: Adapter, name: str, shape: tuple[int, ...], *parts: Tensor) -> None:
         """Raise CheckpointError unless a change of a weight fits the base and is finite."""
@@ -139,48 +163,22 @@ class AdaptedCheckpoint(Checkpoint):
         """The name under which the base stores a weight; the embedding's if the output is tied to it."""
         return name if name in self.base.shapes else EMBEDDING
 
-    def changed(self, name: str) -> bool:
-        return name in self._changed
-
-    def tensor(self, name: str) -> Tensor:
-        everything = slice(None)
-        return self.piece(name, everything, everything) if self.changed(name) else self.base.tensor(self._source(name))
-
-    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        weight = self._whole.get(name)
-        if weight is None:
-            weight = self.base.piece(self._source(name), rows, columns)
-        else:
-            weight = weight[rows] if weight.dim() == 1 else weight[rows, columns]
-        if not any(name in one.low_rank for one, _ in self._adapters):
-            return weight
-        merged = weight.to(torch.float32, copy=True)
-        for one, scale in self._adapters:
-            if name in one.low_rank:
-                low = one.low_rank[name]
-                up = to_layout(name, low.up, self.config.head_dim, one.layout, self.layout)[rows].float()
-                down, step = low.down[:, columns].float(), max(1, PIECE // merged.shape[1])
-                for first in range(0, len(merged), step):  # in pieces, to save memory
-                    merged[first : first + step].addmm_(up[first : first + step], down, alpha=scale * low.scale)
-        return merged
+    def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
+        stored = self.base.weight(self._source(name), layout)
+        if name not in self._changed:
+            return stored
+        head_dim, low_rank = self.config.head_dim, []
+        for adapter, scale in self._adapters:
+            if low := adapter.low_rank.get(name):
+                up = to_layout(name, low.up, head_dim, adapter.layout, layout)
+                low_rank.append(LowRank(low.down, up, scale * low.scale))
+        whole = self._whole.get(name)
+        if whole is not None:
+            whole = to_layout(name, whole, head_dim, "interleaved", layout)
+        return AdaptedWeight(stored, whole, low_rank)
 
     def file_name(self, name: str) -> str:
         return self.base.file_name(name)
-
-    def stored(self, name: str) -> str:
-        return self.base.stored(self._source(name))
-
-    def bits(self, name: str) -> float:
-        return self.base.bits(self._source(name))
-
-    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        return None if self.changed(name) else self.base.blocks(self._source(name), rows, columns)
-
-    def tiles(self, name: str) -> Tensor | None:
-        return None if self.changed(name) else self.base.tiles(self._source(name))
-
-    def release(self, name: str) -> None:
-        self.base.release(self._source(name))
 
     def own_tokenizer(self) -> Tokenizer:
         if self._tokenizer is not None and self.base.tokenizer_override is None:
@@ -202,12 +200,12 @@ class AdaptedCheckpoint(Checkpoint):
         return self.base.chat_format(tokenizer)
 
 
-def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:
+def _is_copy(copy: Tensor, base: Checkpoint, name: str, layout: Layout) -> bool:
     """Whether a tensor is a weight of the base, apart from rounding and the number of rows."""
     if name not in base.shapes or copy.shape[-1:] != base.shapes[name][-1:]:
         return False
-    weight = base.piece(name, slice(len(copy)), slice(None)).float()
-    limit = 2**-8 if base.stored(name) in FLOATS.values() else 0.5  # the largest relative error of a row
+    weight = base.weight(name, layout)[: len(copy)].floats().float()
+    limit = 2**-8 if base.weight(name).stored in DTYPES else 0.5  # the largest relative error of a row
     return bool(((copy[: len(weight)] - weight).norm(dim=-1) <= limit * weight.norm(dim=-1) + 1e-5).all())
 
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, TokenizerError
-from ..quant.blocks import Blocks
-from ..quant.tiles import TILE
-from ..rope import Layout
+from ..rope import ROTATED, Layout, to_layout
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
-
-# Floating-point dtypes in which weights may be stored -> their name in the formats
-FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-PIECE = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
+from .weight import ReorderedWeight, Weight
 
 # The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's and GGUF's
 NAMES = {
@@ -40,6 +34,7 @@ NAMES = {
     "feed_forward.w_up": ("feed_forward.w3", "mlp.up_proj", "ffn_up"),
     "feed_forward.w_down": ("feed_forward.w2", "mlp.down_proj", "ffn_down"),
 }
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items()} for column in range(3)
 )
@@ -51,10 +46,11 @@ class Checkpoint(ABC):
     path: Path
     format: str  # for display
     config: ModelConfig
-    layout: Layout = "interleaved"  # the order of the rows of wq and wk
+    layout: Layout = "interleaved"  # the order of the rows of wq and wk in the files
+    _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
     layers: str = "layers"  # what the files call the layers
-    shapes: Mapping[str, tuple[int, ...]]  # by the model's tensor names
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
     sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
@@ -68,50 +64,22 @@ class Checkpoint(ABC):
     def about(self) -> Mapping[str, Any]:
         """Further facts to display: name, quantization, and the bytes of the weights by their stored type."""
         weights: dict[str, int] = {}
-        for name, shape in self.shapes.items():
-            nbytes = round(self.bits(name) * math.prod(shape) / 8)
-            weights[self.stored(name)] = weights.get(self.stored(name), 0) + nbytes
+        for weight in map(self.weight, self.shapes):
+            nbytes = round(weight.bits * math.prod(weight.shape) / 8)
+            weights[weight.stored] = weights.get(weight.stored, 0) + nbytes
         return {"weights": weights}
 
-    @abstractmethod
-    def tensor(self, name: str) -> Tensor:
-        """One weight by the model's name for it, on the CPU, in floating point. It must not be written to."""
-
-    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """`tensor(name)[rows, columns]`, or `[rows]` of a vector, reading little else of the file."""
-        weight = self.tensor(name)
-        return weight[rows] if weight.dim() == 1 else weight[rows, columns]
+    def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
+        """A weight by the model's name for it. `layout` is the order of the rows of wq and wk."""
+        weight = self._weights[name]
+        if layout == self.layout or not name.endswith(ROTATED):
+            return weight
+        rows = torch.arange(weight.shape[0])
+        return ReorderedWeight(weight, to_layout(name, rows, self.config.head_dim, self.layout, layout))
 
     def file_name(self, name: str) -> str:
-        """The name in the files of the tensor that the model calls `name`."""
-        return to_file_name(name, self.names, self.layers)
-
-    @abstractmethod
-    def stored(self, name: str) -> str:
-        """The type in which the weight is stored: F32, BF16, F16, or the name of a quantization."""
-
-    def bits(self, name: str) -> float:
-        """Bits per entry of the weight in the files, including the scales stored in its blocks."""
-        return {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}.get(self.stored(name), 8)
-
-    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        """Part of a weight as the 4-bit or 8-bit blocks in which it is stored; None for other types.
-
-        columns begin and end at group boundaries.
-        """
-        return None
-
-    def tiles(self, name: str) -> Tensor | None:
-        """A weight packed by tiles.pack and mapped, or None if it is not stored so. `blocks` has its format."""
-        return None
-
-    def changed(self, name: str) -> bool:
-        """Whether adapters change the weight, so that it is not the one that `stored` describes."""
-        return False
-
-    @abstractmethod
-    def release(self, name: str) -> None:
-        """Let the system free the mapped pages of a weight that was copied."""
+        """The files' name of the tensor that the model calls `name`, whether or not they have it."""
+        return self.weight(name).name if name in self.shapes else to_file_name(name, self.names, self.layers)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises TokenizerError if there is none, CheckpointError if it does not fit."""
@@ -169,12 +137,3 @@ def to_model_name(file_name: str, names: Mapping[str, str], layers: str) -> str 
     if not match or match[2] not in names:
         return None
     return (f"layers.{match[1]}." if match[1] else "") + f"{names[match[2]]}.{match[3]}"
-
-
-def dequantized_floats(rows: int, columns: int, floats: Callable[[slice], Tensor]) -> Tensor:
-    """A weight whose rows are read piece by piece: (rows, columns) float32."""
-    weight = torch.empty(rows, columns, dtype=torch.float32)
-    step = max(TILE, PIECE // columns // TILE * TILE)
-    for first in range(0, rows, step):
-        weight[first : first + step] = floats(slice(first, min(first + step, rows)))
-    return weight

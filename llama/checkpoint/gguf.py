@@ -1,10 +1,11 @@
 """Reader of GGUF models, in one file or split. Weights stay in the mapped files until they are read.
 
-A weight is stored in floating point or in the blocks of a quantized type; see quant/blocks.py.
+A weight is stored in floating point or in the blocks of a quantized type; see quant/groups.py.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import re
@@ -19,17 +20,15 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
-from ..quant.blocks import READERS, Blocks, dequantize
+from ..quant.groups import READERS, GroupedWeight, GroupFormat, dequantize
 from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
-from ..system.pages import drop_pages
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
-from .base import FLOATS, GGUF_NAMES, Checkpoint
+from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
-
-PLAIN = {name: dtype for dtype, name in FLOATS.items()}
+from .weight import DTYPES, Weight
 
 LAYERS = "blk"
 TEMPLATE = "tokenizer.chat_template"
@@ -55,48 +54,57 @@ def recognizes(path: Path) -> bool:
         return file.read(4) == MAGIC
 
 
-class GGUFTensor:
+class GGUFWeight(Weight):
     """A tensor in a mapped file."""
 
-    def __init__(self, data: mmap.mmap, info: TensorInfo):
-        self.data, self.info, self.type, self.shape = data, info, info.type, info.shape
+    def __init__(self, data: mmap.mmap, info: TensorInfo, name: str):
+        super().__init__(name, info.shape, info.type)
+        self.data, self.info = data, info
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.info.size / self.info.block
 
     @property
     def raw(self) -> NDArray[np.uint8]:
-        """Its bytes: (rows, bytes of a row). A row has shape[-1] entries, whatever the rank."""
-        rows, width = math.prod(self.shape[:-1]), self.shape[-1] // self.info.block * self.info.size
+        """The bytes of the complete tensor: (rows, bytes of a row). A row has whole[-1] entries, whatever the rank."""
+        rows, width = math.prod(self.whole[:-1]), self.whole[-1] // self.info.block * self.info.size
         return np.frombuffer(self.data, np.uint8, rows * width, self.info.offset).reshape(rows, width)
 
-    def read(self) -> Tensor:
-        """The tensor, dequantized to float32 if it is quantized."""
+    def mapped(self) -> list[Tensor]:
+        return [torch.from_numpy(self.raw)]
+
+    def row_format(self) -> GroupFormat | None:
+        return _format(self.stored, self.info.size)
+
+    def floats(self) -> Tensor:
+        if self.stored not in DTYPES:
+            return super().floats() if len(self.whole) == 2 else self.dequantized().view(self.shape)
         raw = self.raw
-        if self.type in PLAIN:
-            aligned = raw.copy() if self.info.offset % self.info.size else raw
-            weight = torch.from_numpy(aligned).view(PLAIN[self.type])
-        else:
-            weight = base.dequantized_floats(len(raw), self.shape[-1], lambda rows: dequantize(raw[rows], self.type))
-        return weight.view(self.shape)
+        aligned = raw.copy() if self.info.offset % self.info.size else raw
+        return torch.from_numpy(aligned).view(DTYPES[self.stored]).view(self.whole)[self.part].contiguous()
 
-    def piece(self, rows: slice, columns: slice) -> Tensor:
-        """`read()[rows, columns]` of a matrix. Reads only the blocks that contain them."""
-        if self.type in PLAIN:
-            return self.read()[rows, columns]
-        raw, own = self._covering(rows, columns)
-        return dequantize(raw, self.type)[:, own]
+    def dequantized(self) -> Tensor:
+        raw, columns = self._stored_blocks()
+        return dequantize(raw, self.stored)[:, columns]
 
-    def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        """A part of a matrix as blocks for the kernels; None if they do not support its type."""
-        if self.type not in READERS or len(self.shape) != 2:
-            return None
-        raw, own = self._covering(rows, columns)
-        return READERS[self.type](raw).columns(own)  # a stored block may contain several groups
+    def groups(self) -> GroupedWeight:
+        raw, columns = self._stored_blocks()
+        return READERS[self.stored](raw).columns(columns)  # a stored block may contain several groups
 
-    def _covering(self, rows: slice, columns: slice) -> tuple[NDArray[np.uint8], slice]:
-        """The bytes of the blocks that contain these rows and columns, and the columns within them."""
+    def _stored_blocks(self) -> tuple[NDArray[np.uint8], slice]:
+        """The bytes of the blocks that contain this part, and its columns within them."""
         block, size = self.info.block, self.info.size
-        first, last, _ = columns.indices(self.shape[1])
-        start, end = first // block, -(-last // block)  # blocks of a row
-        return self.raw[rows, start * size : end * size], slice(first - start * block, last - start * block)
+        rows, columns = self.part[0] if len(self.whole) == 2 else slice(None), self.ranges[-1]
+        start, end = columns.start // block, -(-columns.stop // block)  # blocks of a row
+        own = slice(columns.start - start * block, columns.stop - start * block)
+        return self.raw[rows, start * size : end * size], own
+
+
+@functools.cache
+def _format(type: str, size: int) -> GroupFormat | None:
+    """The format of the groups of a type, whose blocks have this many bytes; None if the kernels do not support it."""
+    return READERS[type](np.zeros((1, size), np.uint8)).format if type in READERS else None
 
 
 class GGUFFile:
@@ -113,7 +121,7 @@ class GGUFFile:
         except ValueError:
             raise DamagedError(f"{path} is empty") from None
         self.metadata, infos = read_header(self.data, str(path))
-        self.tensors = {name: GGUFTensor(self.data, info) for name, info in infos.items()}
+        self.tensors = {name: GGUFWeight(self.data, info, name) for name, info in infos.items()}
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -131,14 +139,14 @@ class GGUFCheckpoint(Checkpoint):
         stored = dict(found)
         if len(stored) < len(found):
             raise DamagedError(f"{path}: two of its {len(files)} files have the same tensor")
-        tables = {name: stored.pop(name).read().double().flatten().tolist() for name in TABLES if name in stored}
-        self._tensors: dict[str, GGUFTensor] = {}
+        tables = {name: stored.pop(name).floats().double().flatten().tolist() for name in TABLES if name in stored}
+        self._weights: dict[str, GGUFWeight] = {}
         for file_name, tensor in stored.items():
             name = base.to_model_name(file_name, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
-            self._tensors[name] = tensor
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+            self._weights[name] = tensor
+        self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
         self.config = _config(self.metadata, self.shapes, tables)
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
@@ -149,30 +157,6 @@ class GGUFCheckpoint(Checkpoint):
     def about(self) -> Mapping[str, Any]:
         name = self.metadata.get("general.name")
         return {**({"name": name} if isinstance(name, str) else {}), **super().about}
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name].read()
-
-    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        tensor = self._tensors[name]
-        return tensor.read()[rows] if len(tensor.shape) == 1 else tensor.piece(rows, columns)
-
-    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        return self._tensors[name].blocks(rows, columns)
-
-    def raw(self, name: str) -> Tensor:
-        """The bytes of a weight in the file: (rows, bytes of a row) uint8."""
-        return torch.from_numpy(self._tensors[name].raw)
-
-    def stored(self, name: str) -> str:
-        return self._tensors[name].type
-
-    def bits(self, name: str) -> float:
-        info = self._tensors[name].info
-        return 8 * info.size / info.block
-
-    def release(self, name: str) -> None:
-        drop_pages(self.raw(name))
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata

@@ -21,18 +21,16 @@ from torch import Tensor
 from ..checks import integer, is_integer, shown
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
-from ..quant.blocks import Blocks
-from ..quant.matrices import Matrix
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
-from ..system.pages import drop_pages
 from ..tokenizer import Named, Tokenizer
 from . import base
 from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
-from .base import FLOATS, HUGGING_FACE_NAMES, Checkpoint
+from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
 from .torchfile import read_torch
+from .weight import DTYPES, FLOATS, Weight
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -57,7 +55,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }  # fmt: skip
 # torch's dtypes -> their names in safetensors files
-DTYPES = {
+STORED = {
     **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
@@ -93,12 +91,35 @@ class StoredTensor:
         return CheckpointError(f"{self.path}: {self.name} is {self.dtype} {self.shape}, {expected}")
 
 
+class StoredWeight(Weight):
+    """A weight that one or several tensors store. The first one names it."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], shape: Sequence[int], stored: str):
+        """tensors: by their suffixes."""
+        self.tensors = [*tensors.values()]
+        super().__init__(self.tensors[0].name, shape, stored)
+
+    @property
+    def bits(self) -> float:
+        return 8 * sum(tensor.nbytes for tensor in self.mapped()) / math.prod(self.whole)
+
+    def mapped(self) -> list[Tensor]:
+        return [tensor.read() for tensor in self.tensors]
+
+
+class StoredFloats(StoredWeight):
+    """A weight in floating point."""
+
+    def floats(self) -> Tensor:
+        return self.tensors[0].read()[self.part].contiguous()
+
+
 def open_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a torch file if it has another suffix. Raises CheckpointError."""
     if path.suffix != ".safetensors":
         tensors = read_torch(path)
         return {
-            name: StoredTensor(path, name, DTYPES.get(t.dtype, "?"), tuple(t.shape), partial(tensors.__getitem__, name))
+            name: StoredTensor(path, name, STORED.get(t.dtype, "?"), tuple(t.shape), partial(tensors.__getitem__, name))
             for name, t in tensors.items()
         }
     from safetensors import SafetensorError, safe_open
@@ -229,35 +250,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.chat_template = read_chat_template(folder)
         tensors = open_weights(folder)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
-        self._tensors: dict[str, dict[str, StoredTensor]] = {}  # weight -> suffix -> tensor
-        self._matrices: dict[str, Matrix] = {}  # the weights that are quantized
-        self._add_tensors(tensors)
-        self.shapes = {name: (self._matrices.get(name) or self._first(name)).shape for name in self._tensors}
-
-    def tensor(self, name: str) -> Tensor:
-        matrix = self._matrices.get(name)
-        return self._first(name).read() if matrix is None else base.dequantized_floats(*matrix.shape, matrix.floats)
-
-    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        matrix = self._matrices.get(name)
-        return super().piece(name, rows, columns) if matrix is None else matrix.floats(rows)[:, columns]
-
-    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        blocks = self._matrices[name].blocks(rows) if name in self._matrices else None
-        return None if blocks is None else blocks.columns(columns)
-
-    def file_name(self, name: str) -> str:
-        return self._first(name).name if name in self._tensors else super().file_name(name)
-
-    def stored(self, name: str) -> str:
-        return self._matrices[name].label if name in self._matrices else self._first(name).dtype
-
-    def bits(self, name: str) -> float:
-        return 8 * sum(tensor.read().nbytes for tensor in self._tensors[name].values()) / math.prod(self.shapes[name])
-
-    def release(self, name: str) -> None:
-        for tensor in self._tensors[name].values():
-            drop_pages(tensor.read())
+        self._weights = self._collect(tensors)
+        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
@@ -268,11 +262,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         return open_tokenizer(path, settings, Named(bos_ids, stop_ids, self.chat_template or ""))
 
     # ------------------------------------------------------------------------------------------------ the tensors
-    def _first(self, name: str) -> StoredTensor:
-        return next(iter(self._tensors[name].values()))
-
-    def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
-        """Collect the tensors that store each weight. Raises CheckpointError for one that no LLaMA has."""
+    def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
+        """The weights that the tensors store. Raises CheckpointError for a tensor that no LLaMA has."""
+        found: dict[str, dict[str, StoredTensor]] = {}  # weight -> suffix -> tensor
         for tensor in tensors:
             suffix = next((one for one in self.suffixes if tensor.name.endswith(f".{one}")), None)
             source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
@@ -283,27 +275,28 @@ class HuggingFaceCheckpoint(Checkpoint):
             name = base.to_model_name(full, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
-            other = self._tensors.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
+            other = found.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
             if other is not tensor:
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
-        if (
-            self.config.tie_embeddings
-            and "tok_embeddings.weight" not in self._tensors
-            and "output.weight" in self._tensors
-        ):
-            self._tensors["tok_embeddings.weight"] = self._tensors.pop("output.weight")
-        for name, stored in self._tensors.items():
-            if not (stored.keys() <= {"weight", "bias"} and self._first(name).dtype in FLOATS.values()):
-                self._matrices[name] = self._matrix(name, stored)
-        if self.config.tie_embeddings and "output.weight" in self._tensors:
-            output, embedding = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
+        if self.config.tie_embeddings and EMBEDDING not in found and OUTPUT in found:
+            found[EMBEDDING] = found.pop(OUTPUT)
+        weights = {name: self._weight(name, stored) for name, stored in found.items()}
+        if self.config.tie_embeddings and OUTPUT in weights:
+            output, embedding = weights.pop(OUTPUT).floats(), weights[EMBEDDING].floats()
             if output.dtype != embedding.dtype or not torch.equal(output, embedding):
                 raise CheckpointError(f"{self.path} ties the embeddings, but lm_head.weight differs from the embedding")
-            del self._tensors["output.weight"]
+        return weights
 
-    def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
+    def _weight(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
+        """The weight that some tensors store. Raises CheckpointError."""
+        first = next(iter(stored.values()))
+        if stored.keys() <= {"weight", "bias"} and first.dtype in DTYPES:
+            return StoredFloats(stored, first.shape, first.dtype)
+        return self._quantized(name, stored)
+
+    def _quantized(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
         """The quantized weight that some tensors store. Raises CheckpointError."""
-        raise self._first(name).error(f"expected one of {', '.join(FLOATS.values())}; get the weights in BF16")
+        raise next(iter(stored.values())).error(f"expected one of {', '.join(DTYPES)}; get the weights in BF16")
 
     # -------------------------------------------------------------------------------------- tokens and sampling
     def _ids(self, key: str) -> list[int]:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError
-from ..rope import Layout
+from ..rope import Layout, to_layout
 from ..rope_scaling import kind_of
 from .architectures import FULL, MODEL_TYPES, SLIDING
-from .base import FLOATS, to_file_name
+from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
-from .write import Model, raw_bytes, to_layout
+from .weight import FLOATS
+from .write import Model, raw_bytes
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 

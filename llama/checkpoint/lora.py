@@ -20,10 +20,9 @@ from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
 from .architectures import GGUF_LAYOUTS, known
-from .base import to_file_name, to_model_name
+from .base import EMBEDDING, to_file_name, to_model_name
 from .huggingface import LAYERS, NAMES
 
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and load the result"
@@ -107,7 +106,7 @@ def _read_gguf(path: Path) -> Adapter:
         a, b = (file.tensors.get(f"{weight}.lora_{end}") for end in "ab")
         if name is None or a is None or b is None:
             raise DamagedError(f"adapter {path}: expected two matrices for each weight of a LLaMA, found {weight:.80}")
-        down, up = a.read(), b.read()
+        down, up = a.floats(), b.floats()
         if name == EMBEDDING:
             down, up = up.transpose(0, -1), down
         low_rank[name] = LowRank(down, up, alpha / max(len(down), 1) or 1.0)  # llama.cpp: 1 without alpha

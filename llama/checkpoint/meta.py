@@ -18,12 +18,12 @@ from ..checks import integer
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..system.documents import Fields, read_json, start_of
-from ..system.pages import drop_pages
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import SCALED_ROPE
-from .base import FLOATS, META_NAMES, Checkpoint
+from .base import EMBEDDING, META_NAMES, OUTPUT, Checkpoint
 from .torchfile import read_torch
+from .weight import FLOATS, Weight
 
 PARAMS = "params.json"
 TENSOR = re.compile(r"(layers\.[0-9]{1,6}\.)?([\w.]+?)(\.weight|\.scales|\.adaptor\.[AB]\.weight)")
@@ -31,7 +31,7 @@ TENSOR = re.compile(r"(layers\.[0-9]{1,6}\.)?([\w.]+?)(\.weight|\.scales|\.adapt
 TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 SPLIT_BY_COLUMNS = ("attention.wo", "feed_forward.w_down")  # other matrices are split by rows; vectors are not split
 QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integers with group scales"}
-EMBEDDING, OUTPUT, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
+NORM = "norm.weight"
 WQ, WK, GATE = (f"layers.0.{name}.weight" for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"))
 
 # Keys of params.json without effect here: the width of the feed-forward network is that of the weights, and a vision
@@ -50,6 +50,22 @@ SOME_ROWS = 256  # of embedding and output, which are compared in parts: in most
 
 def recognizes(folder: Path) -> bool:
     return (folder / PARAMS).is_file()
+
+
+class MetaWeight(Weight):
+    """A weight of a folder in Meta's format."""
+
+    def __init__(self, checkpoint: MetaCheckpoint, key: str, source: str, shape: tuple[int, ...]):
+        """key: the model's name; source: Meta's, without ".weight"."""
+        super().__init__(f"{source}.weight", shape, {**FLOATS, **QUANTIZED}[checkpoint._stored(key).dtype])
+        self.checkpoint, self.key, self.source = checkpoint, key, source
+
+    def floats(self) -> Tensor:
+        return self.checkpoint.read(self.key, self.part).contiguous()
+
+    def mapped(self) -> list[Tensor]:
+        keys = [self.source + suffix for suffix in SUFFIXES]
+        return [shard[key] for shard in self.checkpoint.shards for key in keys if key in shard]
 
 
 class MetaCheckpoint(Checkpoint):
@@ -76,31 +92,8 @@ class MetaCheckpoint(Checkpoint):
         self.config, self.notes = self._read_config()
         tied = self.config.tie_embeddings
         self.shapes = {name: self._shape(name) for name in self._names if not (tied and name == OUTPUT)}
+        self._weights = {key: MetaWeight(self, key, self._names[key][0], shape) for key, shape in self.shapes.items()}
         self.warnings = base.unknown_keys(self.params, NO_EFFECT)
-
-    def tensor(self, name: str) -> Tensor:
-        weight = self._merged(name, ALL, ALL)
-        if self._has_copies(name):
-            heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, -1))  # (KV, copies, D, C)
-            if not bool((heads == heads[:, :1]).all()):
-                raise DamagedError(f"{self.path}: the copies of the key/value heads in {name} differ")
-            weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
-        return hadamard(weight) if self._is_spun(name) else weight
-
-    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        if self._has_copies(name) or self._is_spun(name):
-            return super().piece(name, rows, columns)
-        return self._merged(name, rows, columns)
-
-    def stored(self, name: str) -> str:
-        return {**FLOATS, **QUANTIZED}[self._stored(name).dtype]
-
-    def release(self, name: str) -> None:
-        source, _ = self._names[name]
-        for shard in self.shards:
-            for suffix in SUFFIXES:
-                if source + suffix in shard:
-                    drop_pages(shard[source + suffix])
 
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
@@ -120,6 +113,19 @@ class MetaCheckpoint(Checkpoint):
         return chat_format_of(tokenizer)
 
     # ----------------------------------------------------------------------------------------------------- tensors
+    def read(self, name: str, part: tuple[slice, ...] = (ALL, ALL)) -> Tensor:
+        """Rows and columns of a weight, or entries of a vector."""
+        copies = self._has_copies(name)
+        if not copies and not self._is_spun(name):
+            return self._merged(name, *part)
+        weight = self._merged(name)
+        if copies:
+            heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, -1))  # (KV, copies, D, C)
+            if not bool((heads == heads[:, :1]).all()):
+                raise DamagedError(f"{self.path}: the copies of the key/value heads in {name} differ")
+            weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
+        return (hadamard(weight) if self._is_spun(name) else weight)[part]
+
     def _match_names(self) -> dict[str, tuple[str, int | None]]:
         where, shard = self.files[0], self.shards[0]
         names: dict[str, tuple[str, int | None]] = {}
@@ -173,7 +179,7 @@ class MetaCheckpoint(Checkpoint):
             shape[0] //= self._kv_copies
         return tuple(shape)
 
-    def _merged(self, name: str, rows: slice, columns: slice) -> Tensor:
+    def _merged(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Part of a weight, with copies of heads, from the shards that have it."""
         source, axis = self._names[name]
         if axis is None:
@@ -206,7 +212,7 @@ class MetaCheckpoint(Checkpoint):
     def _is_spun(self, name: str) -> bool:
         """Whether SpinQuant's code multiplies the input of this layer by a Hadamard matrix at run time.
 
-        `tensor` multiplies the weight by it instead, with the same result.
+        `read` multiplies the weight by it instead, with the same result.
         """
         return self._spun and name.endswith("w_down.weight")
 
@@ -257,7 +263,7 @@ class MetaCheckpoint(Checkpoint):
             return 1
         if stored != expected or stored != len(self.shards):  # heads are repeated until every shard has one
             return stored // expected if 0 < expected < stored else 1
-        heads = self.tensor(WK).unflatten(0, (-1, head_dim))  # (stored, D, C)
+        heads = self._merged(WK).unflatten(0, (-1, head_dim))  # (stored, D, C)
         copies = 1
         while stored % (2 * copies) == 0 and torch.equal(heads[:: 2 * copies], heads[copies :: 2 * copies]):
             copies *= 2
@@ -268,11 +274,11 @@ class MetaCheckpoint(Checkpoint):
         if self._shape(EMBEDDING) != self._shape(OUTPUT):
             return False
         parts = (slice(row, row + SOME_ROWS) for row in range(0, self._shape(OUTPUT)[0], SOME_ROWS))
-        pairs = ((self._merged(EMBEDDING, rows, ALL), self._merged(OUTPUT, rows, ALL)) for rows in parts)
+        pairs = ((self._merged(EMBEDDING, rows), self._merged(OUTPUT, rows)) for rows in parts)
         # Usually the first rows differ, or both are the same storage, which need not be read.
         tied = all(one.data_ptr() == other.data_ptr() or torch.equal(one, other) for one, other in pairs)
-        self.release(EMBEDDING)
-        self.release(OUTPUT)
+        for key in (EMBEDDING, OUTPUT):
+            MetaWeight(self, key, self._names[key][0], self._shape(key)).release()
         return tied
 
 

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from ..checks import integer, is_integer, shown
 from ..errors import CheckpointError, ConfigError
-from ..quant.matrices import Integers, Matrix, repeated, unpack_rows_of_words, unpack_words
 from ..system.documents import Fields, parse_json
-from .huggingface import HuggingFaceCheckpoint, StoredTensor
+from .huggingface import HuggingFaceCheckpoint, StoredTensor, StoredWeight
+from .integers import IntegerWeight, repeated, unpack_rows_of_words, unpack_words
+from .weight import DTYPES, Weight
 
-FLOATS, FLOAT8 = ("F16", "BF16", "F32"), "F8_E4M3"
+FLOAT8 = "F8_E4M3"
 INSTEAD = "run it with vLLM, or get the weights in BF16"
 
 
@@ -43,6 +44,18 @@ class Layer(dict[str, StoredTensor]):
         return tensor
 
 
+class DequantizedWeight(StoredWeight):
+    """A weight that no layer can compute with; `rows` returns dequantized rows: (n, K) float32."""
+
+    def __init__(self, layer: Layer, stored: str, shape: tuple[int, int], rows: Callable[[slice], Tensor]):
+        super().__init__(layer, shape, stored)
+        self.rows = rows
+
+    def dequantized(self) -> Tensor:
+        rows, columns = self.part
+        return self.rows(rows)[:, columns]
+
+
 class Method:
     """How the weights of a folder are stored, by its quantization_config.
 
@@ -56,7 +69,7 @@ class Method:
     def __init__(self, fields: Fields):
         """Read the configuration. Raises ConfigError."""
 
-    def matrix(self, layer: Layer) -> Matrix:
+    def weight(self, layer: Layer) -> StoredWeight:
         """The weight that a layer's tensors store. Reads little. Raises CheckpointError."""
         raise NotImplementedError
 
@@ -120,12 +133,12 @@ class GPTQ(Method):
         self.subtracted = 0 if "gptq_v2" in formats else 1
         _refuse(fields, "dynamic", "rotation")
 
-    def matrix(self, layer: Layer) -> Matrix:
+    def weight(self, layer: Layer) -> StoredWeight:
         qweight, bits = layer.matrix("qweight", ("I32",)), self.bits
         columns, rows = qweight.shape[0] * 32 // bits, qweight.shape[1]
         group = self.group if self.group > 0 else columns
         groups = -(-columns // group)
-        scales = layer["scales"].expect(FLOATS, (groups, rows))
+        scales = layer["scales"].expect(DTYPES, (groups, rows))
         qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
         if self.symmetric and bool((qzeros.read() != qzeros.read()[0, 0]).any()):
             raise qzeros.error("with different zero points, but the configuration says sym; get the weights in BF16")
@@ -141,8 +154,8 @@ class GPTQ(Method):
             return unpack_words(qweight.read()[:, part].numpy().T, bits)
 
         zeros = None if self.symmetric else zero
-        integers = Integers((rows, columns), bits, group, quants, scales.read().T, zeros, order)
-        return integers.matrix(f"GPTQ int{bits}")
+        shape, scale = (rows, columns), scales.read().T
+        return IntegerWeight(layer, f"GPTQ int{bits}", shape, bits, group, quants, scale, zeros, order)
 
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
@@ -158,28 +171,31 @@ class AWQ(Method):
         for key in ("version", "format", "checkpoint_format"):
             _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
 
-    def matrix(self, layer: Layer) -> Matrix:
+    def weight(self, layer: Layer) -> StoredWeight:
         qweight = layer.matrix("qweight", ("I32",))
         columns, rows = qweight.shape[0], 8 * qweight.shape[1]
         group = columns if self.group < 0 else min(self.group, columns)
         groups = -(-columns // group)
-        scales = layer["scales"].expect(FLOATS, (groups, rows)).read().T
+        scales = layer["scales"].expect(DTYPES, (groups, rows)).read().T
         qzeros = layer["qzeros"].expect(("I32",), (groups, rows // 8))
 
         def unpacked(tensor: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
             return lambda part: unpack_rows_of_words(tensor.read().numpy(), part)
 
-        return Integers((rows, columns), 4, group, unpacked(qweight), scales, unpacked(qzeros)).matrix("AWQ int4")
+        shape, quants, zeros = (rows, columns), unpacked(qweight), unpacked(qzeros)
+        return IntegerWeight(layer, "AWQ int4", shape, 4, group, quants, scales, zeros)
 
 
 # ------------------------------------------------------------------------------------------------------ 8-bit floats
-def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[tuple[int, int]]) -> Matrix:
+def _scaled_floats(
+    layer: Layer, weight: StoredTensor, scale: StoredTensor, blocks: Sequence[tuple[int, int]]
+) -> StoredWeight:
     """A float8 weight with one scale for each block or, without blocks, one per row or for the matrix."""
     rows, columns = weight.shape
     block = {(rows,): (1, columns), (rows, 1): (1, columns), (): weight.shape, (1,): weight.shape, (1, 1): weight.shape}
     if blocks:
         block = {(-(-rows // down), -(-columns // across)): (down, across) for down, across in blocks}
-    if scale.shape not in block or scale.dtype not in FLOATS:
+    if scale.shape not in block or scale.dtype not in DTYPES:
         raise scale.error(f"expected a floating-point tensor of shape {' or '.join(map(str, block))}")
     down, across = block[scale.shape]
 
@@ -188,7 +204,7 @@ def _scaled_floats(weight: StoredTensor, scale: StoredTensor, blocks: Sequence[t
         scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(first, last) // down]
         return weight.read()[part].float().mul_(repeated(scales, across, columns))  # (n, K)
 
-    return Matrix("FP8", (rows, columns), floats)
+    return DequantizedWeight(layer, "FP8", (rows, columns), floats)
 
 
 def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
@@ -208,9 +224,9 @@ class FP8(Method):
     def __init__(self, fields: Fields):
         self.blocks = _block_sizes(fields, "weight_block_size")
 
-    def matrix(self, layer: Layer) -> Matrix:
+    def weight(self, layer: Layer) -> StoredWeight:
         scale = layer.get("weight_scale") or layer["weight_scale_inv"]
-        return _scaled_floats(layer.matrix("weight", (FLOAT8,)), scale, self.blocks)
+        return _scaled_floats(layer, layer.matrix("weight", (FLOAT8,)), scale, self.blocks)
 
 
 # ---------------------------------------------------------------------------------------------- compressed-tensors
@@ -237,7 +253,7 @@ class CompressedTensors(Method):
         self.reorders = weights.get("actorder", object, None) == "group"
         self.blocks = _block_sizes(weights, "block_structure")
 
-    def matrix(self, layer: Layer) -> Matrix:
+    def weight(self, layer: Layer) -> StoredWeight:
         scale = layer["weight_scale"]
         if "weight_packed" in layer:
             packed, bits = layer.matrix("weight_packed", ("I32",)), self.bits
@@ -250,8 +266,8 @@ class CompressedTensors(Method):
         groups = scale.shape[1] if len(scale.shape) == 2 else 1
         group = -(-columns // (groups or 1))
         if packed.dtype == FLOAT8:
-            return _scaled_floats(packed, scale, self.blocks or [(1, group)] * (groups > 1))
-        if scale.dtype not in FLOATS or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
+            return _scaled_floats(layer, packed, scale, self.blocks or [(1, group)] * (groups > 1))
+        if scale.dtype not in DTYPES or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
             raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")
         order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
 
@@ -267,8 +283,8 @@ class CompressedTensors(Method):
             layer["weight_zero_point"].expect(("I32",), (-(-rows * bits // 32), groups))
         # one value, one value for each row, or (N, G) values
         scales = scale.read().view(-1, groups if math.prod(scale.shape) > 1 else 1).expand(rows, groups)
-        integers = Integers((rows, columns), bits, group, quants, scales, None if self.symmetric else zero, order)
-        return integers.matrix(f"compressed-tensors int{bits}")
+        label, zeros = f"compressed-tensors int{bits}", None if self.symmetric else zero
+        return IntegerWeight(layer, label, (rows, columns), bits, group, quants, scales, zeros, order)
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
@@ -287,17 +303,17 @@ class BitsAndBytes(Method):
         "SCB", "weight_format",
     )  # fmt: skip
 
-    def matrix(self, layer: Layer) -> Matrix:
+    def weight(self, layer: Layer) -> StoredWeight:
         if STATE in layer:
             return self._codebook(layer, layer[STATE])
         weight = layer.matrix("weight", ("I8",))
         if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
             raise layer["weight_format"].error("expected 0, the layout by rows; other layouts are for GPU kernels")
         rows, columns = weight.shape
-        scale = layer["SCB"].expect(FLOATS, (rows,)).read()[:, None].float() / 127
-        return Integers((rows, columns), 8, columns, _signed_bytes(weight), scale).matrix("bitsandbytes int8")
+        scale = layer["SCB"].expect(DTYPES, (rows,)).read()[:, None].float() / 127
+        return IntegerWeight(layer, "bitsandbytes int8", (rows, columns), 8, columns, _signed_bytes(weight), scale)
 
-    def _codebook(self, layer: Layer, state: StoredTensor) -> Matrix:
+    def _codebook(self, layer: Layer, state: StoredTensor) -> StoredWeight:
         """A weight in NF4. Its quant_state is JSON with the shape and the sizes of the blocks."""
         where, text = f"{state.path}: {state.name}", state.expect(("U8",), state.shape).read().numpy().tobytes()
         fields = Fields(parse_json(text, where), where)
@@ -330,7 +346,7 @@ class BitsAndBytes(Method):
             found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
             return found.view(-1, columns)
 
-        return Matrix("NF4", (rows, columns), floats)
+        return DequantizedWeight(layer, "NF4", (rows, columns), floats)
 
 
 # quant_method -> method
@@ -357,17 +373,18 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         self.suffixes = self._method.tensors
         super().__init__(folder, settings)
 
-    def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
+    def _quantized(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
         for suffix, tensor in stored.items():
             if suffix not in self._method.tensors:
                 raise tensor.error(f"which {self._method.name} does not store beside {', '.join(stored)}")
-        return self._method.matrix(Layer(stored))
+        return self._method.weight(Layer(stored))
 
-    def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
-        super()._add_tensors(tensors)
-        config = self.config  # some versions of AutoGPTQ saved biases of zeros that it does not mention
-        for name in [name for name in self._tensors if name.endswith(".bias")]:
+    def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
+        weights, config = super()._collect(tensors), self.config
+        # Some versions of AutoGPTQ saved biases of zeros that the configuration does not mention.
+        for name in [name for name in weights if name.endswith(".bias")]:
             of_qkv = name.endswith((".wq.bias", ".wk.bias", ".wv.bias")) and config.qkv_bias
             expected = (config.attention_bias or of_qkv) if ".attention." in name else config.mlp_bias
-            if not expected and not bool(self.tensor(name).any()):
-                del self._tensors[name]
+            if not expected and not bool(weights[name].floats().any()):
+                del weights[name]
+        return weights

@@ -12,7 +12,7 @@ Meta's files, not of Hugging Face's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from ..quant.blocks import BlockFormat, Blocks
-from ..quant.matrices import Matrix
+from ..quant.groups import GroupedWeight, GroupFormat
 from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from ..system.documents import Fields, parse_json
 from . import huggingface_write
-from .base import to_file_name
-from .huggingface import CONFIG, LAYERS, NAMES, HuggingFaceCheckpoint, StoredTensor
+from .base import EMBEDDING, to_file_name
+from .huggingface import CONFIG, LAYERS, NAMES, HuggingFaceCheckpoint, StoredTensor, StoredWeight
 from .huggingface_write import Entry
+from .weight import Weight
 from .write import Model
 
 METHOD, VERSION = "clearllama", 1
@@ -54,39 +54,50 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     def about(self) -> Mapping[str, Any]:
         return {"quantization": self.scheme, **super().about}
 
-    def tiles(self, name: str) -> Tensor | None:
-        return self._first(name).read() if name in self._matrices else None
-
-    def _matrix(self, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
+    def _quantized(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
         if stored.keys() != {"tiles"}:
-            return super()._matrix(name, stored)
+            return super()._quantized(name, stored)
         tiles = stored["tiles"]
         where = f"{tiles.path}: the metadata of {tiles.name}"
         fields = Fields(parse_json(tiles.metadata.encode(), where), where)
         bits, group, offset = fields.get("bits", int), fields.get("group", int), fields.get("offset", bool)
-        format, shape = BlockFormat(bits, group, offset), tuple(fields.get("shape", list))
-        supported = (bits in (4, 8) and group in GROUPS) or format == BlockFormat(8, 0, False)
+        format, shape = GroupFormat(bits, group, offset), tuple(fields.get("shape", list))
+        supported = (bits in (4, 8) and group in GROUPS) or format == GroupFormat(8, 0, False)
         if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
             raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
         tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
+        return PackedWeight(stored, shape, format)
 
-        def blocks(part: slice) -> Blocks:
-            first, last, _ = part.indices(shape[0])
-            start = first // TILE * TILE
-            some = tiles.read()[start // TILE : -(-last // TILE)]
-            return unpack(some, last - start, shape[1], format).rows(slice(first - start, None))
+    def _weight(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
+        weight = super()._weight(name, stored)
+        if weight.format is None and len(weight.shape) == 2 and name != EMBEDDING:  # the order of wq's rows is unknown
+            raise next(iter(stored.values())).error("expected tiles; quantize the source again")
+        return weight
 
-        return Matrix(str(format), (shape[0], shape[1]), lambda part: blocks(part).weight, blocks)
 
-    def _add_tensors(self, tensors: Sequence[StoredTensor]) -> None:
-        super()._add_tensors(tensors)
-        for name, stored in self._tensors.items():  # the order of the rows of a float wq is unknown
-            if len(self._first(name).shape) == 2 and "tiles" not in stored and name != "tok_embeddings.weight":
-                raise self._first(name).error("expected tiles; quantize the source again")
+class PackedWeight(StoredWeight):
+    """A matrix that is stored as tiles."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], format: GroupFormat):
+        super().__init__(tensors, shape, str(format))
+        self.own_format = format
+
+    def row_format(self) -> GroupFormat:
+        return self.own_format
+
+    def tiles(self) -> Tensor | None:
+        return self.tensors[0].read() if self.shape == self.whole else None
+
+    def groups(self) -> GroupedWeight:
+        rows, columns = self.part
+        start = rows.start // TILE * TILE
+        tiles = self.tensors[0].read()[start // TILE : -(-rows.stop // TILE)]
+        groups = unpack(tiles, rows.stop - start, self.whole[1], self.own_format)
+        return groups.rows(slice(rows.start - start, None)).columns(columns)
 
 
 # ------------------------------------------------------------------------------------------------------- writing
-def write(folder: Path, model: Model, formats: Mapping[str, BlockFormat], scheme: str, shards: int = 0) -> None:
+def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme: str, shards: int = 0) -> None:
     """Fill an empty folder. formats: of the weights that model.read returns as tiles."""
     entries = {}
     for name in sorted(model.shapes, key=lambda name: (name not in formats, -model.dtypes[name].itemsize)):  # aligned

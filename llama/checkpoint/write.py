@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..rope import Layout, to_half_layout, to_interleaved_layout
 from ..tokenizer import Tokenizer
-
-ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")  # ends of the names whose rows RoPE rotates
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,6 @@ class Model:
     @property
     def dtype(self) -> torch.dtype:  # of the matrices
         return self.dtypes["tok_embeddings.weight"]
-
-
-def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
-    """Reorder the rows of wq and wk from one RoPE layout to the other; return other tensors unchanged."""
-    if source == target or not name.endswith(ROTATED):
-        return tensor
-    return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
 
 
 def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
     from ..engine.linears import kept_dtype
     from ..engine.runtime import pick_dtype
+    from ..quant.groups import GroupFormat
     from ..tools import plan
-    from ..weights import memory_footprint, plan_weights
+    from ..weights import plan_weights
 
     count, gpu = plan.parse_gpus(args.gpus, args.gpu_memory, args.gpu_bandwidth)
     name, config, checkpoint = architecture(args.model)
@@ -63,14 +64,13 @@ def run(args: argparse.Namespace) -> int:
         dtype = dtype_name(pick_dtype(None, torch.device("cpu")))
     device = torch.device("cpu" if on_cpu else "cuda")
     size = weight_size = plan.DTYPE_BYTES[dtype]
-    if checkpoint is None or checkpoint.stored("layers.0.attention.wq.weight") in ("BF16", "F16"):
+    if checkpoint is None or checkpoint.weight("layers.0.attention.wq.weight").stored in ("BF16", "F16"):
         weight_size = kept_dtype(torch.bfloat16, getattr(torch, dtype), device).itemsize
     sizes: dict[str | None, Mapping[str, float]] = {}
     if checkpoint is not None:
-        stored = plan_weights(checkpoint, lambda _: device, None, keep_blocks=True)
-        if any(weight.format for weight in stored.values()):
-            kept = {w.source: memory_footprint(checkpoint, w, getattr(torch, dtype)) for w in stored.values()}
-            sizes[AS_STORED] = kept
+        stored = plan_weights(checkpoint, lambda _: device, getattr(torch, dtype), keep=True)
+        if any(isinstance(weight.format, GroupFormat) for weight in stored.values()):
+            sizes[AS_STORED] = {name: weight.memory_footprint for name, weight in stored.items()}
     for scheme in dict.fromkeys((None, "int8", "int4", args.quantize)):
         sizes[scheme] = plan.weight_bytes(config, scheme, weight_size)
     kind = args.quantize if args.quantize or args.dtype or AS_STORED not in sizes else AS_STORED

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..quant.blocks import BlockFormat
+from ..quant.groups import GroupFormat
 from ..system.folders import cache_folder, load_code
 from .runtime import end_openmp_threads
 
@@ -280,7 +280,7 @@ def choose_threads(count: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the operators
-def linear_tiles(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: int) -> Tensor:
+def linear_tiles(x: Tensor, tiles: Tensor, format: GroupFormat, out_features: int) -> Tensor:
     """Multiply x (.., K) by a weight (N, K) packed by tiles.pack: (.., N), in x's dtype.
 
     x is quantized to 8 bits with a scale for each group of inputs; the relative error of the product is about 0.6 %.
@@ -293,7 +293,7 @@ def linear_tiles(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: in
     return y.view(*x.shape[:-1], out_features).to(x.dtype)
 
 
-def rows_of_tiles(tiles: Tensor, ids: Tensor, shape: tuple[int, int], format: BlockFormat) -> Tensor:
+def rows_of_tiles(tiles: Tensor, ids: Tensor, shape: tuple[int, int], format: GroupFormat) -> Tensor:
     """Rows `ids` (n,) of a packed weight (N, K), dequantized as tiles.unpack does: (n, K) float32."""
     bits, group, offset, *rest = format
     y: Tensor = torch.ops.clearllama.rows_of_tiles(tiles, ids.contiguous(), bits, group, offset, *shape, *rest)

@@ -6,7 +6,7 @@ A decoding step spends most of its time on reading weights, so a quarter of the 
     FewRowsLinear  16 bits on a CPU; a C++ kernel for a few rows, with AMX or in float32 for any number
     TileLinear     2 to 8 bits on a CPU; a C++ kernel for any number of rows
     Int4Linear     4 bits on a recent CUDA device; PyTorch's kernel
-    BlockLinear    4 or 8 bits on any other device; PyTorch, which dequantizes the weight in each pass
+    GroupedLinear  4 or 8 bits on any other device; PyTorch, which dequantizes the weight in each pass
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..checkpoint.weight import Weight
 from ..errors import UsageError
-from ..quant.blocks import BlockFormat, Blocks
+from ..quant.groups import GroupedWeight, GroupFormat
 from ..quant.tiles import unpack
 from . import kernels
-from .quantized_weight import QuantizedWeight
+from .packing import to_floats, to_groups, to_tiles
 
 LOG = logging.getLogger(__name__)
 FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
 HALVES = (torch.bfloat16, torch.float16)
-PIECE = 2**26  # entries that BlockLinear dequantizes at a time
+DEQUANTIZED_ENTRIES = 2**26  # entries that GroupedLinear dequantizes at a time
 
 
 class FewRowsLinear(nn.Module):
@@ -75,7 +76,7 @@ class TileLinear(nn.Module):
     tiles: Tensor
     bias: Tensor | None
 
-    def __init__(self, tiles: Tensor, shape: tuple[int, int], format: BlockFormat, bias: Tensor | None):
+    def __init__(self, tiles: Tensor, shape: tuple[int, int], format: GroupFormat, bias: Tensor | None):
         super().__init__()
         self.out_features, self.in_features = shape
         self.format, self.bits = format, format.bits
@@ -83,14 +84,14 @@ class TileLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     @property
-    def blocks(self) -> Blocks:
+    def groups(self) -> GroupedWeight:
         """The weight, unpacked."""
         return unpack(self.tiles, self.out_features, self.in_features, self.format)
 
     @property
     def weight(self) -> Tensor:
         """(out, in) float32."""
-        return self.blocks.weight
+        return self.groups.weight
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
@@ -105,11 +106,11 @@ class TileLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class BlockLinear(nn.Module):
+class GroupedLinear(nn.Module):
     """A quantized linear layer for a GPU in plain PyTorch, and the reference for the other layers: 4 or 8 bits.
 
     Each pass dequantizes the weight. Compiled code (engine/compiled.py) does so inside the product of one row, so that
-    it reads only the packed weight; otherwise at most PIECE dequantized entries are in memory at a time.
+    it reads only the packed weight; otherwise at most 2^26 dequantized entries are in memory at a time.
     """
 
     quants: Tensor
@@ -117,15 +118,15 @@ class BlockLinear(nn.Module):
     offset: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, blocks: Blocks, bias: Tensor | None = None):
+    def __init__(self, groups: GroupedWeight, bias: Tensor | None = None):
         super().__init__()
-        blocks = blocks.simple
-        self.out_features, self.in_features = blocks.quants.shape
-        self.bits, self.group = blocks.bits, blocks.group or self.in_features + self.in_features % 2
-        quants = F.pad(blocks.quants, (0, -self.in_features % self.group))  # complete groups
+        groups = groups.simple
+        self.out_features, self.in_features = groups.quants.shape
+        self.bits, self.group = groups.bits, groups.group or self.in_features + self.in_features % 2
+        quants = F.pad(groups.quants, (0, -self.in_features % self.group))  # complete groups
         self.register_buffer("quants", two_per_byte(quants) if self.bits == 4 else quants)  # (N, ..)
-        self.register_buffer("scale", _narrow(blocks.scale))  # (N, groups)
-        self.register_buffer("offset", None if blocks.offset is None else _narrow(blocks.offset))
+        self.register_buffer("scale", _narrow(groups.scale))  # (N, groups)
+        self.register_buffer("offset", None if groups.offset is None else _narrow(groups.offset))
         self.register_buffer("bias", bias)
 
     @property
@@ -143,7 +144,7 @@ class BlockLinear(nn.Module):
         weight = quants.unflatten(-1, (-1, self.group)).float() * scale + offset  # (.., groups, group)
         return weight.flatten(-2)[..., : self.in_features]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> BlockLinear:
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         """Move to another device. A cast of the model leaves the scales unchanged, since they belong to the quants."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
@@ -158,7 +159,7 @@ class BlockLinear(nn.Module):
         if torch.compiler.is_compiling() and x.numel() == self.in_features:
             y = (self.weight * x.float().flatten()).sum(-1).to(x.dtype).reshape(*x.shape[:-1], -1)  # fused into one
         else:
-            step = max(1, PIECE // self.in_features)
+            step = max(1, DEQUANTIZED_ENTRIES // self.in_features)
             parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
             y = torch.cat([F.linear(x, self.rows(part).to(x.dtype)) for part in parts], dim=-1)
         return y if self.bias is None else y + self.bias
@@ -185,15 +186,15 @@ class Int4Linear(nn.Module):
     scale_and_zero: Tensor
     bias: Tensor | None
 
-    def __init__(self, blocks: Blocks, bias: Tensor | None = None):
+    def __init__(self, groups: GroupedWeight, bias: Tensor | None = None):
         super().__init__()
-        self.out_features, self.in_features = blocks.quants.shape
-        self.bits, self.group = blocks.bits, blocks.group
+        self.out_features, self.in_features = groups.quants.shape
+        self.bits, self.group = groups.bits, groups.group
         inner_tiles = next(tiles for tiles in (8, 4, 2) if self.in_features % (16 * tiles) == 0)
         # The kernel's weight is (quant - 8) * scale + zero.
-        zero = torch.zeros_like(blocks.scale) if blocks.offset is None else blocks.offset + 8 * blocks.scale
-        pairs = torch.stack((blocks.scale, zero), dim=-1).transpose(0, 1)  # (groups, N, 2)
-        packed = torch.ops.aten._convert_weight_to_int4pack(two_per_byte(blocks.quants), inner_tiles)
+        zero = torch.zeros_like(groups.scale) if groups.offset is None else groups.offset + 8 * groups.scale
+        pairs = torch.stack((groups.scale, zero), dim=-1).transpose(0, 1)  # (groups, N, 2)
+        packed = torch.ops.aten._convert_weight_to_int4pack(two_per_byte(groups.quants), inner_tiles)
         self.register_buffer("packed", packed)
         self.register_buffer("scale_and_zero", pairs.to(torch.bfloat16).contiguous())
         self.register_buffer("bias", bias)
@@ -228,14 +229,14 @@ class TileEmbedding(nn.Module):
         self.register_buffer("tiles", output.tiles)
 
     @property
-    def blocks(self) -> Blocks:
+    def groups(self) -> GroupedWeight:
         """The weight, unpacked."""
         return unpack(self.tiles, self.num_embeddings, self.embedding_dim, self.format)
 
     @property
     def weight(self) -> Tensor:
         """(V, C) float32."""
-        return self.blocks.weight
+        return self.groups.weight
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
         shape = self.num_embeddings, self.embedding_dim
@@ -250,15 +251,15 @@ class HalfEmbedding(nn.Embedding):
         return super().forward(tokens).float()
 
 
-class BlockEmbedding(nn.Module):
-    """An embedding that reads the rows of a tied BlockLinear."""
+class GroupedEmbedding(nn.Module):
+    """An embedding that reads the rows of a tied GroupedLinear."""
 
-    def __init__(self, output: BlockLinear, dtype: torch.dtype):
+    def __init__(self, output: GroupedLinear, dtype: torch.dtype):
         super().__init__()
         self._output, self.dtype = (output,), dtype  # in a tuple, so that it is not a submodule of the embedding too
 
     @property
-    def output(self) -> BlockLinear:
+    def output(self) -> GroupedLinear:
         """The tied output layer."""
         return self._output[0]
 
@@ -283,28 +284,34 @@ class SkipInit(TorchFunctionMode):
 
 
 def make_linear(
-    weight: Tensor | QuantizedWeight, device: torch.device, bias: Tensor | None = None, plain: bool = False
+    weight: Weight,
+    device: torch.device,
+    format: GroupFormat | torch.dtype,
+    bias: Tensor | None = None,
+    plain: bool = False,
 ) -> nn.Module:
     """The fastest linear layer for a weight (out, in) on a device; plain: nn.Linear for every float weight.
 
-    Quantized weights on a CPU require the C++ kernels (`check_quantized`).
+    Quantized weights on a CPU require the C++ kernels (`check_quantized`). Raises CheckpointError if the weight can't
+    be stored in the format.
     """
-    if isinstance(weight, QuantizedWeight):
-        if device.type == "cpu":
-            return TileLinear(weight.tiles(), weight.shape, weight.format, bias)
-        blocks = weight.blocks(device)
-        if has_int4_kernel(blocks.format, weight.shape, device):
-            return Int4Linear(blocks, bias)
-        if blocks.bits == 4:
-            warn_of_dequantization(device)
-        return BlockLinear(blocks, bias).to(device)
-    kinds = () if plain or device.type != "cpu" else HALVES if kernels.widen() else (torch.bfloat16,)
-    if weight.dtype in kinds and kernels.ready():
-        return FewRowsLinear(weight, bias)
     rows, columns = weight.shape
+    if isinstance(format, GroupFormat):
+        if device.type == "cpu":
+            return TileLinear(to_tiles(weight, format), (rows, columns), format, bias)
+        groups = to_groups(weight, format, device)
+        if has_int4_kernel(format, (rows, columns), device):
+            return Int4Linear(groups, bias)
+        if groups.bits == 4:
+            warn_of_dequantization(device)
+        return GroupedLinear(groups, bias).to(device)
+    values = to_floats(weight, device, format)
+    kinds = () if plain or device.type != "cpu" else HALVES if kernels.widen() else (torch.bfloat16,)
+    if format in kinds and kernels.ready():
+        return FewRowsLinear(values, bias)
     with SkipInit():
-        layer = nn.Linear(columns, rows, bias=bias is not None, device="meta", dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer = nn.Linear(columns, rows, bias=bias is not None, device="meta", dtype=format)
+    layer.weight = nn.Parameter(values, requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
@@ -314,8 +321,8 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The embedding that shares the weight of an output layer from `make_linear` and returns rows in `dtype`."""
     if isinstance(output, TileLinear):
         return TileEmbedding(output, dtype)
-    if isinstance(output, BlockLinear):
-        return BlockEmbedding(output, dtype)
+    if isinstance(output, GroupedLinear):
+        return GroupedEmbedding(output, dtype)
     weight: Any = output.weight
     if isinstance(output, Int4Linear):  # its kernel reads no single rows
         return nn.Embedding.from_pretrained(weight.to(dtype))
@@ -325,7 +332,7 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     return embedding
 
 
-def has_int4_kernel(format: BlockFormat, shape: tuple[int, int], device: torch.device) -> bool:
+def has_int4_kernel(format: GroupFormat, shape: tuple[int, int], device: torch.device) -> bool:
     """Whether PyTorch's kernel for 4 bits supports a weight (N, K) on a device."""
     (rows, columns), groups = shape, (32, 64, 128, 256)
     if device.type != "cuda" or torch.version.cuda is None or format.bits != 4 or format.group not in groups:
@@ -343,14 +350,12 @@ def warn_of_dequantization(device: torch.device) -> None:
     )
 
 
-def kept_format(blocks: Blocks, device: torch.device) -> BlockFormat | None:
-    """The format in which a device computes with a file's quantized weight; None if it is dequantized there.
-
-    blocks  one row of the weight is enough
-    """
+def kept_format(format: GroupFormat, device: torch.device) -> GroupFormat | None:
+    """The format in which a device computes with a file's quantized weight; None if it is dequantized there."""
     if device.type == "cpu":
-        return blocks.format if kernels.ready() else None
-    return gpu_format(blocks) if device.type == "cuda" else None
+        return format if kernels.ready() else None
+    simple = format.bits in (4, 8) and format.group % 32 == 0 and not (format.codebook or format.levels)
+    return format if simple and device.type == "cuda" else None
 
 
 def kept_dtype(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -360,13 +365,6 @@ def kept_dtype(stored: torch.dtype, dtype: torch.dtype, device: torch.device) ->
     """
     widens = dtype == torch.float32 and device.type == "cpu" and kernels.widen()
     return stored if widens and stored in HALVES else dtype
-
-
-def gpu_format(blocks: Blocks) -> BlockFormat | None:
-    """The format of a file's weight on a CUDA device: its own, if that is simple enough; None: it is dequantized."""
-    format = blocks.format
-    simple = format.bits in (4, 8) and format.group % 32 == 0 and not (format.codebook or format.levels)
-    return format if simple else None
 
 
 def check_quantized(scheme: str, device: torch.device) -> None:
@@ -380,5 +378,5 @@ def check_quantized(scheme: str, device: torch.device) -> None:
 
 def describe_quantization(model: nn.Module) -> str:
     """'4/8-bit' for a model with quantized weights of 4 and of 8 bits; '' for one without."""
-    bits = {module.bits for module in model.modules() if isinstance(module, TileLinear | BlockLinear | Int4Linear)}
+    bits = {module.bits for module in model.modules() if isinstance(module, TileLinear | GroupedLinear | Int4Linear)}
     return f"{'/'.join(map(str, sorted(bits)))}-bit" if bits else ""

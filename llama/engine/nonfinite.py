@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..generate import prefill
 from ..model import Runner, Transformer
-from .linears import BlockEmbedding, TileEmbedding, TileLinear
+from .linears import GroupedEmbedding, TileEmbedding, TileLinear
 from .placement import PlacedRunner
 
 FLOAT32 = "try dtype='float32' (--dtype float32)"
@@ -101,13 +101,13 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A layer's floating-point tensors; of a quantized layer its scales and offsets."""
-    if isinstance(module, BlockEmbedding):
+    if isinstance(module, GroupedEmbedding):
         module = module.output
     if isinstance(module, TileLinear | TileEmbedding):
-        blocks = module.blocks
-        yield "scale", blocks.scale
-        if blocks.offset is not None:
-            yield "offset", blocks.offset
+        groups = module.groups
+        yield "scale", groups.scale
+        if groups.offset is not None:
+            yield "offset", groups.offset
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         if tensor.is_floating_point():
             yield name, tensor

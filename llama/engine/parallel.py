@@ -29,11 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoint.base import Checkpoint
+from ..checkpoint.weight import MemoryWeight, Weight
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
-from ..quant.blocks import Blocks
 from ..quant.tiles import TILE
+from ..rope import Layout
 from ..tokenizer import Tokenizer
 from .runtime import pick_device
 
@@ -174,7 +175,7 @@ class ShardedCheckpoint(Checkpoint):
             widths = f"{config.n_heads} heads, {config.n_kv_heads} key/value heads and {config.hidden_dim} features"
             raise UsageError(f"{widths} can't be divided among {ranks} processes; numbers that work: {sizes}")
         self.whole, self.rank, self.ranks = whole, rank, ranks
-        self.path, self.format, self.layout = whole.path, whole.format, whole.layout
+        self.path, self.format, self.names, self.layers = whole.path, whole.format, whole.names, whole.layers
         self.parts, self.warnings = whole.parts, whole.warnings
         self.adapters, self.adapters_hash = whole.adapters, whole.adapters_hash
         self.config = dataclasses.replace(
@@ -183,7 +184,7 @@ class ShardedCheckpoint(Checkpoint):
             n_kv_heads=max(1, config.n_kv_heads // ranks),
             hidden_dim=config.hidden_dim // ranks,
         )
-        self.shapes = {name: tuple(map(len, self.ranges(name))) for name in whole.shapes}
+        self.shapes = {name: self.weight(name).shape for name in whole.shapes}
 
     def cut(self, name: str) -> tuple[slice, slice]:
         """The rows and columns of a weight that this rank has; of a bias, the rows are its entries."""
@@ -202,38 +203,11 @@ class ShardedCheckpoint(Checkpoint):
         part = slice(self.rank * widths[layer], (self.rank + 1) * widths[layer])
         return (ALL, part) if layer in SUMMED else (part, ALL)
 
-    def ranges(self, name: str) -> list[range]:
-        """`cut` as the numbers of the rows and, for a matrix, of the columns."""
-        return [range(size)[part] for size, part in zip(self.whole.shapes[name], self.cut(name), strict=False)]
-
-    def tensor(self, name: str) -> Tensor:
-        found = self.whole.piece(name, *self.cut(name))
+    def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
+        part = self.whole.weight(name, layout)[self.cut(name)]
         if self.rank and name.endswith(("wo.bias", "w_down.bias")):
-            return torch.zeros_like(found)  # the parts are summed, and the bias must be added once
-        if not found.is_contiguous():
-            found = found.contiguous()
-            self.whole.release(name)
-        return found
-
-    def blocks(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Blocks | None:
-        stored, width = self.whole.blocks(name, slice(0, 1)), self.shapes[name][1]
-        if stored is not None and stored.group and self.cut(name)[1] != ALL and width % stored.group:
-            found = f"{name} into parts of {width} inputs, but its quantization groups have {stored.group}"
-            raise UsageError(f"{self.ranks} processes divide {found}; use fewer processes")
-        ranges = [own[part] for own, part in zip(self.ranges(name), (rows, columns), strict=True)]
-        return self.whole.blocks(name, *(slice(some.start, some.stop) for some in ranges))
-
-    def file_name(self, name: str) -> str:
-        return self.whole.file_name(name)
-
-    def changed(self, name: str) -> bool:
-        return self.whole.changed(name)
-
-    def stored(self, name: str) -> str:
-        return self.whole.stored(name)
-
-    def release(self, name: str) -> None:
-        self.whole.release(name)
+            return MemoryWeight(torch.zeros(part.shape))  # the parts are summed, and the bias must be added once
+        return part
 
     def own_tokenizer(self) -> Tokenizer:
         return self.whole.tokenizer()
@@ -248,6 +222,6 @@ def sample_hash(checkpoint: Checkpoint) -> str:
     layers = tuple(f"layers.{i}." for i in (0, last // 2, last))
     for name, shape in sorted(checkpoint.shapes.items()):
         if not name.startswith("layers.") or name.startswith(layers):
-            piece = checkpoint.piece(name, slice(0, 1) if len(shape) == 2 else ALL, ALL)
-            sample.update(piece.float().contiguous().numpy().tobytes())
+            first = checkpoint.weight(name)[: 1 if len(shape) == 2 else None].floats()
+            sample.update(first.float().numpy().tobytes())
     return sample.hexdigest()

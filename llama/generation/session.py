@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..chat import check_messages
-from ..checkpoint.base import FLOATS
 from ..checkpoint.huggingface_write import Entry, write_safetensors
+from ..checkpoint.weight import FLOATS
 from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, UsageError

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import attention, model, rope
-from ..checkpoint.write import to_layout
 from ..config import ModelConfig
 from ..engine.runtime import dtype_name
 from ..errors import UsageError
 from ..model import Transformer
+from ..rope import to_layout
 from ..rope_scaling import kind_of
 from ..system.documents import plain
 from .hooks import activations

@@ -57,12 +57,12 @@ class ControlVector:
         directions = {}
         for name, tensor in file.tensors.items():
             match = re.fullmatch(r"direction\.([1-9][0-9]{0,5})", name)
-            if match is None or len(tensor.shape) != 1 or tensor.type != "F32":
+            if match is None or len(tensor.shape) != 1 or tensor.stored != "F32":
                 raise CheckpointError(
                     f"{path}: tensor {name:.80} of shape {tensor.shape} is not a direction; expected direction.N, N"
                     " from 1, with one axis and type F32: make the vector again"
                 )
-            directions[int(match[1])] = direction = tensor.read().clone()
+            directions[int(match[1])] = direction = tensor.floats().clone()
             if not bool(torch.isfinite(direction).all()):
                 raise CheckpointError(f"{path}: {name} has numbers that are not finite; make the vector again")
         if not directions:

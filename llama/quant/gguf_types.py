@@ -1,4 +1,4 @@
-"""Quantization to GGUF's block types: the inverse of blocks.READERS, and which weight gets which type.
+"""Quantization to GGUF's block types: the inverse of groups.READERS, and which weight gets which type.
 
 Q8_0, Q4_0 and Q5_0 are quantized by the gguf package, with llama.cpp's integers. The K types have two levels of scales,
 for which no rule is defined; llama.cpp searches with weighted errors, and this file with plain squared errors.
@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from .schemes import best, check_scales
 
-PIECE = 2**18  # entries that are quantized at once; with their copies, they fit into the cache
+QUANTIZED_ENTRIES = 2**18  # that are quantized at once; with their copies, they fit into the cache
 SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
 STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # offsets to try on a Q4_K group's number of steps
 ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of a Q6_K group, with the sign reversed
@@ -127,7 +127,7 @@ def quantize(weight: Tensor, type: str) -> Tensor:
     group, function = TYPES[type]
     (rows, columns), (block, size) = weight.shape, block_of(type)
     out = torch.empty(rows, columns // block * size, dtype=torch.uint8)
-    step = max(1, PIECE // columns)
+    step = max(1, QUANTIZED_ENTRIES // columns)
     for first in range(0, rows, step):
         groups = weight[first : first + step].float().unflatten(1, (-1, group))  # (R, groups, group)
         largest = groups.abs().amax(-1, keepdim=True)

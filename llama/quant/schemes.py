@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import checks
 from ..errors import CheckpointError
-from .blocks import BlockFormat, Blocks
+from .groups import GroupedWeight, GroupFormat
 
 # Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
 # large ones. In 8 bits the full range is best.
@@ -33,7 +33,7 @@ class Scheme:
             and no later layer averages the error
     """
 
-    format: BlockFormat
+    format: GroupFormat
     about: str
     output: Scheme | None = None
 
@@ -44,9 +44,9 @@ class Scheme:
 
 
 SCHEMES = {
-    "int8": Scheme(BlockFormat(8, 32, True), "8 bits in groups of 32 with a zero point"),
-    "int4": Scheme(BlockFormat(4, 32, True), "4 bits in groups of 32 with a zero point, output in 8 bits",
-                   Scheme(BlockFormat(8, 32, False), "8 bits in groups of 32, symmetric")),
+    "int8": Scheme(GroupFormat(8, 32, True), "8 bits in groups of 32 with a zero point"),
+    "int4": Scheme(GroupFormat(4, 32, True), "4 bits in groups of 32 with a zero point, output in 8 bits",
+                   Scheme(GroupFormat(8, 32, False), "8 bits in groups of 32, symmetric")),
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def scheme_for(layer: str, scheme: Scheme) -> Scheme:
     return scheme.output if layer == "output" and scheme.output else scheme
 
 
-def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
+def quantize(weight: Tensor, format: GroupFormat) -> GroupedWeight:
     """Quantize a weight (N, K) by a format.
 
     For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used.
@@ -76,10 +76,10 @@ def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
     quants, scale, offset = best(_candidates(w, format, missing))
     check_scales(scale, offset)
     quants = quants.to(torch.uint8).flatten(1)[:, :columns].contiguous()
-    return Blocks(quants, scale[..., 0], offset[..., 0] if format.offset else None, format.bits, format.group)
+    return GroupedWeight(quants, scale[..., 0], offset[..., 0] if format.offset else None, format.bits, format.group)
 
 
-def _candidates(w: Tensor, format: BlockFormat, missing: int) -> Iterator[tuple[Tensor, ...]]:
+def _candidates(w: Tensor, format: GroupFormat, missing: int) -> Iterator[tuple[Tensor, ...]]:
     """Error, quants, scale and offset of groups (N, groups, group), for each width of their ranges.
 
     missing  columns at the end that do not count

@@ -6,6 +6,7 @@ same bytes, so such a file is only mapped when it is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .blocks import BLOCK, BlockFormat, Blocks
+from .groups import BLOCK, GroupedWeight, GroupFormat
 
 TILE = 16  # rows of a tile, as in cpp/groups.h
 PER_ROW = 64  # inputs per group in a tile if a row has one scale
@@ -39,7 +40,7 @@ class TileLayout(NamedTuple):
     numbers: int
 
     @classmethod
-    def of(cls, format: BlockFormat) -> TileLayout:
+    def of(cls, format: GroupFormat) -> TileLayout:
         bits, group, offset, _, levels = format
         width, low = group or PER_ROW, 8 if bits == 8 else 4 if bits >= 4 else 2
         groups = BLOCK // width if levels else 1
@@ -75,18 +76,18 @@ class TileLayout(NamedTuple):
         return -(-columns // (self.groups * self.width))
 
 
-def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
+def pack(groups: GroupedWeight, out: Tensor | None = None) -> Tensor:
     """Pack a weight into tiles: (tiles, bytes of a tile) uint8, `out` if it is given. Rows and columns are padded."""
-    format, bits, (rows, columns) = blocks.format, blocks.bits, blocks.quants.shape
+    format, bits, (rows, columns) = groups.format, groups.bits, groups.quants.shape
     layout = TileLayout.of(format)
     tiles, count = -(-rows // TILE), layout.blocks(columns)
     missing = tiles * TILE - rows
     if out is None:
         out = torch.empty(tiles, tile_bytes(columns, format), dtype=torch.uint8)
-    zero = 0 if blocks.offset is not None or blocks.values is not None else 2 ** (bits - 1)
+    zero = 0 if groups.offset is not None or groups.values is not None else 2 ** (bits - 1)
     # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
     # are copied in a quarter of the time of their bytes.
-    padded = _pad(blocks.quants, missing, count * layout.groups * layout.width - columns, zero)
+    padded = _pad(groups.quants, missing, count * layout.groups * layout.width - columns, zero)
     quants = padded.contiguous().numpy()
     weights, integers, numbers = layout.parts(out, columns)
     for each, lowest, first, size in layout.planes:
@@ -94,16 +95,16 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
         to = weights[..., first : first + size].view(torch.int32).unflatten(-1, (-1, TILE)).numpy()
         words = _dense(part, each).reshape(tiles, TILE, count, layout.units, -1)
         to[...] = words.transpose(0, 2, 3, 4, 1)
-    if not blocks.group:
-        out[:, -4 * TILE :].view(torch.float32).copy_(_pad(blocks.scale[:, :1], missing).view(tiles, TILE))
+    if not groups.group:
+        out[:, -4 * TILE :].view(torch.float32).copy_(_pad(groups.scale[:, :1], missing).view(tiles, TILE))
         return out
-    if blocks.values is not None:
-        out[:, -4 * TILE :] = (torch.tensor(blocks.values) + 128).repeat(4)
-    stored = [blocks.scale] if blocks.offset is None else [blocks.scale, blocks.offset]
-    if blocks.factors is not None:
-        factors = list(blocks.factors.unbind(-1))
+    if groups.values is not None:
+        out[:, -4 * TILE :] = (torch.tensor(groups.values) + 128).repeat(4)
+    stored = [groups.scale] if groups.offset is None else [groups.scale, groups.offset]
+    if groups.factors is not None:
+        factors = list(groups.factors.unbind(-1))
         found = [_integers(*each, tiles, count, layout.groups) for each in zip(stored, factors, strict=True)]
-        packed = [found[0] | found[1] << 4] if bits == 2 and blocks.offset is not None else found
+        packed = [found[0] | found[1] << 4] if bits == 2 and groups.offset is not None else found
         integers.copy_(torch.cat(packed, dim=2).flatten(2).view(torch.uint8))
         stored = factors
     for values, to in zip(stored, numbers.view(torch.float16).split(TILE, -1), strict=True):
@@ -140,19 +141,19 @@ def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
 
 
-def tile_bytes(columns: int, format: BlockFormat) -> int:
+def tile_bytes(columns: int, format: GroupFormat) -> int:
     """Bytes of one tile of a weight with `columns` columns."""
     layout = TileLayout.of(format)
     return layout.blocks(columns) * layout.nbytes + (4 * TILE if format.codebook or not format.group else 0)
 
 
-def tiles_shape(shape: tuple[int, int], format: BlockFormat) -> tuple[int, int]:
+def tiles_shape(shape: Sequence[int], format: GroupFormat) -> tuple[int, int]:
     """The shape of a packed weight: (tiles, bytes of a tile)."""
     rows, columns = shape
     return -(-rows // TILE), tile_bytes(columns, format)
 
 
-def scales_of(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
+def scales_of(tiles: Tensor, columns: int, format: GroupFormat) -> Tensor:
     """Scales and offsets of groups (one group if a row has one scale), or the factors of two levels of scales.
 
     Returns (tiles, groups or blocks, 1 or 2, 16).
@@ -163,17 +164,17 @@ def scales_of(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
     return numbers.view(torch.float16).unflatten(-1, (-1, TILE))
 
 
-def unpack(tiles: Tensor, rows: int, columns: int, format: BlockFormat) -> Blocks:
+def unpack(tiles: Tensor, rows: int, columns: int, format: GroupFormat) -> GroupedWeight:
     """The inverse of `pack`, for a weight (rows, columns)."""
     return _unpacked(tiles, columns, format).rows(slice(rows))
 
 
-def unpack_rows(tiles: Tensor, ids: Tensor, columns: int, format: BlockFormat) -> Tensor:
+def unpack_rows(tiles: Tensor, ids: Tensor, columns: int, format: GroupFormat) -> Tensor:
     """Rows `ids` (n,) of a packed weight, dequantized: (n, columns) float32. Reads only the tiles of these rows."""
     return _unpacked(tiles[ids // TILE], columns, format, ids % TILE).weight
 
 
-def _unpacked(tiles: Tensor, columns: int, format: BlockFormat, lanes: Tensor | None = None) -> Blocks:
+def _unpacked(tiles: Tensor, columns: int, format: GroupFormat, lanes: Tensor | None = None) -> GroupedWeight:
     """The 16 rows of each tile, or one of them: the one with the number in lanes (tiles,)."""
     layout = TileLayout.of(format)
     weights, packed, _ = layout.parts(tiles, columns)
@@ -197,10 +198,10 @@ def _unpacked(tiles: Tensor, columns: int, format: BlockFormat, lanes: Tensor | 
         numbers = products.flatten(1, 2)[:, : -(-columns // format.group)]
     quants, scale, offset = quants[:, :columns], numbers[..., 0], numbers[..., 1] if format.offset else None
     if not format.codebook:
-        return Blocks(quants.contiguous(), scale, offset, format.bits, format.group, None, factors)
+        return GroupedWeight(quants.contiguous(), scale, offset, format.bits, format.group, None, factors)
     values = tiles[0, -TILE:]
     if lanes is not None:  # without leaving PyTorch, so that torch.compile can trace it
-        return Blocks(values[quants.int()], scale, None, 8, format.group)
-    return Blocks(
+        return GroupedWeight(values[quants.int()], scale, None, 8, format.group)
+    return GroupedWeight(
         quants.contiguous(), scale, None, format.bits, format.group, tuple((values.int() - 128).tolist()), factors
     )

@@ -21,24 +21,25 @@ from .. import checks
 from ..chat.formats import TEMPLATES, check_format, check_template, says_chat
 from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint, quantized
 from ..checkpoint.adapters import Adapters, with_adapters
-from ..checkpoint.base import FLOATS
-from ..checkpoint.gguf import GGUFCheckpoint
-from ..checkpoint.write import Model, raw_bytes, to_layout
+from ..checkpoint.base import EMBEDDING
+from ..checkpoint.gguf import GGUFWeight
+from ..checkpoint.weight import DTYPES, Weight
+from ..checkpoint.write import Model, raw_bytes
 from ..config import ModelConfig
+from ..engine.packing import to_floats, to_tiles
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..hub import resolve
 from ..quant import gguf_types
-from ..quant.blocks import BlockFormat
 from ..quant.gguf_types import MIXES, types_of
+from ..quant.groups import GroupFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
+from ..rope import to_layout
 from ..rope_scaling import reach
 from ..system.temporary import own_temporary, replace
 from ..tokenizer import Tokenizer
 from ..tokenizer.write import check_equal
-from ..weights import AGAIN, check_tensors, is_stored_as, read_quantized
-from ..weights import cast as to_dtype
+from ..weights import AGAIN, check_tensors
 
-DTYPES = {name: dtype for dtype, name in FLOATS.items()}  # stored type -> dtype, without the quantized types
 # (the step, number of weights done, number of weights)
 Progress = Callable[[str, int, int], object]
 
@@ -105,12 +106,14 @@ def convert(  # many parameters, since each is a choice of the user
         )
     checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
-    stored = {name: DTYPES.get(checkpoint.stored(name)) for name in checkpoint.shapes}
+    weights = {name: checkpoint.weight(name) for name in checkpoint.shapes}
+    stored = {name: DTYPES.get(weight.stored) for name, weight in weights.items()}
     formats: dict[str, Any] = {}  # of the quantized matrices
     if quantize is None:
         dtypes = {name: dtype or kind for name, kind in stored.items()}
     elif is_folder:
-        found = {name: format_for(checkpoint, name, pick_scheme(quantize)) for name in stored}
+        tied = checkpoint.config.tie_embeddings
+        found = {name: format_for(name, weight, pick_scheme(quantize), tied) for name, weight in weights.items()}
         formats = {name: format for name, format in found.items() if format}
         # quantized: computed with in bfloat16, or dequantized here to float32
         dtypes = {name: kind or (torch.bfloat16 if name in formats else torch.float32) for name, kind in stored.items()}
@@ -124,12 +127,10 @@ def convert(  # many parameters, since each is a choice of the user
             f"{checkpoint.path}: the weights are quantized; choose the dtype (--dtype) to write: float32 is exact,"
             " bfloat16 takes half the space"
         )
-    again = sorted(
-        {
-            checkpoint.stored(name) for name, format in formats.items()
-            if stored[name] is None and not (is_folder and is_stored_as(checkpoint, name, format))
-        }
-    )  # fmt: skip
+    again = sorted({
+        weights[name].stored for name, format in formats.items()
+        if stored[name] is None and not (is_folder and weights[name].is_stored_as(format))
+    })  # fmt: skip
     model, warnings = model_of(checkpoint, cast("dict[str, torch.dtype]", dtypes), chat_template)
     hashes: dict[str, str] = {}
 
@@ -140,10 +141,9 @@ def convert(  # many parameters, since each is a choice of the user
             weight = weight if format is None else gguf_types.quantize(weight, format)
         else:
             try:
-                weight = read_quantized(checkpoint, name, format, quantized.LAYOUT).tiles()
+                weight = to_tiles(weights[name], format)
             except CheckpointError as error:
-                raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
-            checkpoint.release(name)
+                raise CheckpointError(f"{checkpoint.path}: {weights[name].name}: {error}") from error
         hashes[name] = tensor_hash(weight)
         progress("writing", len(hashes), len(stored))
         return weight
@@ -188,31 +188,28 @@ def quantize(
     return convert(source, target, "hf", quantize=scheme, **options)
 
 
-def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
+def format_for(name: str, weight: Weight, scheme: Scheme, tied: bool) -> GroupFormat | None:
     """The quantized format to save a weight in; None for floating point.
 
     Linear layers are quantized by the scheme. An embedding that is not tied to one is not, but stays quantized if the
     source stores it so, in 4 or 8 bits.
     """
-    layer = name.removesuffix(".weight")
-    if len(checkpoint.shapes[name]) != 2:
+    if len(weight.shape) != 2:
         return None
-    if layer == "tok_embeddings" and not checkpoint.config.tie_embeddings:
-        stored = checkpoint.blocks(name, slice(0, 1))
-        return None if stored is None else stored.simple.format
-    return scheme_for("output" if layer == "tok_embeddings" else layer, scheme).format
+    if name == EMBEDDING and not tied:
+        return weight.format and weight.format.simple
+    return scheme_for("output" if name == EMBEDDING else name.removesuffix(".weight"), scheme).format
 
 
 def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str) -> tuple[Model, list[str]]:
     """The model of a checkpoint as the writers need it, each weight in its dtype of `dtypes`; and warnings."""
-    last: list[str] = []
+    last: list[Weight] = []
 
     def read(name: str) -> Tensor:
         while last:  # the writer no longer needs it
-            checkpoint.release(last.pop())
-        last.append(name)
-        weight = to_layout(name, checkpoint.tensor(name), checkpoint.config.head_dim, checkpoint.layout, "interleaved")
-        return to_dtype(weight, name, torch.device("cpu"), dtypes[name])
+            last.pop().release()
+        last.append(checkpoint.weight(name))
+        return to_floats(last[0], torch.device("cpu"), dtypes[name])
 
     warnings, tokenizer = [*checkpoint.warnings], None
     try:
@@ -264,15 +261,16 @@ def check_written(
     if model.tokenizer is not None:
         check_equal(model.tokenizer, written.tokenizer())
     for done, name in enumerate(model.shapes, 1):
+        weight = written.weight(name, written.layout)
         if name not in formats:
-            weight = written.tensor(name)
+            values = weight.floats()
         else:
-            weight = written.raw(name) if isinstance(written, GGUFCheckpoint) else cast(Tensor, written.tiles(name))
-        weight = to_layout(name, weight, model.config.head_dim, written.layout, "interleaved")
-        if tensor_hash(weight) != hashes[name]:
+            values = torch.from_numpy(weight.raw) if isinstance(weight, GGUFWeight) else cast(Tensor, weight.tiles())
+        values = to_layout(name, values, model.config.head_dim, written.layout, "interleaved")
+        if tensor_hash(values) != hashes[name]:
             raise CheckpointError(f"{name} differs after it was written; check the disk, or report a bug")
-        del weight  # so that memory holds one weight
-        written.release(name)
+        del values  # so that memory holds one weight
+        weight.release()
         progress("checking", done, len(hashes))
 
 

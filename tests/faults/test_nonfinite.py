@@ -16,7 +16,7 @@ import torch
 
 from llama import inside
 from llama.engine import kernels, nonfinite
-from llama.engine.linears import BlockLinear, TileLinear
+from llama.engine.linears import GroupedLinear, TileLinear
 from llama.errors import CheckpointError, NumericalError
 from llama.generate import generate
 from llama.generation.batch import Batch, Ended, Request, TokenEvent
@@ -155,8 +155,8 @@ def tile(scheme: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
 
 
 def block(linear: torch.nn.Linear) -> torch.nn.Module:
-    """Return a BlockLinear with a damaged scale."""
-    layer = BlockLinear(quantize(linear.weight, pick_scheme("int8").format))
+    """Return a GroupedLinear with a damaged scale."""
+    layer = GroupedLinear(quantize(linear.weight, pick_scheme("int8").format))
     layer.scale[4, 0] = math.inf
     return layer
 

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from llama import attention, model, rope
-from llama.checkpoint.write import to_layout
 from llama.cli import main
 from llama.errors import UsageError
 from llama.inside import explain
 from llama.model import Transformer
+from llama.rope import to_layout
 from llama.text import Llama
 
 from .. import tiny

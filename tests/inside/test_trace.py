@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from py_mini_racer import MiniRacer
 from torch import Tensor
 
-from llama.checkpoint.write import to_layout
 from llama.cli import main
 from llama.inside import trace as tracing
 from llama.inside import trace_page
 from llama.inside.intervene import Intervention
 from llama.loader import load_model
 from llama.model import Transformer
+from llama.rope import to_layout
 from llama.study.perplexity import tiny_folder
 from llama.text import Llama
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from llama import rope
-from llama.checkpoint.write import to_layout
 from llama.model import Transformer
-from llama.rope import FORMS, Rope
+from llama.rope import FORMS, Rope, to_layout
 from llama.rope_scaling import inverse_frequencies
 
 from .. import tiny

@@ -1,4 +1,4 @@
-"""Quantized weights as blocks: integers, with a scale and an optional offset for each group of a row.
+"""Quantized weights in groups: integers, with a scale and an optional offset for each group of a row.
 
     weight = scale * quant + offset
 
@@ -24,7 +24,7 @@ BLOCK = 256  # columns that share the factors of two levels of scales
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the codebook of IQ4 types
 
 
-class BlockFormat(NamedTuple):
+class GroupFormat(NamedTuple):
     """How a weight is packed: bits per weight, columns of a group (0: the complete row), and what a group has.
 
     offset    an offset
@@ -43,8 +43,26 @@ class BlockFormat(NamedTuple):
         more = "".join(f"+{name}" for name, has in kinds.items() if has)
         return f"int{self.bits}-{f'g{self.group}' if self.group else 'row'}{more}"
 
+    @property
+    def simple(self) -> GroupFormat:
+        """The format of `GroupedWeight.simple`."""
+        return GroupFormat(4 if self.bits <= 4 and not self.codebook else 8, self.group, self.offset)
 
-class Blocks(NamedTuple):
+    def of_columns(self, first: int, last: int, columns: int) -> GroupFormat:
+        """The format of a range of the columns. Raises ValueError unless it begins and ends at group boundaries.
+
+        If it begins or ends within the 256 columns that share factors, it has one level of scales.
+        """
+
+        def divides(unit: int) -> bool:
+            return not first % unit and (not last % unit or last == columns)
+
+        if self.group and not divides(self.group):
+            raise ValueError(f"columns {first} to {last} are not complete groups of {self.group}")
+        return self if not self.levels or divides(BLOCK) else self.simple
+
+
+class GroupedWeight(NamedTuple):
     """A weight (R, N) in groups of `group` columns; group 0 is one group per row.
 
     quants   (R, N) uint8 below 2^bits
@@ -63,9 +81,9 @@ class Blocks(NamedTuple):
     factors: Tensor | None = None
 
     @property
-    def format(self) -> BlockFormat:
+    def format(self) -> GroupFormat:
         has = self.offset is not None, self.values is not None, self.factors is not None
-        return BlockFormat(self.bits, self.group, *has)
+        return GroupFormat(self.bits, self.group, *has)
 
     @property
     def weight(self) -> Tensor:
@@ -83,49 +101,44 @@ class Blocks(NamedTuple):
         return weight.flatten(1)[:, :columns]
 
     @property
-    def simple(self) -> Blocks:
+    def simple(self) -> GroupedWeight:
         """The same weight in 4 or 8 bits, with one level of scales and no codebook: every layer supports that."""
         quants, bits = self.quants, 4 if self.bits <= 4 and self.values is None else 8
         if self.values is not None:
             quants = _looked_up(quants, self.values) + 128
         elif self.offset is None and bits != self.bits:
             quants = quants + (2 ** (bits - 1) - 2 ** (self.bits - 1))
-        return Blocks(quants, self.scale, self.offset, bits, self.group)
+        return GroupedWeight(quants, self.scale, self.offset, bits, self.group)
 
-    def as_format(self, format: BlockFormat) -> Blocks | None:
+    def as_format(self, format: GroupFormat) -> GroupedWeight | None:
         """The same weight in a format; None unless that is its own, or that of `simple`."""
-        return next((blocks for blocks in (self, self.simple) if blocks.format == format), None)
+        return next((groups for groups in (self, self.simple) if groups.format == format), None)
 
-    def to(self, device: torch.device) -> Blocks:
+    def to(self, device: torch.device) -> GroupedWeight:
         return self._map(lambda tensor: tensor.to(device))
 
-    def rows(self, index: Tensor | slice) -> Blocks:
+    def rows(self, index: Tensor | slice) -> GroupedWeight:
         """A selection of the rows, in the order of `index`."""
         return self._map(lambda tensor: tensor[index])
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Change every tensor; each has the rows of the weight."""
         changed: dict[str, Any] = {name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**changed)
 
-    def columns(self, part: slice) -> Blocks:
-        """A range of the columns. Raises ValueError unless it begins and ends at group boundaries.
-
-        If it begins or ends within the 256 columns that share factors, the result has one level of scales.
-        """
+    def columns(self, part: slice) -> GroupedWeight:
+        """A range of the columns, in the format `of_columns`."""
         first, last, _ = part.indices(self.quants.shape[1])
-        group = self.group or self.quants.shape[1]
-        if self.group and (first % group or (last % group and last != self.quants.shape[1])):
-            raise ValueError(f"columns {first} to {last} are not complete groups of {group}")
-        if self.factors is not None and (first % BLOCK or (last % BLOCK and last != self.quants.shape[1])):
+        if self.format.of_columns(first, last, self.quants.shape[1]) != self.format:
             return self.simple.columns(part)
+        group = self.group or self.quants.shape[1]
         own = slice(first // group, -(-last // group)) if self.group else slice(None)
-        blocks = slice(first // BLOCK, -(-last // BLOCK))
+        factors = slice(first // BLOCK, -(-last // BLOCK))
         return self._replace(
             quants=self.quants[:, first:last],
             scale=self.scale[:, own],
             offset=None if self.offset is None else self.offset[:, own],
-            factors=None if self.factors is None else self.factors[:, blocks],
+            factors=None if self.factors is None else self.factors[:, factors],
         )
 
 
@@ -138,7 +151,7 @@ def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
     return torch.frombuffer(bytearray(bytes_), dtype=torch.uint8).view(quants.shape)
 
 
-def joined(parts: Sequence[Blocks]) -> Blocks:
+def joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     """The rows of several weights of one format, below each other."""
     names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
     below: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
@@ -183,18 +196,18 @@ def _blocks(
     group: int = 32,
     values: tuple[int, ...] | None = None,
     factors: tuple[NDArray[np.float32], ...] = (),
-) -> Blocks:
+) -> GroupedWeight:
     def by_rows(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.reshape(len(quants), -1))
 
     shift = None if offset is None else by_rows(offset)
     both = torch.stack([by_rows(factor) for factor in factors], dim=-1) if factors else None
-    return Blocks(by_rows(quants), by_rows(scale), shift, bits, group, values, both)
+    return GroupedWeight(by_rows(quants), by_rows(scale), shift, bits, group, values, both)
 
 
 def _legacy(
     raw: NDArray[np.uint8], bits: int, has_minimum: bool = False, values: tuple[int, ...] | None = None
-) -> Blocks:
+) -> GroupedWeight:
     """Blocks of 32: scale d, minimum m in Q4_1 and Q5_1, the highest bits in 4 bytes in Q5_0 and Q5_1, 16 bytes.
 
     weight = d q + m, d (q - 8) in Q4_0, d (q - 16) in Q5_0, d values[q] in IQ4_NL
@@ -206,7 +219,7 @@ def _legacy(
     return _blocks(quants, _floats(d), _floats(m) if has_minimum else None, bits, values=values)
 
 
-def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
+def _k(raw: NDArray[np.uint8], bits: int) -> GroupedWeight:
     """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes.
 
     weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of group g.
@@ -222,14 +235,14 @@ def _k(raw: NDArray[np.uint8], bits: int) -> Blocks:
     return _blocks(quants, d * sc, -dmin * mn, bits, factors=(d, -dmin))
 
 
-def q2_k(raw: NDArray[np.uint8]) -> Blocks:
+def q2_k(raw: NDArray[np.uint8]) -> GroupedWeight:
     """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
     pairs, low, *scales = _split(raw, 16, 64, 2, 2)
     d, dmin = map(_floats, scales)  # (R, N / 256, 1)
     return _blocks(_quarters(low), d * (pairs & 15), -dmin * (pairs >> 4), 2, 16, factors=(d, -dmin))
 
 
-def q3_k(raw: NDArray[np.uint8]) -> Blocks:
+def q3_k(raw: NDArray[np.uint8]) -> GroupedWeight:
     """Blocks of 256: high bits in 32 bytes, low bits in 64, 16 6-bit scales sc, d; weight = d (sc - 32) (q - 4)."""
     high, low, sc, sc_high, d = _split(raw, 32, 64, 8, 4, 2)
     quants = _quarters(low)  # (R, N / 256, 256)
@@ -239,7 +252,7 @@ def q3_k(raw: NDArray[np.uint8]) -> Blocks:
     return _blocks(quants, scale, None, 3, 16, factors=(_floats(d),))
 
 
-def q6_k(raw: NDArray[np.uint8]) -> Blocks:
+def q6_k(raw: NDArray[np.uint8]) -> GroupedWeight:
     """Blocks of 256: low bits in 128 bytes, high bits in 64, 16 signed scales sc, d; weight = d sc (q - 32)."""
     low, high, sc, d = _split(raw, 128, 64, 16, 2)
     quants = _halves(low.reshape(*low.shape[:2], 2, 64)).reshape(*low.shape[:2], 256)
@@ -247,13 +260,13 @@ def q6_k(raw: NDArray[np.uint8]) -> Blocks:
     return _blocks(quants, _floats(d) * sc.view(np.int8), None, 6, 16, factors=(_floats(d),))
 
 
-def q8_0(raw: NDArray[np.uint8]) -> Blocks:
+def q8_0(raw: NDArray[np.uint8]) -> GroupedWeight:
     """Blocks of 32: scale d, 32 signed bytes; weight = d q."""
     d, quants = _split(raw, 2, 32)
     return _blocks(quants ^ np.uint8(128), _floats(d), None, 8)
 
 
-def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
+def iq4_xs(raw: NDArray[np.uint8]) -> GroupedWeight:
     """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, 128 bytes; weight = d (sc - 32) values[q]."""
     d, sc_high, sc_low, packed = _split(raw, 2, 2, 4, 128)
     low = np.stack((sc_low & 15, sc_low >> 4), axis=-1).reshape(*packed.shape[:2], 8)
@@ -264,7 +277,7 @@ def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
 
 
 # GGUF type -> function that reads its blocks (R, bytes) without changing a weight. The kernels compute with the result.
-READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
+READERS: dict[str, Callable[[NDArray[np.uint8]], GroupedWeight]] = {
     "Q2_K": q2_k,
     "Q3_K": q3_k,
     "Q4_0": lambda raw: _legacy(raw, 4),

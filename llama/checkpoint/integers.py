@@ -1,4 +1,4 @@
-"""Quantized matrices in files, read on demand, and integers in groups as other programs store them.
+"""Weights as integers in groups, as other programs store them.
 
 N rows (out features), K columns, G groups of a row.
 """
@@ -6,69 +6,64 @@ N rows (out features), K columns, G groups of a row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .blocks import BlockFormat, Blocks
+from ..quant.groups import GroupedWeight, GroupFormat
+from .huggingface import StoredTensor, StoredWeight
 
 GROUPS = (128, 64, 32, 16)  # columns that share a scale in the kernels, the largest first
 ROUNDING = 2.0**-11  # largest accepted rounding of a scale to float16, as a part of the weight's largest scale
 
 
-class Matrix(NamedTuple):
-    """A quantized weight (N, K).
-
-    label   how it is stored, for display
-    floats  returns the dequantized rows in a slice: (n, K) float32
-    blocks  returns the rows as integers for the kernels; None if the kernels can't represent this weight
-    """
-
-    label: str
-    shape: tuple[int, int]
-    floats: Callable[[slice], Tensor]
-    blocks: Callable[[slice], Blocks | None] = lambda rows: None
-
-
-@dataclass(frozen=True)
-class Integers:
+class IntegerWeight(StoredWeight):
     """weight[n, k] = scale[n, g] * (quant[n, k] - zero[n, g]), where column k belongs to group g.
 
-    bits    4 or 8
+    width   bits of an integer: 4 or 8
     group   columns in a group; the last group may have fewer
     quants  (n, K) uint8 of some rows
     scale   (N, G) in any floating-point dtype
-    zero    (n, G) integers of some rows; None: 2^(bits - 1) for all groups
+    zero    (n, G) integers of some rows; None: 2^(width - 1) for all groups
     order   (K,) the group of each column, if the columns of a group are not adjacent (act order); otherwise None
     """
 
-    shape: tuple[int, int]
-    bits: int
-    group: int
-    quants: Callable[[slice], NDArray[np.uint8]]
-    scale: Tensor
-    zero: Callable[[slice], NDArray[Any]] | None = None
-    order: Tensor | None = None
+    def __init__(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        stored: str,
+        shape: tuple[int, int],
+        width: int,
+        group: int,
+        quants: Callable[[slice], NDArray[np.uint8]],
+        scale: Tensor,
+        zero: Callable[[slice], NDArray[Any]] | None = None,
+        order: Tensor | None = None,
+    ):
+        super().__init__(tensors, shape, stored if order is None else f"{stored} in act order")
+        self.width, self.group, self.quants = width, group, quants
+        self.scale, self.zero, self.order = scale, zero, order
+        self._complete = self  # in all parts: its format is found once
 
-    def matrix(self, label: str) -> Matrix:
-        return Matrix(label if self.order is None else f"{label} in act order", self.shape, self.floats, self.blocks)
-
-    def floats(self, rows: slice) -> Tensor:
+    def dequantized(self) -> Tensor:
+        rows, columns = self.part
         weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
-        weight -= 2.0 ** (self.bits - 1) if self.zero is None else self._by_column(torch.as_tensor(self.zero(rows)))
-        return weight.mul_(self._by_column(self.scale[rows].float()))
+        weight -= 2.0 ** (self.width - 1) if self.zero is None else self._by_column(torch.as_tensor(self.zero(rows)))
+        return weight.mul_(self._by_column(self.scale[rows].float()))[:, columns]
 
     def _by_column(self, values: Tensor) -> Tensor:
         """(n, G) -> (n, K)."""
-        return repeated(values, self.group, self.shape[1]) if self.order is None else values[:, self.order]
+        return repeated(values, self.group, self.whole[1]) if self.order is None else values[:, self.order]
+
+    def row_format(self) -> GroupFormat | None:
+        return self._complete._row_format
 
     @functools.cached_property
-    def form(self) -> BlockFormat | None:
+    def _row_format(self) -> GroupFormat | None:
         """The kernels' format of this weight; None if no format represents it.
 
         Needs all scales and zero points. Scales that are not float16 are rounded to it, and so is the product of scale
@@ -76,31 +71,32 @@ class Integers:
         """
         if self.order is not None:
             return None
-        single, scale = self.group >= self.shape[1], self.scale.float()
+        single, scale = self.group >= self.whole[1], self.scale.float()
         zero = None if self.zero is None else self.zero(slice(None))
-        offset = zero is not None and bool((zero != 2 ** (self.bits - 1)).any())
-        if single and self.bits == 8 and not offset:
-            return BlockFormat(8, 0, False)
+        offset = zero is not None and bool((zero != 2 ** (self.width - 1)).any())
+        if single and self.width == 8 and not offset:
+            return GroupFormat(8, 0, False)
         group = next((size for size in GROUPS if single or self.group % size == 0), None)
         error = (scale.half().float() - scale).abs().max()
         if group is None or not bool(error <= ROUNDING * scale.abs().max()):
             return None
         if offset and not bool((scale * torch.as_tensor(zero)).half().isfinite().all()):
             return None
-        return BlockFormat(self.bits, group, offset)
+        return GroupFormat(self.width, group, offset)
 
-    def blocks(self, rows: slice) -> Blocks | None:
-        if self.form is None:
-            return None
+    def groups(self) -> GroupedWeight:
+        rows, columns = self.part
+        format = self.row_format()
         quants, scale, added = torch.from_numpy(self.quants(rows)), self.scale[rows].float(), None
-        if self.form.offset and self.zero is not None:
+        if format is None:
+            raise ValueError(f"{self.name} has no format of the kernels")
+        if format.offset and self.zero is not None:
             added = -scale * torch.as_tensor(self.zero(rows))
-        group = self.form.group
-        if group:  # a group of the file is one or several of the kernels'
-            repeats, count = -(-self.group // group), -(-self.shape[1] // group)
+        if format.group:  # a group of the file is one or several of the kernels'
+            repeats, count = -(-self.group // format.group), -(-self.whole[1] // format.group)
             scale = repeated(scale, repeats, count)
             added = None if added is None else repeated(added, repeats, count)
-        return Blocks(quants, scale, added, self.bits, group)
+        return GroupedWeight(quants, scale, added, self.width, format.group).columns(columns)
 
 
 def repeated(values: Tensor, times: int, count: int) -> Tensor:

@@ -1,0 +1,166 @@
+"""One weight of a checkpoint, whatever its format: described from the headers, read on demand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..quant.groups import GroupedWeight, GroupFormat
+from ..quant.tiles import TILE
+from ..system.pages import drop_pages
+
+# Floating-point dtypes in which weights may be stored -> their name in the formats, and the reverse
+FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {name: dtype for dtype, name in FLOATS.items()}
+CACHED_ENTRIES = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
+
+
+class Weight:
+    """A weight of a checkpoint; `weight[rows]` or `weight[rows, columns]` is a part of it, in slices.
+
+    Its values are read by `floats`, `groups` and `tiles`, and by nothing else.
+
+    name     in the files
+    stored   the type in the files: F32, BF16, F16, or the name of a quantization
+    whole    the shape of the complete weight
+    changed  whether adapters change it, so that it is not the weight that `stored` describes
+    """
+
+    changed = False
+
+    def __init__(self, name: str, shape: Sequence[int], stored: str):
+        self.name, self.stored = name, stored
+        self.whole, self.ranges = tuple(shape), tuple(map(range, shape))
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> Self:
+        part, some = part if isinstance(part, tuple) else (part,), copy.copy(self)
+        some.ranges = tuple(own[one] for own, one in zip(self.ranges, (*part, slice(None)), strict=False))
+        return some
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(len, self.ranges))
+
+    @property
+    def bits(self) -> float:
+        """Bits per entry in the files, including scales."""
+        return 8 * DTYPES[self.stored].itemsize if self.stored in DTYPES else 8
+
+    @property
+    def part(self) -> tuple[slice, ...]:
+        """What this is of the complete weight: rows, and columns of a matrix."""
+        return tuple(slice(own.start, own.stop) for own in self.ranges)
+
+    def row_format(self) -> GroupFormat | None:
+        """The `format` of complete rows."""
+        return None
+
+    @property
+    def format(self) -> GroupFormat | None:
+        """The quantized format of `groups`; None if the weight is stored in another way. Reads no integers."""
+        found = self.row_format()
+        if found is None or len(self.ranges) != 2:
+            return None
+        try:
+            return found.of_columns(self.ranges[1].start, self.ranges[1].stop, self.whole[1])
+        except ValueError:
+            raise UsageError(
+                f"the processes divide {self.name} into parts of {self.shape[1]} inputs, but its quantization groups"
+                f" have {found.group}; use fewer processes"
+            ) from None
+
+    def is_stored_as(self, format: GroupFormat) -> bool:
+        """Whether `groups` has this format, or can be converted to it without a change of the weight."""
+        return self.format is not None and format in (self.format, self.format.simple)
+
+    def groups(self) -> GroupedWeight:
+        """The integers in which a matrix is stored, if it has a `format`."""
+        raise NotImplementedError
+
+    def tiles(self) -> Tensor | None:
+        """A matrix packed by tiles.pack and mapped, if it is stored so; its format is `format`."""
+        return None
+
+    def dequantized(self) -> Tensor:
+        """`floats` of a few rows of a quantized matrix."""
+        return self.groups().weight
+
+    def floats(self) -> Tensor:
+        """The values in floating point, on the CPU, contiguous. They must not be written to."""
+        weight = torch.empty(self.shape, dtype=torch.float32)
+        for rows in self.pieces(CACHED_ENTRIES):
+            weight[rows] = self[rows].dequantized()
+        return weight
+
+    def pieces(self, entries: int) -> list[slice]:
+        """The rows in slices of about this many entries, in complete tiles."""
+        rows, columns = self.shape
+        step = -(-entries // columns // TILE) * TILE
+        return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def mapped(self) -> Iterable[Tensor]:
+        """The tensors in mapped files that store the weight."""
+        return ()
+
+    def release(self, kept: Tensor | None = None) -> None:
+        """Let the system free the mapped pages of a weight that was copied: those that `kept` is no part of."""
+        for tensor in self.mapped():
+            if kept is None or not 0 <= kept.data_ptr() - tensor.data_ptr() < tensor.nbytes:
+                drop_pages(tensor)
+
+
+class MemoryWeight(Weight):
+    """A weight in memory."""
+
+    def __init__(self, tensor: Tensor, name: str = "weight"):
+        super().__init__(name, tensor.shape, FLOATS.get(tensor.dtype, "F64"))
+        self.tensor = tensor
+
+    def floats(self) -> Tensor:
+        return self.tensor[self.part].contiguous()
+
+
+class DerivedWeight(Weight):
+    """A weight that is computed from another one, of the same shape."""
+
+    def __init__(self, base: Weight):
+        super().__init__(base.name, base.shape, base.stored)
+        self.base = base
+
+    @property
+    def bits(self) -> float:
+        return self.base.bits
+
+    def mapped(self) -> Iterable[Tensor]:
+        return self.base.mapped()
+
+
+class ReorderedWeight(DerivedWeight):
+    """A weight with its rows in another order: row i is row order[i] of the base."""
+
+    def __init__(self, base: Weight, order: Tensor):
+        super().__init__(base)
+        self.order, self.changed = order, base.changed
+
+    def row_format(self) -> GroupFormat | None:
+        return self.base.row_format()
+
+    def _rows(self) -> tuple[Weight, Tensor]:
+        """The part of the base that has all rows of this part, and their numbers in it."""
+        order = self.order[self.part[0]]
+        first, last = (int(end) for end in order.aminmax())
+        rest: Any = self.part[1:]
+        return self.base[(slice(first, last + 1), *rest)], order - first
+
+    def floats(self) -> Tensor:
+        base, order = self._rows()
+        return base.floats()[order]
+
+    def groups(self) -> GroupedWeight:
+        base, order = self._rows()
+        return base.groups().rows(order)

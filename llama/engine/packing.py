@@ -1,0 +1,97 @@
+"""A weight of a checkpoint in the format that a layer computes with: floats, groups, or tiles for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.weight import MemoryWeight, Weight
+from ..errors import CheckpointError
+from ..quant.groups import GroupedWeight, GroupFormat, joined
+from ..quant.schemes import CLIPS, check_scales, quantize
+from ..quant.tiles import TILE, pack, scales_of, tiles_shape
+from ..system.pages import empty_in_large_pages
+from . import kernels
+
+# Entries of a weight that are in memory unpacked
+QUANTIZED = 2**18  # if they are quantized on a CPU
+PACKED = 7 * 2**17  # if they are packed; for 2^15 scales, PyTorch would start threads
+ON_GPU = 2**24  # on a GPU: more, since each operation costs a launch
+
+
+def to_floats(weight: Weight, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A weight on a device and in a dtype. Raises CheckpointError for a value that float16 would make infinite."""
+    stored = weight.floats()
+    value = stored.to(device=device, dtype=dtype)
+    if dtype == torch.float16 and not bool(torch.isfinite(value).all()) and bool(torch.isfinite(stored).all()):
+        raise CheckpointError(
+            f"{weight.name} holds values beyond float16's limit, 65504; use dtype='bfloat16' (--dtype)"
+        )
+    weight.release(kept=value)
+    return value
+
+
+def to_groups(weight: Weight, format: GroupFormat, device: torch.device) -> GroupedWeight:
+    """A weight in groups on a device: those of the file if they have this format, otherwise quantized there."""
+    read = _reader(weight, format, device)
+    found = joined([read(rows) for rows in weight.pieces(QUANTIZED if device.type == "cpu" else ON_GPU)])
+    weight.release()
+    return found
+
+
+def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
+    """A weight packed for the C++ kernels: the file's tiles, its groups if they have this format, or quantized.
+
+    Floats that the kernel can read in place are quantized in one piece: between pieces, threads would wait.
+    """
+    tiles = weight.tiles()
+    if tiles is not None and weight.format == format:
+        return tiles
+    if weight.is_stored_as(format) or not kernels.ready():
+        read = _reader(weight, format, torch.device("cpu"))
+        tiles = _in_pieces(weight, format, PACKED, lambda rows, out: pack(read(rows), out))
+    else:
+        tiles = _quantized_tiles(weight, format)
+        check_scales(*scales_of(tiles, weight.shape[1], format).aminmax())
+    weight.release()
+    return tiles
+
+
+def _quantized_tiles(weight: Weight, format: GroupFormat) -> Tensor:
+    """A weight quantized by the C++ kernel."""
+    floats = None if weight.format else weight.floats()
+
+    def quantized(values: Tensor) -> Tensor:
+        return kernels.quantize_to_tiles(values, CLIPS[format.bits], *format[:3])
+
+    if floats is None:
+        return _in_pieces(
+            weight, format, QUANTIZED, lambda rows, out: out.copy_(quantized(weight[rows].groups().weight))
+        )
+    if floats.dtype in (torch.float32, torch.bfloat16):
+        return quantized(floats)
+    return _in_pieces(weight, format, QUANTIZED, lambda rows, out: out.copy_(quantized(floats[rows])))
+
+
+def _reader(weight: Weight, format: GroupFormat, device: torch.device) -> Callable[[slice], GroupedWeight]:
+    """A function that returns some rows in a format, on a device."""
+    source = weight if weight.format else MemoryWeight(weight.floats())
+
+    def read(rows: slice) -> GroupedWeight:
+        if source.format is None:
+            return quantize(source[rows].floats().to(device), format)
+        stored = source[rows].groups()
+        unchanged = stored.as_format(format)
+        return quantize(stored.weight.to(device), format) if unchanged is None else unchanged.to(device)
+
+    return read
+
+
+def _in_pieces(weight: Weight, format: GroupFormat, entries: int, write: Callable[[slice, Tensor], object]) -> Tensor:
+    """The tiles of a weight, written piece by piece: `write(rows, out)`. Only one piece is in memory unpacked."""
+    out = empty_in_large_pages(*tiles_shape(weight.shape, format))
+    for rows in weight.pieces(entries):
+        write(rows, out[rows.start // TILE : -(-rows.stop // TILE)])
+    return out
