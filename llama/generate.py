@@ -90,16 +90,7 @@ def generate(  # many parameters, since an answer has no other state
         return
     if cache is None:
         cache = model.new_cache(len(prompt) + room)
-    chooser = Chooser(
-        prompt,
-        params,
-        cache.device,
-        stop_ids=stop_ids,
-        n_vocab=n_vocab,
-        constraint=constraint,
-        world=model.world,
-        diagnose=diagnose,
-    )
+    chooser = Chooser(prompt, params, cache.device, stop_ids, n_vocab, constraint, model.world, diagnose)
     logits = prefill(model, chooser.text[cache.length :], cache, chunk, progress)  # (V,)
     while True:
         with model.runner.threads(1):

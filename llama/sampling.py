@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from . import checks
@@ -323,15 +323,10 @@ def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest log-probabilities of logits (.., V), and their ids: (.., k) each."""
-    values, ids = logits.topk(min(k, logits.shape[-1]))  # (.., k) each
-    return values - logits.logsumexp(-1, keepdim=True), ids
-
-
-def top_of(found: tuple[Tensor, Tensor]) -> dict[int, float]:
-    """{id: log-probability} from `most_probable` of logits (V,)."""
-    return dict(zip(found[1].tolist(), found[0].tolist(), strict=True))
+def most_probable(logits: Tensor, k: int) -> dict[int, float]:
+    """{id: log-probability} of the k most probable ids under logits (V,), most probable first."""
+    values, ids = logits.topk(min(k, len(logits)))  # (k,) each
+    return dict(zip(ids.tolist(), (values - logits.logsumexp(-1)).tolist(), strict=True))
 
 
 def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
@@ -381,41 +376,27 @@ def history_of(
     return History(torch.tensor(known, device=device, dtype=torch.long), start)
 
 
+@dataclass(eq=False)
 class Chooser:
-    """Chooses the tokens of one answer, one after the other: from logits to the text, the only way there is.
+    """Chooses the tokens of one answer, one after the other. `text` has the ids of the prompt and of the answer."""
 
-    text        ids of the prompt, and of the answer so far
-    start       where the answer begins; default: after `text`
-    device      of the logits
-    n_vocab     ids from here on are never chosen: rows of the embedding without a token in the vocabulary
-    constraint  limits the tokens; usable for one answer only
-    world       the processes that share the model. They use the first one's choice, since others may round differently
-    diagnose    explains logits that are not finite, for the error message
-    """
+    prompt: InitVar[Sequence[int]]
+    params: SamplingParams
+    device: torch.device  # of the logits
+    stop_ids: Collection[int] = ()
+    n_vocab: int | None = None  # ids from here on are never chosen: rows of the embedding without a token
+    constraint: Constraint | None = None  # usable for one answer only
+    world: Any = (
+        None  # processes that share the model; all use the first one's choice, since others may round otherwise
+    )
+    diagnose: Diagnosis | None = None  # explains logits that are not finite, for the error message
+    start: int | None = None  # where the answer begins; None: after the prompt
 
-    def __init__(
-        self,
-        text: Sequence[int],
-        params: SamplingParams,
-        device: torch.device,
-        *,
-        start: int | None = None,
-        stop_ids: Collection[int] = (),
-        n_vocab: int | None = None,
-        constraint: Constraint | None = None,
-        world: Any = None,
-        diagnose: Diagnosis | None = None,
-    ):
-        self.text, self.start = list(text), len(text) if start is None else start
-        self.params, self.stop_ids, self.n_vocab, self.constraint = params, stop_ids, n_vocab, constraint
-        self.world, self.diagnose = world, diagnose
-        self.generator = random_generator(params, device)
-        self.history = history_of(self.text, self.start, params, n_vocab, device)
-
-    @property
-    def simple(self) -> bool:
-        """Whether the choice is always the most probable of all tokens."""
-        return self.params.greedy and not self.params.filters and self.history is None and self.constraint is None
+    def __post_init__(self, prompt: Sequence[int]) -> None:
+        self.text = list(prompt)
+        self.begin = len(self.text) if self.start is None else self.start
+        self.generator = random_generator(self.params, self.device)
+        self.history = history_of(self.text, self.begin, self.params, self.n_vocab, self.device)
 
     def choose(
         self,
@@ -425,11 +406,12 @@ class Chooser:
     ) -> Token:
         """The next token from logits (V,). Raises NumericalError if one is not finite.
 
-        best    the most probable id and the `extreme` of the logits, if they are known: then, if `simple`, the choice
+        best    the most probable id and the `extreme` of the logits, if they are known
         report  as in the function `choose`
         """
         logits = logits[: self.n_vocab]
-        if best is None or not self.simple:
+        simple = self.params.greedy and not self.params.filters and self.history is None and self.constraint is None
+        if best is None or not simple:
             choice = choose(logits, self.params, self.history, self.generator, self.allowed(), report)
             id, top = choice if self.world is None else self.world.agree(choice)
             best = int(id), float(top)
@@ -453,7 +435,7 @@ class Chooser:
         if self.constraint is not None:
             self.constraint.advance(id)
         logprob = float(logprob_of(logits, chosen)) if self.params.scored else None
-        return Token(id, logprob, id in self.stop_ids, top_of(most_probable(logits, k)) if k else {})
+        return Token(id, logprob, id in self.stop_ids, most_probable(logits, k) if k else {})
 
     def allowed(self) -> Tensor | None:
         """The mask of `probs`."""
@@ -461,4 +443,4 @@ class Chooser:
 
     def check(self, top: float) -> None:
         """Raise NumericalError unless the `extreme` of the next token's logits is finite."""
-        check_extreme(top, f"new token {len(self.text) - self.start + 1}", self.text, self.diagnose)
+        check_extreme(top, f"new token {len(self.text) - self.begin + 1}", self.text, self.diagnose)

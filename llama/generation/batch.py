@@ -37,17 +37,7 @@ from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
 from ..generate import prefill_chunks, prompt_chunk, room_for
 from ..model import Transformer
-from ..sampling import (
-    Chooser,
-    Constraint,
-    SamplingParams,
-    Token,
-    check_extreme,
-    extreme,
-    logprob_of,
-    most_probable,
-    top_of,
-)
+from ..sampling import Chooser, Constraint, SamplingParams, Token, check_extreme, extreme, logprob_of, most_probable
 from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
@@ -284,16 +274,9 @@ class Batch:
         if room == 0:
             yield Ended(number, None)
             return
-        chooser = Chooser(
-            prompt,
-            params,
-            self.cache.device,
-            stop_ids=self.stop_ids,
-            n_vocab=self.n_vocab,
-            constraint=request.constraint,
-            world=self.model.world,
-            diagnose=partial(locate, self.model),
-        )
+        where = partial(locate, self.model)
+        common = self.stop_ids, self.n_vocab, request.constraint, self.model.world
+        chooser = Chooser(prompt, params, self.cache.device, *common, where)
         slot.sequence = ActiveSequence(number, request, chooser, len(prompt) + room)
         yield from self._choose_next(slot, logits, None)
 
@@ -323,11 +306,10 @@ class Batch:
         )  # (T,), or (T - 1,) after the last chunk
         known = logits[: len(following)], following.clamp(max=logits.shape[-1] - 1)
         logprobs, extremes = logprob_of(*known).tolist(), extreme(logits).tolist()
-        values, ids = most_probable(logits, max(top, 1))  # (T, k) each
         for row, id in enumerate(following.tolist()):
             check_extreme(extremes[row], f"prompt token {start + row + 2}", prompt, partial(locate, self.model))
             logprob = logprobs[row] if id < logits.shape[-1] else -math.inf
-            scored.append(Token(id, logprob, False, top_of((values[row], ids[row])) if top else {}))
+            scored.append(Token(id, logprob, False, most_probable(logits[row], top) if top else {}))
         return scored
 
     # ------------------------------------------------------------------------------------------- a step of all slots

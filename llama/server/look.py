@@ -129,16 +129,8 @@ class Looks:
             yield {"end": "stop"}
             return
         kept, hidden = yield from self._feed(ids, off)
-        chooser = Chooser(
-            ids,
-            params,
-            kept.cache.device,
-            start=start,
-            stop_ids=tokenizer.stop_ids,
-            n_vocab=self.n_vocab,
-            constraint=constraint,
-            diagnose=partial(locate, model),
-        )
+        common = tokenizer.stop_ids, self.n_vocab, constraint, None, partial(locate, model)
+        chooser = Chooser(ids, params, kept.cache.device, *common, start)
         logits = model.output(hidden)[0].float()  # (V,)
         for step in range(room):
             report: dict[str, Tensor] = {}
