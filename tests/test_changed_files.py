@@ -179,7 +179,7 @@ def ours(checkpoint: Checkpoint) -> Weights:
     names = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
     found: Weights = {}
     for name in checkpoint.shapes:
-        tensor = checkpoint.weight(name).floats()
+        tensor = checkpoint.weight(name, checkpoint.layout).floats()
         assert tuple(tensor.shape) == checkpoint.shapes[name]
         data = raw_bytes(tensor).tobytes()
         found[checkpoint.file_name(name)] = Weight(names[tensor.dtype], tuple(tensor.shape), data)
