@@ -316,10 +316,7 @@ def choose(
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """The natural logarithm of the probability of ids (..) int64 under logits (.., V): (..) in the dtype of logits.
-
-    On a CPU, log_softmax adds up float32 numbers less exactly: with 49,152 tokens its error is 1e-5, and this one 1e-7.
-    """
+    """log p of ids (..) int64 under logits (.., V), where log_softmax adds up less exactly: (..) in the same dtype."""
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
