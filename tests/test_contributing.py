@@ -153,7 +153,7 @@ def test_server(copy: Path, expected: str) -> None:
         assert "".join(part["content"] for part in [*begun, end]) == expected
         assert len(begun) > TOKENS / 2
         assert {part["stop"] for part in begun} == {not end["stop"]} == {False}
-        assert "unknown field 'x'" in json.loads(post("/completion", x=1))["error"]["message"]
+        assert "unknown key 'x'" in json.loads(post("/completion", x=1))["error"]["message"]
     finally:
         process.terminate()
         process.communicate(timeout=PATIENCE)

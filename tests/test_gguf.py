@@ -169,7 +169,7 @@ def test_a_key_that_changes_the_computation_is_refused(tmp_path: Path, key: str)
     [
         ({"metadata": {"general.architecture": "gpt2"}}, "architecture is 'gpt2'"),
         ({"metadata": {"llama.embedding_length": None}}, "embedding_length is missing"),
-        ({"metadata": {"llama.attention.head_count_kv": [2, 1]}}, r"head_count_kv must be an integer, got array"),
+        ({"metadata": {"llama.attention.head_count_kv": [2, 1]}}, r"head_count_kv must be an integer, got ndarray"),
         ({"metadata": {"llama.attention.head_count": 8}}, "attn_q.weight has shape"),
         ({"metadata": {"llama.block_count": 2**31}}, "has 2147483648 layers"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count is 8, expected 16"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llama import generate
+from llama import generate, sampling
 from llama.cache import KINDS
 from llama.checkpoint import open_checkpoint
 from llama.cli import main
@@ -20,7 +20,6 @@ from llama.engine import kernels, placement
 from llama.engine.linears import FewRowsLinear, TileEmbedding, TileLinear
 from llama.engine.placement import PlacedRunner, Placement, pick_placement, spread
 from llama.errors import UsageError
-from llama.generation import speculative
 from llama.generation.speculative import NGramDraft, speculate
 from llama.loader import build
 from llama.sampling import SamplingParams
@@ -63,10 +62,9 @@ def _away(monkeypatch: pytest.MonkeyPatch) -> None:
         found = torch.device(name) if name is not None and str(name).startswith("away") else None
         return known(name) if found is None else torch.device("away", found.index or 0)
 
-    random_generator = generate.random_generator
+    random_generator = sampling.random_generator
     monkeypatch.setattr(placement, "pick_device", pick)
-    for module in (generate, speculative):
-        monkeypatch.setattr(module, "random_generator", lambda params, device: random_generator(params, CPU))
+    monkeypatch.setattr(sampling, "random_generator", lambda params, device: random_generator(params, CPU))
 
 
 # ---------------------------------------------------------------------------------------------------- the same numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llama.engine import compiled, kernels
+from llama.engine import kernels
 from llama.system import folders
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ def test_only_one_file_unpickles_and_only_in_the_safe_mode() -> None:
 
 
 def test_code_is_loaded_only_from_the_checked_cache() -> None:
-    loading = re.compile(r"ops\.load_library\((.*?)\)|CDLL\((.*?)\)|AOTIModelPackageLoader\((.*?),")
+    loading = re.compile(r"ops\.load_library\((.*?)\)|CDLL\((.*?)\)")
     found = {
         (path.name, next(filter(None, match.groups())))
         for path in (ROOT / "llama").rglob("*.py")
@@ -34,5 +34,5 @@ def test_code_is_loaded_only_from_the_checked_cache() -> None:
     }
     found = {(file, argument) for file, argument in found if argument != "None"}  # this process itself
     # OpenMP in runtime.py is already loaded.
-    assert found == {("kernels.py", "path"), ("compiled.py", "path"), ("runtime.py", "path")}
-    assert kernels.load_code is compiled.load_code is folders.load_code
+    assert found == {("kernels.py", "path"), ("runtime.py", "path")}
+    assert kernels.load_code is folders.load_code

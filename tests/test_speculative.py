@@ -19,7 +19,7 @@ from torch import Tensor
 from llama.cache import KVCache
 from llama.cli import main
 from llama.errors import ContextLengthError, NumericalError, UsageError
-from llama.generate import Token, generate
+from llama.generate import generate
 from llama.generation import speculative
 from llama.generation.speculative import (
     Draft,
@@ -31,7 +31,7 @@ from llama.generation.speculative import (
     speculate,
 )
 from llama.model import Transformer
-from llama.sampling import History, SamplingParams, probs
+from llama.sampling import History, SamplingParams, Token, probs
 from llama.text import Llama, Session
 
 from . import tiny

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llama.cli.batch import parse as parse_line
 from transformers import LlamaForCausalLM
 from transformers.utils import get_json_schema
 
 import llama
 from llama.chat.functions import schema_of
+from llama.cli.common.batch import parse as parse_line
 from llama.errors import LlamaError, UsageError
 from llama.sampling import OPTIONS as ANSWER_OPTIONS
 from llama.server.requests import parse_chat, parse_text

@@ -214,7 +214,7 @@ def test_errors_of_a_batch_name_the_layer(broken: Transformer) -> None:
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [5, 200, 7]], ids=["in an answer", "in a prompt"])
 def test_a_cancelled_request_leaves_no_nan_to_the_next_one(monkeypatch: pytest.MonkeyPatch, prompt: list[int]) -> None:
     """It is cancelled in the pass that computes the NaN, so that nobody sees its logits."""
-    net, flag, real = tiny.model(), Flag(), Runner.run
+    net, flag, real = tiny.model(), Flag(), Runner.layers
     net.tok_embeddings.weight[200] = math.nan
 
     def run(*args: Any, **options: Any) -> torch.Tensor:
@@ -223,7 +223,7 @@ def test_a_cancelled_request_leaves_no_nan_to_the_next_one(monkeypatch: pytest.M
             flag.set()
         return h
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(Runner, "layers", run)
     bad = Request(prompt, SamplingParams(max_new_tokens=9, logit_bias={200: 1e3}), cancelled=flag)
     good = Request([20, 21], SamplingParams(max_new_tokens=5))
     events = list(Batch(net, iter([bad, good]), slots=1))

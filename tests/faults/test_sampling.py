@@ -23,10 +23,9 @@ from llama import loader
 from llama.attention import causal_mask
 from llama.cache import KINDS, KVCache
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
-from llama.generate import check_extreme, prefill
+from llama.generate import prefill
 from llama.generation.batch import Batch, Request, TokenEvent
-from llama.model import Runner
-from llama.sampling import LARGEST_LOGIT, History, SamplingParams, choose, probs
+from llama.sampling import LARGEST_LOGIT, History, SamplingParams, check_extreme, choose, probs
 from llama.text import Llama, Session
 
 from .. import tiny
@@ -236,7 +235,7 @@ def test_a_seed_determines_all_tokens_with_all_options(tiny_llm: Llama, seed: in
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_unused_rows_of_a_batch_have_finite_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots whose sequence has ended or not started run too; their logits are finite and discarded."""
-    net, real, rows = tiny.model(attention=name), Runner.next_logits, [0]
+    net, real, rows = tiny.model(attention=name), Batch._next_logits, [0]
 
     def finite(*given: Any) -> torch.Tensor:
         logits: torch.Tensor = real(*given)
@@ -244,7 +243,7 @@ def test_unused_rows_of_a_batch_have_finite_logits(name: str, monkeypatch: pytes
         rows[0] += len(logits)
         return logits
 
-    monkeypatch.setattr(Runner, "next_logits", finite)
+    monkeypatch.setattr(Batch, "_next_logits", finite)
     lengths = (1, 9, 2, 1, 12, 5)
     requests = (Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths))
     tokens = sum(isinstance(event, TokenEvent) for event in Batch(net, requests, slots=5))
@@ -265,11 +264,11 @@ def test_every_query_attends_to_itself_so_no_row_is_fully_masked(positions: list
 @pytest.mark.parametrize("stop", ["\U0001f642", "a\U0001f642b", "\U0001f642\U0001f642"])
 def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: str) -> None:
     """Each emoji is four tokens, one per byte. No part of the stop string is shown."""
-    from llama.generate import Token
     from llama.generation.answer import Answer, Job
+    from llama.sampling import Token
 
     text = f"ab\U0001f643{stop}c"  # the first emoji shares three bytes with the other
-    answer, shown = Answer(tiny_llm.tokenizer, Job([1], SamplingParams(), stops=[stop])), []
+    answer, shown = Answer(tiny_llm.tokenizer, Job([1], SamplingParams(stop=[stop]))), []
     for id in tiny_llm.tokenizer.encode(text):
         shown.append(answer.feed(Token(id, None, False)))
         if answer.done:
@@ -347,8 +346,7 @@ def test_a_position_beyond_the_rope_table_is_refused(form: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e31, -1e31])
 def test_one_nonfinite_logit_is_an_error(value: float) -> None:
     """Even if it is not the largest: it would change the distribution silently."""
-    from llama.generate import check_extreme
-    from llama.sampling import extreme
+    from llama.sampling import check_extreme, extreme
 
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))  # (B, V)
     check_extreme(float(extreme(logits[1])), "new token 1")

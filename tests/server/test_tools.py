@@ -12,8 +12,8 @@ import openai
 import pydantic
 import pytest
 
-from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
+from llama.sampling import Token
 from llama.server.api import Choice
 from llama.server.openai import Chat
 from llama.server.requests import AnswerRequest, parse_chat
