@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..checks import dtype_name
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout, to_layout
@@ -112,7 +113,7 @@ def config_json(model: Model) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         **own,
         "hidden_act": "silu",
-        "torch_dtype": str(model.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(model.dtype),
         "bos_token_id": tokenizer.bos_id if tokenizer else None,
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
     }

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.weight import Weight
+from ..checks import dtype_name
 from ..errors import UsageError
 from ..quant.groups import GroupedWeight, GroupFormat
 from ..quant.tiles import unpack
@@ -58,7 +59,7 @@ class FewRowsLinear(nn.Module):
             return F.linear(x, self.weight.to(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        dtype = str(self.weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.weight.dtype)
         return f"in_features={self.in_features}, out_features={self.out_features}, {dtype}"
 
 

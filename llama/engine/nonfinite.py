@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import dtype_name
 from ..generate import prefill
 from ..model import Runner, Transformer
 from .linears import GroupedEmbedding, TileEmbedding, TileLinear
@@ -36,7 +37,7 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
 
     It raises no Exception, since it is part of another error's message: a failure becomes text as well.
     """
-    dtype = str(model.norm.weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(model.norm.weight.dtype)
     if model.world is not None:  # in a second pass, the processes could stop at different layers
         return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:

@@ -46,11 +46,6 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
     return device
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """The dtype with a name; None or "auto": the fastest on the device, bfloat16 if the device has instructions for it.
 

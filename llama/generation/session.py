@@ -26,6 +26,7 @@ from ..chat import check_messages
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.weight import FLOATS
 from ..checkpoint.write import raw_bytes
+from ..checks import dtype_name
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, UsageError
 from ..model import Transformer
@@ -247,7 +248,7 @@ def _traits(model: Transformer) -> dict[str, Any]:
     """
     settings = {
         **dataclasses.asdict(model.config),
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.norm.weight.dtype),
         "quantization": describe_quantization(model) or "none",
         "kv_cache": model.cache_kind,
         "device": model.norm.weight.device.type,

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import attention, model, rope
+from ..checks import dtype_name
 from ..config import ModelConfig
-from ..engine.runtime import dtype_name
 from ..errors import UsageError
 from ..model import Transformer
 from ..rope import to_layout

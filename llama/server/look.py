@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..cache import KVCache
+from ..checks import dtype_name
 from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
@@ -61,7 +62,7 @@ class Looks:
 
     def meta(self) -> dict[str, Any]:
         """What the page shows about the model."""
-        config, dtype = self.model.config, str(self.model.norm.weight.dtype).removeprefix("torch.")
+        config, dtype = self.model.config, dtype_name(self.model.norm.weight.dtype)
         weights = f"{bits} weights, {dtype} compute" if (bits := describe_quantization(self.model)) else dtype
         return {
             **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")},

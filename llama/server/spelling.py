@@ -12,22 +12,19 @@ class Spelling:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.raw = tokenizer, tokenizer.token_bytes
-        self.names = {id: name for name, id in tokenizer.control.items()}
 
     def text(self, id: int) -> str:
         """As in OpenAI's API, with "bytes:\\xe2" for bytes."""
-        if id in self.names:
-            return self.names[id]
         try:
-            return self.raw(id).decode()
+            return self.tokenizer.name(id) or self.raw(id).decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(id))
 
     def entry(self, id: int) -> dict[str, Any]:
         """As the page needs it: an object with the text or the bytes. A token without bytes is a control token."""
-        data = self.raw(id) if id < self.tokenizer.n_vocab else b""
-        if id in self.names or not data:
-            return {"id": id, "text": self.names.get(id, f"<{id}>"), "control": True}
+        data, name = self.raw(id) if id < self.tokenizer.n_vocab else b"", self.tokenizer.name(id)
+        if name or not data:
+            return {"id": id, "text": name or f"<{id}>", "control": True}
         try:
             return {"id": id, "text": data.decode()}
         except UnicodeDecodeError:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, open_checkpoint
-from ..engine.runtime import dtype_name
+from ..checks import dtype_name
 from ..errors import CheckpointError, UsageError
 from ..hub import resolve
 from ..loader import build
