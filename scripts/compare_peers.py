@@ -17,7 +17,7 @@ DIR_OR_NAME is one of
                             openvino-int4/, as far as they exist. Rows "bf16", "int8", "int4": clearllama on hf/,
                             unchanged or with --quantize, and on the GGUF file; the others on their files
 
-clearllama runs with and without --compile. All engines of a row must fit into memory together. `clearllama convert`
+All engines of a row must fit into memory together. `clearllama convert`
 writes hf/ and bf16.gguf, llama.cpp's llama-quantize the other GGUF files. The peers live in environments of their own:
 
     python -m venv peers && peers/bin/pip install torch transformers accelerate gguf llama-cpp-python
@@ -72,25 +72,19 @@ def rows_of(model: Path) -> dict[str, list[Engine]]:
     """Return row -> the engines whose files exist."""
     if not model.is_dir():
         peers = [Engine("transformers, bfloat16", model, "transformers"), Engine("llama.cpp", model, "llama.cpp")]
-        return {"file": [*_ours("clearllama", model), *peers]}
+        return {"file": [Engine("clearllama", model), *peers]}
     found = {}
     for row, kind in (("bf16", "bf16"), ("int8", "q8_0"), ("int4", "q4_0")):
         options = {} if row == "bf16" else {"quantize": row}
         engines = [
-            *_ours(f"clearllama, {row}", model / "hf", **options),
-            *_ours(f"clearllama, {kind}", model / f"{kind}.gguf"),
+            Engine(f"clearllama, {row}", model / "hf", None, options),
+            Engine(f"clearllama, {kind}", model / f"{kind}.gguf"),
             Engine(f"llama.cpp, {kind}", model / f"{kind}.gguf", "llama.cpp"),
             Engine("transformers, bfloat16", model / "hf", "transformers"),
             Engine(f"OpenVINO, {row}", model / f"openvino-{row}", "OpenVINO"),
         ]
         found[row] = [engine for engine in engines if engine.path.exists()]
     return found
-
-
-def _ours(name: str, path: Path, **options: str) -> list[Engine]:
-    """Return clearllama's engine without and with --compile."""
-    compiled = Engine(f"{name} --compile", path, None, {**options, "compile": True})
-    return [Engine(name, path, None, dict(options)), compiled]
 
 
 def table(results: Sequence[dict[str, Any]], prompt: int) -> str:
