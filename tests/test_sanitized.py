@@ -19,7 +19,7 @@ import torch
 from llama.engine import kernels
 
 # Run `pytest -m slow tests/test_sanitized.py`; if it passes, put the new hash here.
-CHECKED = "d422528a1ded50fee0008a6b8dd302c65d8a34364195382a34424103d64d2c35"
+CHECKED = "8b45834bff3b9a652d4948b3d9621ae56aad04052fb21fdc0b3f707f6cc73d92"
 ROOT = Path(__file__).parents[1]
 SUPPORTED = {
     "amx": "_is_avx512_bf16_supported",  # its tile instructions in C++, since sanitizers do not see the real ones
@@ -48,11 +48,11 @@ with ThreadPoolExecutor(2) as pool:
 # file, a part of it, and the defect in its place
 DEFECTS = {
     "a key beyond the last": ("attention.h", "(s + std::min(part * LANES + j, count - 1)) * p.k_stride", "(s + part * LANES + j) * p.k_stride"),
-    "x beyond its end": ("blocks.h", "n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x", "x"),
+    "x beyond its end": ("groups.h", "n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x", "x"),
     "weights beyond the end": ("widened.h", "k + STEP <= K", "k < K"),
     "a group beyond the last column": ("rounding.h", "if (rows >= LANES && n == width) return", "return"),
     "a tile beyond its end": ("rounding.h", "(N + ROWS - 1) / ROWS, tile_bytes}", "(N + ROWS - 1) / ROWS, tile_bytes - 1}"),
-    "a sum that overflows": ("blocks.h", "start[g] = -f.zero * total;", "start[g] = (1 << 28) * -f.zero * total;"),
+    "a sum that overflows": ("groups.h", "start[g] = -f.zero * total;", "start[g] = (1 << 28) * -f.zero * total;"),
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_threads_that_share_weights_do_not_race(shared: bool, tmp_path: Path) ->
     folder = tmp_path / "cpp"
     shutil.copytree(kernels.SOURCE.parent, folder)
     if shared:
-        file, old = folder / "blocks.h", "    std::vector<int8_t> q(M * padded);\n"
+        file, old = folder / "groups.h", "    std::vector<int8_t> q(M * padded);\n"
         assert file.read_text().count(old) == 1
         file.write_text(file.read_text().replace(old, "    static int8_t q[1 << 20];\n"))
     done = run("avx2", "-fsanitize=thread", ["libtsan.so"], THREADS, tmp_path, folder / "kernels.cpp",
@@ -154,7 +154,7 @@ def test_threads_that_share_weights_do_not_race(shared: bool, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernels_without_torch_stay_in_their_memory(tmp_path: Path) -> None:
-    """This program also multiplies weights of 4 and 8 bits in panels, which `linear_blocks` does only with AMX."""
+    """This program also multiplies weights of 4 and 8 bits in panels, which `linear_tiles` does only with AMX."""
     if shutil.which("g++") is None or not torch.cpu._is_avx2_supported():
         pytest.skip("needs g++ and AVX2")
     source, program = ROOT / "tests" / "cpp" / "kernels_alone.cpp", tmp_path / "program"

@@ -8,9 +8,8 @@
 #include <string>
 
 #include "../../llama/engine/cpp/attention.cpp"
-#include "../../llama/engine/cpp/bfloat16.h"
-#include "../../llama/engine/cpp/block.h"
 #include "../../llama/engine/cpp/formats.cpp"
+#include "../../llama/engine/cpp/layers.h"
 #include "../../llama/engine/cpp/rounding.h"
 
 int64_t torch_threads() { return torch::stable::get_num_threads(); }
@@ -64,17 +63,12 @@ Tensor integers(int64_t rows, int64_t columns, int64_t group, int low, int high)
     return x;
 }
 
-struct Kind {
-    int64_t bits, group;
-    bool offset, codebook = false, levels = false;
-    std::string name() const {
-        return std::to_string(bits) + " bits, group " + std::to_string(group) + (offset ? ", offset" : "") + (codebook ? ", codebook" : "") +
-               (levels ? ", levels" : "");
-    }
-    Shape shape(int64_t K) const { return shape_of(K, bits, group, offset, codebook, levels); }
-};
+std::string name_of(const Kind& kind) {
+    return std::to_string(kind.bits) + " bits, group " + std::to_string(kind.group) + (kind.offset ? ", offset" : "") +
+           (kind.codebook ? ", codebook" : "") + (kind.levels ? ", levels" : "");
+}
 
-// The panel of a tile. `linear_blocks` multiplies panels only with AMX.
+// The panel of a tile. `linear_tiles` multiplies panels only with AMX.
 Tensor panel_of_tile(const uint8_t* tile, int64_t K, const Kind& kind) {
     const Shape shape = kind.shape(K);
     const int64_t inputs = (shape.groups * shape.group + 31) / 32 * 32;
@@ -105,7 +99,7 @@ void write_products(const std::string& name, const Tensor& tiles, const Kind& ki
     const auto [bits, group, offset, codebook, levels] = kind;
     for (int64_t M : {1, 2, 3, 27}) {
         const Tensor x = random_tensor({M, 200}, type);
-        write("product, " + name + ", rows " + std::to_string(M), linear_blocks(x, tiles, bits, group, offset, 37, codebook, levels));
+        write("product, " + name + ", rows " + std::to_string(M), linear_tiles(x, tiles, bits, group, offset, 37, codebook, levels));
     }
     if (type == Float) write("panel, " + name, panel_of_tile((const uint8_t*)tiles.const_data_ptr(), 200, kind));
 }
@@ -114,7 +108,7 @@ void weights_as_in_files() {
     for (const Kind& kind : {Kind{5, 32, false}, {5, 32, true}, {4, 16, false, true}, {4, 32, false, true}, {4, 32, false, true, true},
                              {2, 16, true, false, true}, {3, 16, false, false, true}, {4, 32, true, false, true}, {5, 32, true, false, true},
                              {6, 16, false, false, true}})
-        write_products(kind.name(), random_tiles(kind), kind, Float);
+        write_products(name_of(kind), random_tiles(kind), kind, Float);
 }
 
 void weights_in_few_bits() {
@@ -128,7 +122,7 @@ void weights_in_few_bits() {
         const auto [bits, group, offset, codebook, levels] = kind;
         const int64_t width = group ? group : 64;
         for (ScalarType type : {Float, BFloat16}) {
-            const std::string name = kind.name() + (type == Float ? "" : ", bfloat16");
+            const std::string name = name_of(kind) + (type == Float ? "" : ", bfloat16");
             const Tensor w = random_tensor({37, 200}, type), tiles = quantize_to_tiles(w, clips, bits, group, offset);
             write("tiles, " + name, tiles);
             write_products(name, tiles, kind, type);
@@ -137,9 +131,9 @@ void weights_in_few_bits() {
         const int high = offset ? (1 << bits) - 1 : (1 << (bits - 1)) - 1, low = offset ? 0 : -high;
         const Tensor x = integers(27, 256, width, -127, 127), w = integers(48, 256, width, low, high);
         const Tensor tiles = quantize_to_tiles(w, one, bits, group, offset);
-        write("integers x, " + kind.name(), x), write("integers w, " + kind.name(), w);
-        write("integers y, " + kind.name(), linear_blocks(x, tiles, bits, group, offset, 48, codebook, levels));
-        write("integers y of one row, " + kind.name(), linear_blocks(torch::stable::narrow(x, 0, 0, 1), tiles, bits, group, offset, 48, codebook, levels));
+        write("integers x, " + name_of(kind), x), write("integers w, " + name_of(kind), w);
+        write("integers y, " + name_of(kind), linear_tiles(x, tiles, bits, group, offset, 48, codebook, levels));
+        write("integers y of one row, " + name_of(kind), linear_tiles(torch::stable::narrow(x, 0, 0, 1), tiles, bits, group, offset, 48, codebook, levels));
     }
 }
 
@@ -162,12 +156,11 @@ void products_in_bfloat16() {
         }
 }
 
-void attention() {
+void attentions() {
     for (int64_t D : {64, 80, 128})
         for (int64_t T : {1, 3, 40})
             for (ScalarType type : {Float, BFloat16})
                 for (bool integers : {false, true}) {
-                    if (T > FEW_QUERIES && type == Float) continue;
                     const int64_t S = 301;
                     const ScalarType kept = integers ? Char : type;
                     const Tensor q = random_tensor({2, 6, T, D}, type), k = random_tensor({2, 2, S, D}, kept), v = random_tensor({2, 2, S, D}, kept);
@@ -179,23 +172,55 @@ void attention() {
                         k_scale = v_scale = scales;
                     }
                     write("attention, " + std::to_string(D) + ", tokens " + std::to_string(T) + ", " + NAMES[int(type)] + ", " + NAMES[int(kept)],
-                          attend(q, k, v, mask, k_scale, v_scale));
+                          attention(q, k, v, mask, k_scale, v_scale));
                 }
 }
 
-void elementwise() {
-    for (ScalarType type : {Float, BFloat16}) {
-        const std::string name = NAMES[int(type)];
-        const Tensor h = random_tensor({9, 100}, type), added = random_tensor({9, 100}, type), weight = random_tensor({100}, type);
-        write("norm, " + name, add_norm(h, added, weight, 1e-5)), write("sum, " + name, h);
-        const Tensor gate = random_tensor({9, 100}, type), up = random_tensor({9, 100}, type);
-        write("swiglu, " + name, swiglu(gate, up));
-        const Tensor q = random_tensor({2, 5, 96}, type), k = random_tensor({2, 5, 32}, type), v = random_tensor({2, 5, 32}, type);
-        const Tensor cos = random_tensor({5, 8}, Float), sin = random_tensor({5, 8}, Float);
-        const Tensor keys = random_tensor({2, 2, 7, 16}, type), values = random_tensor({2, 2, 7, 16}, type);
-        write("rotated q, " + name, rotate(q, k, v, cos, sin, std::nullopt, keys, values, std::nullopt, std::nullopt, std::nullopt));
-        write("rotated k, " + name, keys), write("kept v, " + name, values);
+void rows_of_weights() {
+    for (const Kind& kind : {Kind{4, 32, false, true, true}, {2, 16, true, false, true}, {6, 16, false, false, true}, {8, 0}}) {
+        Tensor ids({3}, Long), clips({1}, Float);
+        *(float*)clips.mutable_data_ptr() = 1;
+        const Tensor tiles = kind.group ? random_tiles(kind) : quantize_to_tiles(random_tensor({37, 200}, Float), clips, 8, 0, false);
+        for (int i = 0; i < 3; i++) ((int64_t*)ids.mutable_data_ptr())[i] = 18 * i;
+        write("rows, " + name_of(kind), rows_of_tiles(tiles, ids, kind.bits, kind.group, kind.offset, 37, 200, kind.codebook, kind.levels));
     }
+}
+
+// Two layers of 4 heads and 2 key/value heads for 2 texts of T tokens after 6 cached ones; the second layer has no RoPE.
+void all_layers() {
+    const int64_t B = 2, C = 64, D = 16, F = 96, S = 40, L = 2, shapes[WEIGHTS][2] = {{64, C}, {32, C}, {32, C}, {C, 64}, {F, C}, {F, C}, {C, F}};
+    for (int64_t T : {1, 3, 30})
+        for (bool packed : {false, true})
+            for (bool integers : {false, true}) {
+                std::vector<Tensor> weights, biases, norms, head_norms, keys, values, scales, offsets;
+                Tensor formats({L, WEIGHTS, NUMBERS}, Long), slots({T}, Long), mask({T, S}, Bool), clips({1}, Float);
+                *(float*)clips.mutable_data_ptr() = 1;
+                for (int64_t i = 0; i < L * WEIGHTS; i++) {
+                    const auto [rows, columns] = shapes[i % WEIGHTS];
+                    const Tensor w = random_tensor({rows, columns}, BFloat16);
+                    weights.push_back(packed ? quantize_to_tiles(w, clips, 8, 32, false) : w);
+                    biases.push_back(random_tensor({i % 2 ? rows : 0}, BFloat16));
+                    const int64_t numbers[NUMBERS] = {packed ? 8 : 16, packed ? 32 : 0, 0, 0, 0, rows};
+                    std::memcpy((int64_t*)formats.mutable_data_ptr() + i * NUMBERS, numbers, sizeof numbers);
+                }
+                for (int64_t i = 0; i < 2 * L; i++) {
+                    norms.push_back(random_tensor({C}, BFloat16)), head_norms.push_back(random_tensor({D}, BFloat16));
+                    Tensor kept({B, 2, S, D}, integers ? Char : BFloat16), scale({B, 2, S}, Float);
+                    std::memset(kept.mutable_data_ptr(), 0, kept.bytes()), std::memset(scale.mutable_data_ptr(), 0, scale.bytes());
+                    (i < L ? keys : values).push_back(kept);
+                    if (integers) scales.push_back(scale);
+                    if (integers && i < L) offsets.push_back(random_tensor({2, 1, D}, Float));
+                }
+                for (int64_t t = 0; t < T; t++) {
+                    ((int64_t*)slots.mutable_data_ptr())[t] = 6 + t;
+                    for (int64_t s = 0; s < S; s++) ((bool*)mask.mutable_data_ptr())[t * S + s] = s <= 6 + t;
+                }
+                Tensor h = random_tensor({B * T, C}, BFloat16);
+                const Tensor cos = random_tensor({T, D / 2}, Float), sin = random_tensor({T, D / 2}, Float);
+                layers(h, weights, formats, biases, norms, head_norms, 1e-5, {1, 0}, cos, sin, slots, mask, keys, values, scales, offsets, S);
+                const std::string name = ", tokens " + std::to_string(T) + (packed ? ", packed" : "") + (integers ? ", cache in 8 bits" : "");
+                write("layers" + name, h), write("keys" + name, keys[1]);
+            }
 }
 
 }  // namespace
@@ -206,6 +231,7 @@ int main(int count, char** arguments) {
     weights_as_in_files();
     rows_in_8_bits();
     products_in_bfloat16();
-    attention();
-    elementwise();
+    attentions();
+    rows_of_weights();
+    all_layers();
 }
