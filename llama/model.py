@@ -186,7 +186,7 @@ class Transformer(nn.Module):
     def states(
         self, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: KVCache | None
     ) -> Tensor:
-        """`hidden` for tokens (B, T) that are placed already, at positions (T,) or (B, T): -> (B, T, C).
+        """`hidden` for tokens (B, T) whose positions, (T,) or (B, T), are known: -> (B, T, C).
 
         keys     positions of the keys, (S,) or (B, S); None if every query sees every key
         seq_len  the length that the frequencies are for; all positions are below it
@@ -239,5 +239,5 @@ class Runner:
         return model.each_layer(h, freqs_cis, mask, positions, cache)
 
     def threads(self, tokens: int) -> AbstractContextManager[None]:
-        """A context for passes over so many tokens, and for what runs between them."""
+        """A context for passes over this number of tokens, and for the code between them."""
         return nullcontext()

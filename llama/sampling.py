@@ -125,7 +125,7 @@ class SamplingParams:
     top_k: int = option(0, "keep the N most probable tokens; 0 is off", (0, 2**31), top_k)
     top_p: float = option(1.0, "keep the fewest tokens whose probabilities sum to X; 1 is off", (0, 1), top_p)
     min_p: float = option(0.0, "keep tokens with at least X times the highest probability; 0 is off", (0, 1), min_p)
-    repetition_penalty: float = option(1.0, "above 1, make tokens of the text less probable; 1 is off", (0.01, 100))
+    repetition_penalty: float = option(1.0, "above 1, make tokens in the text less probable; 1 is off", (0.01, 100))
     presence_penalty: float = option(
         0.0, "subtract X from the logit of each token in the answer; 0 is off", (-100, 100)
     )
@@ -134,7 +134,7 @@ class SamplingParams:
     processors: Sequence[Processor] = option((), "functions f(ids (N,) so far, logits (V,)) -> logits", group="code")
     seed: int | None = option(None, "make the answer repeatable (default: random)", (0, LARGEST_SEED), group="")
 
-    stop: Sequence[str] = option((), "a string, or a list of strings, that end the text", group="end")
+    stop: Sequence[str] = option((), "a string or list of strings; each ends the text", group="end")
     stop_token_ids: Sequence[int] = option((), "ids that end the answer", group="end")
     min_tokens: int = option(0, "do not end the answer before it has N tokens", (0, 2**31), group="end")
     ignore_eos: bool = option(False, "end the answer only at the maximum number of new tokens", group="end")
@@ -316,7 +316,7 @@ def choose(
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """log p of ids (..) int64 under logits (.., V), where log_softmax adds up less exactly: (..) in the same dtype."""
+    """log p of ids (..) int64 under logits (.., V), more precise than log_softmax: (..) in the same dtype."""
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
@@ -386,7 +386,7 @@ class Chooser:
     world: Any = (
         None  # processes that share the model; all use the first one's choice, since others may round otherwise
     )
-    diagnose: Diagnosis | None = None  # explains logits that are not finite, for the error message
+    diagnose: Diagnosis | None = None  # explains non-finite logits in the error message
     start: int | None = None  # where the answer begins; None: after the prompt
 
     def __post_init__(self, prompt: Sequence[int]) -> None:

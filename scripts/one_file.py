@@ -5,7 +5,7 @@
 
 A text is a list of tokens: words, or parts of words. The model represents each token by a vector h.
 Every layer adds two vectors to h: attention collects what matters from the tokens so far, and
-feed_forward computes on the result. From the last token's h follow the logits, one number for each
+feed_forward computes on the result. The last token's h gives the logits, one number for each
 token of the vocabulary: how well it fits next. One token is chosen and appended, and so on, until
 the model chooses the token that ends its turn. Shapes are written with these letters:
 

@@ -53,7 +53,7 @@ class Weight:
 
     @property
     def part(self) -> tuple[slice, ...]:
-        """What this is of the complete weight: rows, and columns of a matrix."""
+        """The part of the complete weight: its rows and, for a matrix, its columns."""
         return tuple(slice(own.start, own.stop) for own in self.ranges)
 
     def row_format(self) -> GroupFormat | None:
@@ -108,7 +108,7 @@ class Weight:
         return ()
 
     def release(self, kept: Tensor | None = None) -> None:
-        """Let the system free the mapped pages of a weight that was copied: those that `kept` is no part of."""
+        """After copying the weight, let the system free its mapped pages, except those that contain `kept`."""
         for tensor in self.mapped():
             if kept is None or not 0 <= kept.data_ptr() - tensor.data_ptr() < tensor.nbytes:
                 drop_pages(tensor)

@@ -1,6 +1,6 @@
 """Write a checkpoint in another format.
 
-The source is of any format; the target is a folder in Hugging Face's format or a GGUF file. One weight is in memory at
+Any source format works; the target is a folder in Hugging Face's format or a GGUF file. One weight is in memory at
 a time. Every weight is read back and compared with the source before the target appears, so the target is either
 complete or absent.
 """

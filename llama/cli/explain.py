@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
-        # nn.Linear, since the steps are computed again of its weights
+        # nn.Linear, since the steps are recomputed from its weights
         llm, read_weights = loading.prepare(args, fast=False)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
         explain.check(net, ids, args.token, args.layer)

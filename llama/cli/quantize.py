@@ -1,6 +1,6 @@
 """Quantize a checkpoint to 4 or 8 bits and save it.
 
-The source is of any format; its linear layers are quantized. Every command accepts the new folder as --model and loads
+Any source format works; its linear layers are quantized. Every command accepts the new folder as --model and loads
 it without quantizing again. One weight is in memory at a time. Every tensor is read back and compared before the target
 appears, so the target is either complete or absent.
 """

@@ -19,7 +19,7 @@ OPTIONS = [
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
     ("--max-tokens N", int, "longest text", {"default": 256}),
     ("--json", bool, "write all numbers as one JSON object, in place of the summary"),
-    Group("interventions", "the options of RoPE below are interventions, too"),
+    Group("interventions", "the RoPE options below are also interventions"),
     ("--ablate-head LAYER.HEAD", str, "set the output of a head to zero, for example 3.5; may be repeated", MANY),
     ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
     ("--no-rope", bool, "do not rotate queries and keys"),

@@ -60,7 +60,7 @@ class FixedCaches:
         self.lent: dict[object, weakref.ref[KVCache]] = {}  # the view of each that was handed out last
 
     def __call__(self, *sizes: int, batch: int = 1, **options: Any) -> KVCache:
-        """A view of an empty cache with room for sizes[-1] tokens; of a new one while an earlier view is in use."""
+        """A view of an empty cache for sizes[-1] tokens; of a new cache while an earlier view is in use."""
         if options.get("fixed") is False:  # of a batch, which grows with its answers
             return KVCache(*sizes, batch=batch, **options)
         key = *sizes[:-1], batch

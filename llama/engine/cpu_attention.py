@@ -29,7 +29,7 @@ def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor |
     """
     D = q.shape[3]
     known = D % 16 == 0 and D <= 256 and q.dtype in (torch.float32, torch.bfloat16)
-    if not known or (torch.is_grad_enabled() and q.requires_grad):  # the kernels have no derivatives
+    if not known or (torch.is_grad_enabled() and q.requires_grad):  # the kernels do not support autograd
         return cpu_sdpa(q, k, v, mask)
     if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
         return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)

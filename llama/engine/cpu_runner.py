@@ -92,11 +92,11 @@ class KernelRunner(Runner):
         return [both[0] for both in buffers], [both[1] for both in buffers], scales, known, cache.visible
 
     def fits(self, tokens: int) -> bool:
-        """Whether the kernels run so many tokens; otherwise PyTorch multiplies many rows by a bfloat16 weight."""
+        """Whether the kernels run this many tokens; otherwise PyTorch multiplies many rows by a bfloat16 weight."""
         return tokens > 0 and (tokens <= FEW_ROWS or self.any_rows)
 
     def threads(self, tokens: int) -> contextlib.AbstractContextManager[None]:
-        """PyTorch's threads and the kernels' must not take turns, so the kernels get the threads for the pass."""
+        """Alternating between PyTorch's threads and the kernels' is slow, so the kernels get them for the pass."""
         return kernels.own_threads() if self.fits(tokens) else contextlib.nullcontext()
 
     def unchanged(self, model: Transformer) -> bool:

@@ -17,7 +17,7 @@ from . import kernels
 
 # Entries of a weight that are in memory unpacked
 QUANTIZED = 2**18  # if they are quantized on a CPU
-PACKED = 7 * 2**17  # if they are packed; for 2^15 scales, PyTorch would start threads
+PACKED = 7 * 2**17  # if they are packed; from 2^15 scales on, PyTorch would start threads
 ON_GPU = 2**24  # on a GPU: more, since each operation costs a launch
 
 

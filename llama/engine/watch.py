@@ -19,7 +19,7 @@ LOG = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Compares the layers of a model with those at the time when the watch was made.
+    """Compares the layers of a model with those when the watch was created.
 
     It is asked for every token, so it only runs C loops over prepared lists: 20 microseconds for 30 blocks.
 

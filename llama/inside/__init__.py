@@ -1,4 +1,4 @@
-"""Looks into a model: its tensors read and changed by name, interventions, patching, steering, and traces.
+"""Tools to look into a model: reading and changing tensors by name, interventions, patching, steering, and traces.
 
 hooks.py reads and changes tensors; intervene.py, patching.py and steering.py change a model with it; trace.py records a
 forward pass, explain.py compares one block with numpy; trace_page/ draws a trace, with code that other pages share.

@@ -266,7 +266,7 @@ def explain(
     """Follow one token (by default the last) through one block of a float32 model. Returns, for JSON:
 
     settings   `about`, the selected token with its text from `texts`, and the model's sizes
-    says       how the numbers are to be read
+    says       how to read the numbers
     passed     whether all steps passed
     steps      name, equation; values; sources, null where the quoted expression is not in the code; difference, the
                largest from `reference` relative to the scale there; passed

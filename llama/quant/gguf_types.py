@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from .schemes import best, check_scales
 
-QUANTIZED_ENTRIES = 2**18  # that are quantized at once; with their copies, they fit into the cache
+QUANTIZED_ENTRIES = 2**18  # quantized at once; they and their copies fit into the cache
 SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
 STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # offsets to try on a Q4_K group's number of steps
 ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of a Q6_K group, with the sign reversed

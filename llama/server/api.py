@@ -1,4 +1,4 @@
-"""What the shapes of an API share: the answers to a request, streams of them, and errors."""
+"""Code that all API shapes share: the answers to a request, streams of them, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Format:
 
 
 class Api(Format):
-    """The shape of an API: what a request may ask for, and what the response is."""
+    """The shape of an API: the requests it accepts and the form of its responses."""
 
     parse: Callable[[Mapping[str, Any], Llama, str], AnswerRequest]  # of a body, for the model with this name
 
@@ -69,7 +69,7 @@ class Api(Format):
 class Choice:
     """One answer of a reply, as far as it has not been sent: text, tokens, complete calls and, at its end, the reason.
 
-    What a stream sends, joined, is the complete answer.
+    The pieces that a stream sends add up to the complete answer.
     """
 
     def __init__(self, request: AnswerRequest, index: int, spelling: Spelling):
@@ -88,7 +88,7 @@ class Choice:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """For the offsets of tokens in the text."""
+        """The decoder that finds the offsets of tokens in the text."""
         return Decoder(self.spelling.tokenizer, () if self.request.echoed else self.request.jobs[self.index].ids)
 
     def add(self, piece: Piece) -> bool:

@@ -194,7 +194,7 @@ class Server:
             return Response(await asyncio.to_thread(render), media_type="text/html")
 
     async def _all(self, request: Request, inbox: Inbox) -> list[Any]:
-        """All that arrives, unless the client disconnects before it."""
+        """All values of the inbox, unless the client disconnects first."""
 
         async def collect() -> list[Any]:
             return [found async for found in inbox.news()]

@@ -33,7 +33,7 @@ def failure(what: str, error: BaseException) -> LlamaError:
 
 
 class Inbox:
-    """What the engine's thread hands to the event loop that made it, until the time of the request ends."""
+    """Passes values from the engine's thread to the event loop that created it, until the request times out."""
 
     cancel: Callable[[], object]  # ends what is computed for it; may be called at any time
 
@@ -46,7 +46,7 @@ class Inbox:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, found)
 
     async def news(self) -> AsyncIterator[Any]:
-        """What arrives, up to None. Raises TimeoutError, and a LlamaError that arrives."""
+        """Yield the values up to None. Raises TimeoutError, or a LlamaError if it receives one."""
         while self.loop.time() < self.end:
             async with asyncio.timeout_at(self.end):
                 found = await self.arrived.get()
@@ -85,7 +85,7 @@ class Look(Inbox):
 class Engine:
     """One thread that runs jobs in one continuous batch (generation/batch.py), and looks (look.py) between its passes.
 
-    The first look runs, a step at a time, the others wait. No pass of the batch runs while a look has hooks in the
+    The first look runs one step at a time; the others wait. No pass of the batch runs while a look has hooks in the
     model.
     """
 
@@ -133,7 +133,7 @@ class Engine:
         self.thread.join()
 
     def get(self, block: bool) -> Job | None:
-        """The next job, for the batch: of the request with the fewest answers in progress, so that each has its share.
+        """The next job, for the batch: of the request with the fewest answers in progress, so each gets a fair share.
 
         While there is none, it runs looks if `block` is set, else raises queue.Empty. None: the engine is closed.
         """
@@ -170,7 +170,7 @@ class Engine:
                 for job, piece in self.llm.answers(self, batch_size=self.limits.slots, between=self._run_looks):
                     self._deliver(job, piece)
             except BaseException as error:  # out of memory, or a panic in a Rust library: continue with a new cache
-                self._fail(failure("the model could not be run", error))
+                self._fail(failure("the model failed to run", error))
 
     def _fail(self, error: LlamaError) -> None:
         """Deliver an error to all answers in progress; if there are none, to the next job."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for each request, and for all together. Sizes are in bytes, times in seconds.
+    """Limits for each request and for all requests together. Sizes are in bytes, times in seconds.
 
     slots      answers in progress
     waiting    answers that wait for a slot
     looks      looks that wait
     body       size of a request
-    bodies     size of all requests that are not parsed yet
+    bodies     total size of requests not yet parsed
     head       size of a request's head, and of further requests that a client sends before it has the response
     receive    time until a request has arrived completely
     seconds    time from the arrival of a request to the end of its answer

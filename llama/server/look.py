@@ -77,7 +77,7 @@ class Looks:
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
-        """A context for what finds NaN: after an error, the caches may hold it."""
+        """A context for code that may raise on NaN: after an error, the caches may contain NaN."""
         try:
             yield
         except LlamaError:

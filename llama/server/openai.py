@@ -16,7 +16,7 @@ LOWEST = -9999.0  # for a log-probability of minus infinity, which JSON lacks; t
 
 
 class OpenAI(Api):
-    """What both endpoints share. They differ in the content of a choice and in the form of log-probabilities."""
+    """Base of both endpoints. They differ in the content of a choice and in the form of log-probabilities."""
 
     end = b"data: [DONE]\n\n"
     prefix: str  # of an id

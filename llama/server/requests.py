@@ -237,7 +237,7 @@ def _limit(tokens: int, llm: Llama) -> int:
 
 # --------------------------------------------------------------------------------------------------- prompts and ids
 def _check_size(count: int, llm: Llama, unit: str = "tokens", most: int = 1) -> None:
-    """Raise ContextLengthError for a prompt of too many tokens or, before it is encoded for seconds, characters.
+    """Raise ContextLengthError if a prompt has too many tokens, or too many characters to be worth encoding.
 
     most  the number of units in a token
     """

@@ -46,7 +46,7 @@ METHODS = ("none", "linear:2", "ntk:2", "ntk:4", "yarn:2")
 class Recall(NamedTuple):
     """The answer to one question.
 
-    method   how the context was stretched
+    method   how the context was extended
     trained  the trained length
     read     tokens that the model had read
     at       position of the fact

@@ -48,7 +48,7 @@ class Measurement:
 
 
 def scalings(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Method -> its scaling. Raises UsageError as `scaling_of`."""
+    """Method -> its scaling. Raises UsageError as `scaling_of` does."""
     return {method: scaling_of(method) for method in map(str.strip, methods)}
 
 

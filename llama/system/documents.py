@@ -1,4 +1,4 @@
-"""JSON from somebody else: read by Python's json, then checked: at once by a table, or entry by entry (`Fields`)."""
+"""Untrusted JSON: read by Python's json, then checked: at once by a table, or entry by entry (`Fields`)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plain(value: Any) -> Any:
 
 
 def check_unicode(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for an entry with half of a surrogate pair, which JSON can spell and UTF-8 can't."""
+    """Raise UsageError for an entry with half of a surrogate pair, which JSON can represent and UTF-8 can't."""
     for name, value in values.items():
         try:
             json.dumps([name, value], ensure_ascii=False).encode()

@@ -122,7 +122,7 @@ class Tokenizer(ABC):
         return self._names.get(id)
 
     def shown(self, id: int) -> str:
-        """The text of a single id, for a reader: a control id by its name, bytes of a partial character as <0xE5>.
+        """The text of a single id, for display: a control id by its name, bytes of a partial character as <0xE5>.
 
         Ids without a token, which are padding rows of the embedding, are shown as <269>.
         """

@@ -1,4 +1,4 @@
-"""Files and standard input, as text. Each may be missing, endless, a pipe or a terminal."""
+"""Files and standard input, as text. Either may be missing, endless, a pipe or a terminal."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def load(args: argparse.Namespace) -> Llama:
 def prepare(args: argparse.Namespace, **overrides: Any) -> tuple[Llama, Callable[..., None]]:
     """`load` in two steps: a model without weights, for the checks that need none, and a function that reads them.
 
-    The function takes how long prompt and answer will be, for the memory check. `overrides` replace options of
+    The function takes the lengths of prompt and answer, for the memory check. `overrides` replace options of
     loader.LoadOptions.
     """
     from ... import loader

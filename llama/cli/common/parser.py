@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser, options: Iterable[Row | Group]) -> None
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help that names an option's value once."""
+    """Help that shows an option's value name once."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
