@@ -322,7 +322,7 @@ def test_a_begun_answer_is_tokenized_with_its_prompt(legacy: bool, trim: str) ->
     theirs = transformers_llama(LIBRARY, legacy=legacy)
     theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     settings = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "legacy": legacy}
-    ours = SentencePieceModelTokenizer(MODEL, "x", Named(), settings)
+    ours = SentencePieceModelTokenizer(MODEL, "x", settings)
     llm = Llama(tiny.model(), ours, template)
     for begun in ("The", " The", "The ", "dog\n", "", "i", "im_end", "<|im_end|>x", "\ue000 a", "a\ue000"):
         messages = [{"role": "user", "content": "a\ue000 dog"}, {"role": "assistant", "content": begun}]

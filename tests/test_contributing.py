@@ -1,7 +1,8 @@
 """CONTRIBUTING.md: its recipes, applied to a copy of the package, work on the command line, in Python and in the server.
 
 The added scaling equals the scaling `divisors` of the package as it is. The added filter at its limit leaves one token,
-so that sampling equals greedy decoding. The added format holds the weights of the tiny model.
+so that sampling equals greedy decoding. The added format holds the weights of the tiny model. The added kind of tokenizer
+file has that model's tokens, the single bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 import llama
 from llama.checkpoint.base import Checkpoint
 from llama.study.perplexity import tiny_folder
+from llama.tokenizer import Tokenizer
 
 from .patience import PATIENCE
 
@@ -50,6 +52,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "llama", root / "llama")
     shutil.copy(ROOT / "tests/data/own_format.py", root / "llama/checkpoint")
+    shutil.copy(ROOT / "tests/data/own_tokenizer.py", root / "llama/tokenizer")
     for diff in DIFFS:
         apply(diff, root)
     model = llama.load_model(tiny_folder(), dtype="float32")
@@ -93,10 +96,12 @@ def test_a_registry_or_class_is_in_the_file_that_the_page_names(part: str) -> No
     assert [name for name in re.findall(NAME, part) if not re.search(rf"^(class )?{name}\b", code, re.M)] == []
 
 
-def test_a_recipe_has_at_most_ten_new_lines_and_that_of_a_format_names_every_member() -> None:
+def test_a_recipe_has_at_most_ten_new_lines_and_those_of_classes_name_every_member() -> None:
     assert all(len(re.findall(r"^\+.", diff, re.MULTILINE)) <= 10 for diff in DIFFS)
-    needed = Checkpoint.__abstractmethods__ | (Checkpoint.__annotations__.keys() - vars(Checkpoint).keys())
-    assert needed <= {*re.findall(r"`(\w+)`", RECIPES)}
+    for base in (Checkpoint, Tokenizer):
+        needed = base.__abstractmethods__ | (base.__annotations__.keys() - vars(base).keys())
+        recipe = next(part for part in RECIPES.split("\n\n") if f"subclass of `{base.__name__}`" in part)
+        assert needed <= {*re.findall(r"`(\w+)`", recipe)}
 
 
 def test_python_and_the_command_without_a_model(copy: Path, expected: str) -> None:
@@ -134,6 +139,31 @@ def test_command_line(copy: Path, expected: str) -> None:
     scaling = ("--rope-scaling", "alternate", "--rope-factor", "4")
     text = output(copy, "-m", "llama", "generate", "-m", "model", PROMPT, *options, *scaling, "--json")
     assert json.loads(text)["text"] == expected
+
+
+def test_tokenizer_file(copy: Path, expected: str) -> None:
+    """A tokenizer.model of the added kind: long tokens win, every text survives, and text is never a control token."""
+    single, texts = [bytes([byte]) for byte in range(256)], ["God said", "<s>", "é\n\0 😀", ""]
+    for name, tokens in (("bytes", single), ("words", [*single, b"God", b"God ", "é".encode()])):
+        shutil.copytree(tiny_folder(), copy / name, ignore=shutil.ignore_patterns("tokenizer*", "*.txt"))
+        lines = [token.hex() for token in tokens] + ["<s>", "</s>"]
+        (copy / name / "tokenizer.model").write_text("\n".join(lines) + "\n")
+    code = f"""
+import json, llama
+tokenizer = llama.load_tokenizer("words")
+ids = [tokenizer.encode(text) for text in {texts!r}]
+parsed = tokenizer.encode("<s>God</s>", parse_special=True), tokenizer.encode("", bos=True, eos=True)
+print(json.dumps([ids, [tokenizer.decode(one) for one in ids], *parsed, tokenizer.decode(parsed[0])]))
+options = dict(dtype="float32", rope_scaling={SCALING!r})
+print(llama.load("bytes", **options).generate({PROMPT!r}, max_new_tokens={TOKENS}).text, end="")
+"""
+    first, answer = output(copy, "-c", code).split("\n", 1)
+    ids = [[257, *b"said"], [*b"<s>"], [258, *"\n\0 😀".encode()], []]
+    assert json.loads(first) == [ids, texts, [259, 256, 260], [259, 260], "God"]
+    assert answer == expected
+    process = start(copy, "-m", "llama", "convert", "bytes", "written", "--to", "hf")
+    assert "can't be written as GGUF or tokenizer.json" in process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 1
 
 
 def test_server(copy: Path, expected: str) -> None:

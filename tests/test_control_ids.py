@@ -75,7 +75,7 @@ AT = len([1 for number, _, _ in read_fields(MODEL) if number == PIECE]) - len(PL
 TURNS: dict[str, Tokenizer] = {
     "tokenizer.json": HuggingFaceTokenizer(turns_json(), "x", {}, NAMED),
     "GGUF, eot": from_metadata(turns_metadata(eot=257), "x"),
-    "tokenizer.model": SentencePieceModelTokenizer(MODEL, "x", Named(stop_ids=[AT + 1], template=TEMPLATE)),
+    "tokenizer.model": SentencePieceModelTokenizer(MODEL, "x", named=Named(stop_ids=[AT + 1], template=TEMPLATE)),
     "written as GGUF": from_metadata(
         {**gguf_metadata(HuggingFaceTokenizer(turns_json(), "x", {}, NAMED), 261), "tokenizer.chat_template": TEMPLATE},
         "x",
@@ -86,8 +86,10 @@ OTHERS: dict[str, Tokenizer] = {
     "GGUF": from_metadata(tiny.byte_vocabulary(), "x"),
     "GGUF, pieces": from_metadata(piece_metadata(LIBRARY), "x"),
     "tokenizer.json, pieces": HuggingFaceTokenizer(pieces_json(LIBRARY, legacy=False), "x", {}, Named([1], [2, 260])),
-    "tokenizer.model, plain": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "x", Named((), [300])),
-    "tiktoken": TiktokenTokenizer(TIKTOKEN, "x", Named((), [TiktokenTokenizer(TIKTOKEN, "x").n_vocab - 1])),
+    "tokenizer.model, plain": SentencePieceModelTokenizer(
+        make_tiny.sentencepiece_model(340), "x", named=Named((), [300])
+    ),
+    "tiktoken": TiktokenTokenizer(TIKTOKEN, "x", {}, Named((), [TiktokenTokenizer(TIKTOKEN, "x").n_vocab - 1])),
 }
 TEXTS = ("a<end_of_turn>b", USER, *PLAIN_ADDED, "<0x41><unk> dog", "the</s><|im_end|>", "".join(map(chr, range(99))))
 

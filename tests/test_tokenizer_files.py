@@ -317,7 +317,7 @@ def test_a_damaged_tokenizer_json_is_rejected(change: dict[str, Any], message: s
         with pytest.raises(TokenizerError):
             opened(source(), settings)
         with pytest.raises(TokenizerError):
-            SentencePieceModelTokenizer(MODEL, "x", Named(), settings)
+            SentencePieceModelTokenizer(MODEL, "x", settings)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class SentencePieceTokenizer(GGUFTokenizer, SentencePieceModelTokenizer):
         normalizer += write_field(REMOVE_EXTRA_WHITESPACES, 0)
         model = [*pieces, write_field(TRAINER, trainer), write_field(NORMALIZER, normalizer)]
         settings |= {"add_bos_token": self._flag("add_bos_token", True), "legacy": True}
-        super().__init__(b"".join(model), where, named, settings)
+        super().__init__(b"".join(model), where, settings, named)
         self.kind = "SentencePiece BPE with byte fallback"
         self._correct()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,13 @@ from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
 from .common import NOTHING, Named
 
+# (whether a file that begins with these bytes has this kind, its reader); the first that fits is used
+KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Mapping[str, Any], Named], Tokenizer]]] = [
+    (huggingface.recognizes, huggingface.HuggingFaceTokenizer),
+    (tiktoken.recognizes, tiktoken.TiktokenTokenizer),
+    (sentencepiece.recognizes, sentencepiece.SentencePieceModelTokenizer),
+]
+
 
 def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named: Named = NOTHING) -> Tokenizer:
     """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises LlamaError.
@@ -20,17 +27,13 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
     named     what the other files of the checkpoint say about its tokens
     """
     data, settings = read_file(path, LARGEST_TOKENIZER), settings or {}
-    where, start = str(path), data[:256]
     if settings.get("added_tokens_decoder") is None:  # it replaces the files in which older versions list the tokens
         settings = {**settings, **_read_beside(path, "special_tokens_map.json")}
         listed = {str(id): {"content": token} for token, id in _read_beside(path, "added_tokens.json").items()}
         settings |= {"added_tokens_decoder": listed} if listed else {}
-    if huggingface.recognizes(start):
-        return huggingface.HuggingFaceTokenizer(data, where, settings, named)
-    if tiktoken.recognizes(start):
-        return tiktoken.TiktokenTokenizer(data, where, named)
-    if sentencepiece.recognizes(start):
-        return sentencepiece.SentencePieceModelTokenizer(data, where, named, settings)
+    for recognizes, reader in KINDS:
+        if recognizes(data[:256]):
+            return reader(data, str(path), settings, named)
     raise TokenizerError(f"{path} begins with {data[:8]!r}, expected a tokenizer.json or tokenizer.model of a LLaMA")
 
 

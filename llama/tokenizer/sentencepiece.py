@@ -117,7 +117,7 @@ class SentencePieceModelTokenizer(Tokenizer):
               begin and the end of a text, and add a space after every control token (legacy), as Meta's code does
     """
 
-    def __init__(self, data: bytes, where: str, named: Named = NOTHING, settings: Mapping[str, Any] | None = None):
+    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None, named: Named = NOTHING):
         self.kind = "SentencePiece model"
         self.data, self._where, self.settings = data, where, settings or {}
         with library_errors(where, "not a SentencePiece model, or a damaged one"):

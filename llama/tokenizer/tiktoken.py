@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ..errors import TokenizerError
 from .base import Tokenizer
@@ -79,7 +80,7 @@ class TiktokenTokenizer(Tokenizer):
     A file truncated at the end of a line looks like a smaller vocabulary; only the model's vocabulary size shows it.
     """
 
-    def __init__(self, data: bytes, where: str, named: Named = NOTHING):
+    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None, named: Named = NOTHING):
         import tiktoken
 
         self.kind = "tiktoken BPE (Llama 3)"

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import singledispatch
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
@@ -61,12 +62,7 @@ def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         lists = {key: value.tolist() for key, value in own.items() if isinstance(value, np.ndarray)}
         entries = {"tokenizer.ggml.token_type": tokenizer.types, **own, **lists}
     else:
-        if isinstance(tokenizer, TiktokenTokenizer):
-            kind = _from_tiktoken(tokenizer)
-        elif isinstance(tokenizer, SentencePieceModelTokenizer):
-            kind = _from_sentencepiece(tokenizer)
-        else:
-            kind = _from_json(cast(HuggingFaceTokenizer, tokenizer))
+        kind = vocabulary(tokenizer)
         types = kind["token_type"]
         ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
         ids["unknown"] = types.index(UNKNOWN) if UNKNOWN in types else None
@@ -92,6 +88,13 @@ def _tokens(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.token_of.get(id, padding(id)) for id in range(tokenizer.n_vocab)]
 
 
+@singledispatch
+def vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The entries that describe the tokens and how text is encoded: one function for each class of a tokenizer."""
+    raise TokenizerError(f"a {tokenizer.kind} vocabulary can't be written as GGUF or tokenizer.json; {REMEDY}")
+
+
+@vocabulary.register
 def _from_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     n = tokenizer.n_vocab - N_CONTROL
     tokens = ["".join([CHARACTER_OF[byte] for byte in tokenizer.token_bytes(id)]) for id in range(n)]
@@ -104,6 +107,7 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     }
 
 
+@vocabulary.register
 def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any]:
     messages = read_messages(tokenizer.data)
     trainer, normalizer = b"".join(messages[TRAINER]), b"".join(messages[NORMALIZER])
@@ -124,6 +128,7 @@ def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any
     }
 
 
+@vocabulary.register
 def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     source = json.loads(tokenizer.data)
     model, hidden = source["model"], tokenizer.control.keys() - tokenizer.visible
