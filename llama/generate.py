@@ -1,6 +1,6 @@
 """Token generation, from prompt ids to new ids: the prompt is prefilled in chunks, then tokens are decoded one by one.
 
-The KV cache keeps the keys and values of all of them. text.py does the same from text to text.
+The KV cache keeps the keys and values of the prompt and of the new tokens. text.py does the same for strings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .errors import ContextLengthError, UsageError
 from .model import Transformer
 from .sampling import Chooser, Constraint, Diagnosis, SamplingParams, Token
 
-# Called after each chunk of a prompt with the number of tokens fed so far, and the number of all tokens to feed.
+# Called after each chunk of a prompt with the number of tokens processed so far, and the total to process.
 Progress = Callable[[int, int], object]
 
 
 def prompt_chunk(device: torch.device | str) -> int:
-    """The most tokens of a prompt in one pass on a device: fewer do not keep a GPU busy, more take more memory."""
+    """The most tokens of a prompt in one pass: smaller chunks leave a GPU idle, larger ones take more memory."""
     return 2048 if torch.device(device).type == "cuda" else 256
 
 
@@ -35,8 +35,8 @@ def prefill(
 ) -> Tensor:
     """Feed ids into the model, `chunk` at a time to bound the memory; return the logits (V,) after the last id.
 
-    chunk is `prompt_chunk` by default. Each chunk is passed the length of the complete text, so that a RoPE that
-    depends on the length uses the same frequencies for all of it.
+    chunk is `prompt_chunk(cache.device)` by default. Each chunk is passed the length of the complete text, so that a
+    RoPE that depends on the length uses the same frequencies for all of it.
     """
     if not tokens:
         raise UsageError("prefill needs at least one token")
@@ -46,7 +46,7 @@ def prefill(
         done += hidden.shape[1]
         if progress is not None:
             progress(done, len(tokens))
-    return model.output(last)[0].float()  # (V,)
+    return model.output(last)[0].float()  # (1, V), then (V,)
 
 
 @torch.inference_mode()
@@ -63,7 +63,7 @@ def prefill_chunks(
 
 
 @torch.inference_mode()
-def generate(  # many parameters, since an answer has no other state
+def generate(
     model: Transformer,
     prompt: Sequence[int],
     params: SamplingParams,
@@ -83,33 +83,34 @@ def generate(  # many parameters, since an answer has no other state
     progress  see `Progress`
     The others are those of `Chooser`.
 
-    Raises ContextLengthError if the prompt leaves no room for one new token, NumericalError if a logit is not finite.
+    Raises UsageError for an empty prompt, an unknown id, or a cache that holds the complete prompt; ContextLengthError
+    if the prompt leaves no room for one new token; NumericalError if a logit is not finite.
     """
-    room = room_for(model, prompt, params, cache)
-    if room == 0:
+    end = len(prompt) + room_for(model, prompt, params, cache)
+    if end == len(prompt):
         return
     if cache is None:
-        cache = model.new_cache(len(prompt) + room)
+        cache = model.new_cache(end)
     chooser = Chooser(prompt, params, cache.device, stop_ids, n_vocab, constraint, model.world, diagnose)
     logits = prefill(model, chooser.text[cache.length :], cache, chunk, progress)  # (V,)
     while True:
-        with model.runner.threads(1):
+        with model.runner.threads(1):  # the C++ kernels keep their threads between two passes
             token = chooser.choose(logits)
         yield token
-        if token.stop or len(chooser.text) == len(prompt) + room:
+        if token.stop or len(chooser.text) == end:
             return
         logits = next_logits(model, token.id, cache)  # (V,)
 
 
 def next_logits(model: Transformer, id: int, cache: KVCache) -> Tensor:
-    """Feed one id into the model: the logits (V,) of the token after it."""
+    """Run the model on one id; return the logits (V,) of the next token."""
     with model.runner.threads(1):
         h = model.hidden(torch.tensor([[id]], device=cache.device), cache=cache)  # (1, 1, C)
         return model.output(h[:, -1])[0].float()  # (1, V), then (V,)
 
 
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:
-    """The number of new tokens that fit after a prompt. Raises the errors of `generate` about prompt and cache."""
+    """How many tokens to generate: max_new_tokens, or fewer if the context ends. Checks the prompt and the cache."""
     if not prompt:
         raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; pass some text")
     context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)

@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim  # layer: the layer's index, for hooks
+        self.layer, self.head_dim = layer, config.head_dim  # layer: its index, which hooks read
         qkv_bias = config.attention_bias or config.qkv_bias
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=qkv_bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
@@ -81,12 +81,13 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, H, D), (B, T, H * D), then (B, T, C)
 
     def key_offset(self, rope: Rope) -> Tensor | None:
-        """The mean of what wk's bias adds to keys, (KV, 1, D), or None: see cache.QuantizedLayerCache."""
+        """wk's bias, rotated and averaged over positions: (KV, 1, D). None without one. See QuantizedLayerCache."""
         bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack it
         if bias is None:
             return None
-        k = bias.float().view(1, 1, -1, self.head_dim)  # (B, T, KV, D)
-        return self.apply_rotary_emb(k, k, rope.mean_freqs_cis(k.device))[1][0].transpose(0, 1)
+        k = bias.float().view(1, 1, -1, self.head_dim)  # (1, 1, KV, D)
+        _, k = self.apply_rotary_emb(k, k, rope.mean_freqs_cis(k.device))  # (1, 1, KV, D)
+        return k[0].transpose(0, 1)  # (KV, 1, D)
 
 
 class FeedForward(nn.Module):
@@ -103,7 +104,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h + attention(norm(h)), then the same with feed_forward. (B, T, C) -> (B, T, C)."""
+    """h = h + attention(norm(h)), then h + feed_forward(norm(h)). (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
@@ -115,8 +116,24 @@ class TransformerBlock(nn.Module):
     def forward(
         self, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: LayerCache | None
     ) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)
-        return h + self.feed_forward(self.ffn_norm(h))
+        h = h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)  # (B, T, C)
+        return h + self.feed_forward(self.ffn_norm(h))  # (B, T, C)
+
+
+class Runner:
+    """Executes the layers of a model, one after the other. Subclasses in engine/ compute the same in other ways."""
+
+    def layers(
+        self, model: Transformer, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
+    ) -> Tensor:
+        """The loop over the layers: (B, T, C) -> (B, T, C)."""
+        for i, layer in enumerate(model.layers):
+            h = layer(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])  # (B, T, C)
+        return h
+
+    def threads(self, tokens: int) -> AbstractContextManager[None]:
+        """A context that assigns the CPU's threads to passes over this number of tokens. Here it does nothing."""
+        return nullcontext()
 
 
 class Transformer(nn.Module):
@@ -124,7 +141,7 @@ class Transformer(nn.Module):
 
     rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in that layout (rope.to_half_layout)
     attention    "sdpa" or "reference"
-    max_seq_len  number of positions it may use; default: `reach`, the config's context with its scaling and window
+    max_seq_len  the most positions that the model may use; default: `reach`, the context with its scaling and window
     """
 
     def __init__(
@@ -132,7 +149,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.runner = config, Runner()
-        self.cache_kind = "model"  # the numbers of new caches, one of cache.KINDS
+        self.cache_kind = "model"  # how new caches store numbers, one of cache.KINDS
         self.check_memory: MemoryCheck | None = None  # called before a cache allocates memory
         self.make_cache: Callable[..., KVCache] = KVCache
         self.world: Any = None  # the processes that share the model, if there are several (engine/parallel.World)
@@ -155,7 +172,7 @@ class Transformer(nn.Module):
         positions  (T,) or (B, T) int64, distinct in each row; None: after the cached tokens, or from 0 without a cache
         cache      keeps the keys and values of the tokens so far; the new ones are added
         Raises UsageError for an unknown id or a B that is not the cache's, ContextLengthError for a position beyond
-        max_seq_len or the cache's room.
+        max_seq_len or the cache's max_len.
         """
         checks.known_tokens(tokens, self.config.vocab_size)
         return self.output(self.hidden(tokens, positions, cache)).float()  # (B, T, V)
@@ -163,48 +180,42 @@ class Transformer(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, length: int | None = None
     ) -> Tensor:
-        """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
+        """The normalized output of the last layer: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
         length  tokens in the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
         """
         positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
         if cache is not None:
-            checks.instance("cache", cache, KVCache, "a KVCache").check_sizes(*self.cache_sizes)
-            # One token after all others sees every key. A fixed cache also has slots that are not filled yet.
+            checks.instance("cache", cache, KVCache, "a KVCache")
+            cache.check_sizes(*self.cache_sizes)
+            # A single new token sees every key, so it needs no mask, unless a fixed cache also returns empty slots.
             masked = T != 1 or positions is not None or cache.fixed
             positions, end = cache.place(T, positions, len(tokens)), cache.end  # (T,), or (B, T) as given
-            keys = torch.arange(cache.visible, device=tokens.device) if masked else None  # (S,)
+            key_positions = torch.arange(cache.visible, device=tokens.device) if masked else None  # (S,)
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
-            keys = positions  # (S,) or (B, S): the keys are the tokens themselves
-        h = self.states(tokens, positions, keys, max(end, length or 0), cache)  # (B, T, C)
+            key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
+        h = self.states(tokens, positions, key_positions, max(end, length or 0), cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h
 
     def states(
-        self, tokens: Tensor, positions: Tensor, keys: Tensor | None, seq_len: int, cache: KVCache | None
+        self, tokens: Tensor, positions: Tensor, key_positions: Tensor | None, seq_len: int, cache: Cache
     ) -> Tensor:
-        """`hidden` for tokens (B, T) whose positions, (T,) or (B, T), are known: -> (B, T, C).
+        """The part of `hidden` after the cache has given positions (T,) or (B, T): embed, run the layers, normalize.
 
-        keys     positions of the keys, (S,) or (B, S); None if every query sees every key
-        seq_len  the length that the frequencies are for; all positions are below it
+        key_positions  (S,) or (B, S); None if every query sees every key
+        seq_len        the length that the frequencies are for; all positions are below it
         """
         with self.runner.threads(tokens.numel()):
             h = self.tok_embeddings(tokens)  # (B, T, C)
             freqs_cis = self.rope.freqs_cis(positions, seq_len)  # (T, D/2) or (B, T, D/2), once for all layers
-            mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
-            h = self.runner.layers(self, h, freqs_cis, mask, positions, cache)  # (B, T, C)
+            # (T, S) or (B, 1, T, S)
+            mask = None if key_positions is None else causal_mask(positions, key_positions)
+            h = self.runner.layers(self, h, freqs_cis, mask, positions, cache)  # (B, T, C): the loop over the layers
             return self.norm(h)  # (B, T, C)
-
-    def each_layer(
-        self, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
-    ) -> Tensor:
-        """All layers, one after the other: (B, T, C) -> (B, T, C)."""
-        for i, layer in enumerate(self.layers):
-            h = layer(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
-        return h
 
     def new_cache(self, max_len: int | None = None, batch: int = 1, **options: Any) -> KVCache:
         """An empty `KVCache` for this model, with room for `max_len` tokens (default: max_seq_len)."""
@@ -227,17 +238,3 @@ class Transformer(nn.Module):
         first: Any = self.layers[0]
         head_dim = self.config.head_dim
         return len(self.layers), first.attention.wk.out_features // head_dim, head_dim, self.norm.weight.dtype
-
-
-class Runner:
-    """Executes the layers of a model: one after the other. Subclasses in engine/ compute the same in other ways."""
-
-    def layers(
-        self, model: Transformer, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
-    ) -> Tensor:
-        """`Transformer.each_layer`: (B, T, C) -> (B, T, C)."""
-        return model.each_layer(h, freqs_cis, mask, positions, cache)
-
-    def threads(self, tokens: int) -> AbstractContextManager[None]:
-        """A context for passes over this number of tokens, and for the code between them."""
-        return nullcontext()

@@ -381,19 +381,19 @@ class Chooser:
     params: SamplingParams
     device: torch.device  # of the logits
     stop_ids: Collection[int] = ()
-    n_vocab: int | None = None  # ids from here on are never chosen: rows of the embedding without a token
+    n_vocab: int | None = None  # ids from n_vocab on are never chosen: padding rows of the embedding
     constraint: Constraint | None = None  # usable for one answer only
     world: Any = (
         None  # processes that share the model; all use the first one's choice, since others may round otherwise
     )
     diagnose: Diagnosis | None = None  # explains non-finite logits in the error message
-    start: int | None = None  # where the answer begins; None: after the prompt
+    answer_start: int | None = None  # where the answer begins; None: after the prompt
 
     def __post_init__(self, prompt: Sequence[int]) -> None:
         self.text = list(prompt)
-        self.begin = len(self.text) if self.start is None else self.start
+        self.start = len(self.text) if self.answer_start is None else self.answer_start
         self.generator = random_generator(self.params, self.device)
-        self.history = history_of(self.text, self.begin, self.params, self.n_vocab, self.device)
+        self.history = history_of(self.text, self.start, self.params, self.n_vocab, self.device)
 
     def choose(
         self,
@@ -425,7 +425,8 @@ class Chooser:
         """Add a token, which was chosen from logits (V,), to the text."""
         import torch
 
-        logits, chosen, k = logits[: self.n_vocab], torch.tensor(id, device=logits.device), self.params.top_logprobs
+        logits, k = logits[: self.n_vocab], self.params.top_logprobs  # (V,)
+        chosen = torch.tensor(id, device=logits.device)  # ()
         self.text.append(id)
         if self.history is not None:
             self.history = History(torch.cat((self.history.ids, chosen[None])), self.history.start)
@@ -435,9 +436,9 @@ class Chooser:
         return Token(id, logprob, id in self.stop_ids, most_probable(logits, k) if k else {})
 
     def allowed(self) -> Tensor | None:
-        """The mask of `probs`."""
+        """Which tokens the constraint allows next: (V,) bool, or None without a constraint."""
         return None if self.constraint is None else self.constraint.allowed()
 
     def check(self, top: float) -> None:
-        """Raise NumericalError unless the `extreme` of the next token's logits is finite."""
-        check_extreme(top, f"new token {len(self.text) - self.begin + 1}", self.text, self.diagnose)
+        """Raise NumericalError if the `extreme` of the next token's logits is not finite, or too large."""
+        check_extreme(top, f"new token {len(self.text) - self.start + 1}", self.text, self.diagnose)

@@ -5,7 +5,7 @@
 
 A text is a list of tokens: words, or parts of words. The model represents each token by a vector h.
 Every layer adds two vectors to h: attention collects what matters from the tokens so far, and
-feed_forward computes on the result. The last token's h gives the logits, one number for each
+feed_forward transforms the result. The last token's h gives the logits, one number for each
 token of the vocabulary: how well it fits next. One token is chosen and appended, and so on, until
 the model chooses the token that ends its turn. Shapes are written with these letters:
 
@@ -37,7 +37,7 @@ class Layer(NamedTuple):  # the weights of one layer
     w_down: Tensor  # (C, hidden_dim)
 
 
-class Transformer(NamedTuple):  # all weights, and what their shapes do not tell
+class Transformer(NamedTuple):  # all weights, and what their shapes do not determine
     tok_embeddings: Tensor  # (V, C)
     layers: list[Layer]  # 30
     norm: Tensor  # (C,)
@@ -60,9 +60,9 @@ def precompute_freqs_cis(dim: int, end: int, theta: float) -> Tensor:
 
 
 def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Rotate each pair by the token's position. q k^T then depends on distances only."""
+    """Rotate the pairs of each head by position, so that q k^T depends only on distances."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (T, heads, D/2): entries 2i, 2i + 1
-    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2)  # (T, heads, D): alike in all
+    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2)  # (T, heads, D)
 
 
 def attention(x: Tensor, layer: Layer, freqs_cis: Tensor, cache: Tensor, start: int) -> Tensor:
@@ -91,33 +91,33 @@ def feed_forward(x: Tensor, layer: Layer) -> Tensor:
 
 
 def forward(model: Transformer, tokens: list[int], cache: Tensor, start: int) -> Tensor:
-    """Feed T tokens, the first at position `start`; return the next token's logits (V,)."""
+    """Run T tokens from position `start` on; return the logits (V,) of the token after them."""
     freqs_cis = model.freqs_cis[start : start + len(tokens)]  # (T, D/2)
     h = model.tok_embeddings[tokens]  # (T, C)
     for i, layer in enumerate(model.layers):
         x = rms_norm(h, layer.attention_norm, model.norm_eps)
-        h = h + attention(x, layer, freqs_cis, cache[i], start)
+        h = h + attention(x, layer, freqs_cis, cache[i], start)  # (T, C)
         x = rms_norm(h, layer.ffn_norm, model.norm_eps)
-        h = h + feed_forward(x, layer)
+        h = h + feed_forward(x, layer)  # (T, C)
     return rms_norm(h[-1], model.norm, model.norm_eps) @ model.output.T  # (C,), then (V,)
 
 
 def choose(logits: Tensor, temperature: float, top_p: float) -> int:
-    """At temperature 0 the likeliest token; else a draw from the fewest whose sum reaches top_p."""
+    """Take the likeliest token at temperature 0; otherwise sample from the top_p nucleus."""
     if temperature == 0:
         return int(logits.argmax())
     probs = (logits / temperature).softmax(-1)  # (V,)
     ordered, ids = probs.sort(descending=True, stable=True)  # (V,) each
-    outside = ordered.cumsum(-1) - ordered >= top_p  # (V,): likelier tokens reach top_p already
+    outside = ordered.cumsum(-1) - ordered >= top_p  # (V,): the tokens before it reach top_p
     outside[0] = False  # the likeliest token always stays
     probs[ids[outside]] = 0
-    return int(torch.multinomial(probs, 1))
+    return int(torch.multinomial(probs, 1))  # it normalizes probs
 
 
 def generate(model: Transformer, prompt: list[int], limit: int, temperature: float, top_p: float):
     """Yield `limit` new tokens. Keys and values are cached, so that each token is fed only once."""
     KV = len(model.layers[0].wk) // model.head_dim
-    cache = torch.zeros(len(model.layers), 2, len(prompt) + limit, KV, model.head_dim)  # 2: k, v
+    cache = torch.zeros(len(model.layers), 2, len(prompt) + limit, KV, model.head_dim)  # k, v
     tokens, start = prompt, 0
     for _ in range(limit):
         token = choose(forward(model, tokens, cache, start), temperature, top_p)
@@ -149,7 +149,7 @@ def read_tokenizer(metadata: dict) -> Tokenizer:
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
-    # Words are those of GPT-2, but each digit is one. Other families of models split differently.
+    # Words are split as in GPT-2, but every digit is a word. Other model families differ.
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])

@@ -178,8 +178,10 @@ def test_server(copy: Path, expected: str) -> None:
 
     try:
         assert json.loads(post("/v1/completions"))["choices"][0]["text"] == expected
-        assert json.loads(post("/completion")) == {"content": expected, "stop": True}
-        *begun, end = [json.loads(event[6:]) for event in post("/completion", stream=True).split("\n\n")[:-1]]
+        assert json.loads(post("/completion")) == [{"index": 0, "content": expected, "stop": True}]
+        both = json.loads(post("/completion", prompt=[PROMPT, PROMPT]))
+        assert [one["index"] for one in both] == [0, 1]
+        *begun, end = [json.loads(event[6:])[0] for event in post("/completion", stream=True).split("\n\n")[:-1]]
         assert "".join(part["content"] for part in [*begun, end]) == expected
         assert len(begun) > TOKENS / 2
         assert {part["stop"] for part in begun} == {not end["stop"]} == {False}
