@@ -19,7 +19,7 @@ from llama.engine.linears import make_linear
 from llama.errors import UsageError
 from llama.model import RMSNorm, Runner, Transformer
 
-from . import tiny
+from . import kernel_edges, tiny
 
 pytestmark = pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 BIASED = ModelConfig(64, 2, 4, 2, 16, 96, 320, norm_eps=1e-5, max_seq_len=256, attention_bias=True, mlp_bias=True)
@@ -221,3 +221,13 @@ def test_gradients_are_those_of_the_modules_or_an_error(length: int) -> None:
 @pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
 def test_no_tokens_give_no_logits(shape: tuple[int, int]) -> None:
     assert quantized()(torch.zeros(shape, dtype=torch.long)).shape == (*shape, tiny.WIDE.vocab_size)
+
+
+# ------------------------------------------------------------------------------------------------ the whole operator
+def test_all_layers_at_the_edges_of_their_inputs() -> None:
+    """Sizes, formats, caches, biases, and norms of heads; tests/test_sanitized.py runs the same with sanitizers."""
+    kernel_edges.layers()
+
+
+def test_rows_of_an_embedding_are_those_of_the_unpacked_weight() -> None:
+    kernel_edges.embeddings()

@@ -26,7 +26,7 @@ from llama.quant import gguf_types, schemes
 from llama.quant.gguf_types import MIXES, TYPES, block_of, types_of
 from llama.quant.groups import READERS, GroupFormat, joined
 from llama.quant.schemes import SCHEMES, quantize
-from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
+from llama.quant.tiles import TILE, pack, tile_bytes, unpack
 from llama.tools.convert import convert
 from llama.weights import expected_shapes
 
@@ -59,7 +59,6 @@ def test_packing_is_lossless(kind: GroupFormat, shape: tuple[int, int]) -> None:
     for ours, theirs in zip(back[:3], blocks[:3], strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
     ids = torch.randint(shape[0], (9,), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(unpack_rows(tiles, ids, shape[1], kind), blocks.weight[ids], rtol=1e-6, atol=1e-6)
     assert torch.equal(blocks.rows(ids).weight, blocks.weight[ids])
     half = shape[0] // 2
     assert torch.equal(joined([blocks.rows(slice(half)), blocks.rows(slice(half, None))]).weight, blocks.weight)

@@ -166,22 +166,11 @@ def scales_of(tiles: Tensor, columns: int, format: GroupFormat) -> Tensor:
 
 def unpack(tiles: Tensor, rows: int, columns: int, format: GroupFormat) -> GroupedWeight:
     """The inverse of `pack`, for a weight (rows, columns)."""
-    return _unpacked(tiles, columns, format).rows(slice(rows))
-
-
-def unpack_rows(tiles: Tensor, ids: Tensor, columns: int, format: GroupFormat) -> Tensor:
-    """Rows `ids` (n,) of a packed weight, dequantized: (n, columns) float32. Reads only the tiles of these rows."""
-    return _unpacked(tiles[ids // TILE], columns, format, ids % TILE).weight
-
-
-def _unpacked(tiles: Tensor, columns: int, format: GroupFormat, lanes: Tensor | None = None) -> GroupedWeight:
-    """The 16 rows of each tile, or one of them: the one with the number in lanes (tiles,)."""
     layout = TileLayout.of(format)
     weights, packed, _ = layout.parts(tiles, columns)
 
-    def by_rows(values: Tensor, axis: int) -> Tensor:  # (tiles, .., 16, ..) -> (N, ..)
-        values = values.movedim(axis, 1)
-        return values.flatten(0, 1) if lanes is None else values[torch.arange(len(tiles), device=tiles.device), lanes]
+    def by_rows(values: Tensor, axis: int) -> Tensor:  # (tiles, .., 16, ..) -> (rows, ..)
+        return values.movedim(axis, 1).flatten(0, 1)[:rows]
 
     planes = []  # (N, K)
     for each, lowest, first, size in layout.planes:
@@ -200,8 +189,6 @@ def _unpacked(tiles: Tensor, columns: int, format: GroupFormat, lanes: Tensor | 
     if not format.codebook:
         return GroupedWeight(quants.contiguous(), scale, offset, format.bits, format.group, None, factors)
     values = tiles[0, -TILE:]
-    if lanes is not None:  # without leaving PyTorch, so that torch.compile can trace it
-        return GroupedWeight(values[quants.int()], scale, None, 8, format.group)
     return GroupedWeight(
         quants.contiguous(), scale, None, format.bits, format.group, tuple((values.int() - 128).tolist()), factors
     )
