@@ -219,7 +219,7 @@ void all_layers() {
                 const Tensor cos = random_tensor({T, D / 2}, Float), sin = random_tensor({T, D / 2}, Float);
                 layers(h, weights, formats, biases, norms, head_norms, 1e-5, {1, 0}, cos, sin, slots, mask, keys, values, scales, offsets, S);
                 const std::string name = ", tokens " + std::to_string(T) + (packed ? ", packed" : "") + (integers ? ", cache in 8 bits" : "");
-                write("layers" + name, h), write("keys" + name, keys[1]);
+                write("layers" + name, h), write("keys" + name, keys[0]);
             }
 }
 
