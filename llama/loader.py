@@ -350,7 +350,7 @@ def fill(model: Transformer, plan: Plan) -> Transformer:
         identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
         model.register_buffer("adapters", identity, persistent=False)
     for i, device in enumerate(plan.placement.layers):
-        attend = Attend(pick_attention(device, plain=not plan.options.fast))
+        attend = Attend(pick_attention(device, plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
     # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
@@ -377,7 +377,7 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
             return
         bias = plan.weights.get(f"{name}.bias")
         values = None if bias is None else to_floats(bias.weight, device, plan.dtype)
-        layer = make_linear(weight, device, format, values, plain=not plan.options.fast)
+        layer = make_linear(weight, device, format, values, plan.options.fast)
     except DamagedError:
         raise
     except CheckpointError as error:  # the weight can't be stored in the format

@@ -36,8 +36,8 @@ def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor |
     return kernels.attend(*dequantized(q, k, v), mask)
 
 
-def pick_attention(device: torch.device, plain: bool = False) -> AttentionFunction:
-    """The fastest attention function on a device; plain restricts the choice to PyTorch's kernels."""
+def pick_attention(device: torch.device, fast: bool = True) -> AttentionFunction:
+    """The fastest attention function on a device. fast=False: PyTorch's kernels."""
     if device.type != "cpu":
         return sdpa
-    return kernel_attention if not plain and kernels.ready() else cpu_sdpa
+    return kernel_attention if fast and kernels.ready() else cpu_sdpa

@@ -289,9 +289,9 @@ def make_linear(
     device: torch.device,
     format: GroupFormat | torch.dtype,
     bias: Tensor | None = None,
-    plain: bool = False,
+    fast: bool = True,
 ) -> nn.Module:
-    """The fastest linear layer for a weight (out, in) on a device; plain: nn.Linear for every float weight.
+    """The fastest linear layer for a weight (out, in) on a device. fast=False: nn.Linear for every float weight.
 
     Quantized weights on a CPU require the C++ kernels (`check_quantized`). Raises CheckpointError if the weight can't
     be stored in the format.
@@ -307,7 +307,7 @@ def make_linear(
             warn_of_dequantization(device)
         return GroupedLinear(groups, bias).to(device)
     values = to_floats(weight, device, format)
-    kinds = () if plain or device.type != "cpu" else HALVES if kernels.widen() else (torch.bfloat16,)
+    kinds = () if not fast or device.type != "cpu" else HALVES if kernels.widen() else (torch.bfloat16,)
     if format in kinds and kernels.ready():
         return FewRowsLinear(values, bias)
     with SkipInit():
