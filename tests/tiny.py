@@ -16,6 +16,7 @@ from llama.attention import ATTENTION, Attend
 from llama.cache import KVCache
 from llama.checkpoint.weight import MemoryWeight
 from llama.config import ModelConfig
+from llama.engine import kernels
 from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
 from llama.engine.linears import make_embedding, make_linear
 from llama.model import Transformer
@@ -58,7 +59,7 @@ def weights(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 1.0) -> 
 
 
 # Every attention function, by name: the decoder's, and those that the loader chooses on a CPU.
-FUNCTIONS = {**ATTENTION, "cpu": cpu_sdpa, "kernel": kernel_attention}
+FUNCTIONS = {**ATTENTION, "cpu": cpu_sdpa, **({"kernel": kernel_attention} if kernels.pick_form() else {})}
 
 
 def model(config: ModelConfig = CONFIG, seed: int = 0, attention: str = "cpu", **options: Any) -> Transformer:
