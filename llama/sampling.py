@@ -383,9 +383,7 @@ class Chooser:
     stop_ids: Collection[int] = ()
     n_vocab: int | None = None  # ids from n_vocab on are never chosen: padding rows of the embedding
     constraint: Constraint | None = None  # usable for one answer only
-    world: Any = (
-        None  # processes that share the model; all use the first one's choice, since others may round otherwise
-    )
+    world: Any = None  # the processes that share the model: all use rank 0's choice, since rounding may differ
     diagnose: Diagnosis | None = None  # explains non-finite logits in the error message
     answer_start: int | None = None  # where the answer begins; None: after the prompt
 

@@ -60,10 +60,12 @@ def answer(net: Transformer, count: int, **options: Any) -> list[int]:
 def test_all_answers_use_the_same_graphs_and_have_the_tokens_of_the_plain_model(graphs: Graphs, kind: str) -> None:
     plain, fast = tiny.model(rope="real"), compiled(tiny.model(rope="real"))
     plain.cache_kind = fast.cache_kind = kind
-    for count in (9, 4, 2):
+    for count in (4, 2, 9):
         assert answer(fast, count) == answer(plain, count)
-    assert graphs.calls == (8 + 3 + 1) * tiny.CONFIG.n_layers
-    assert len(graphs.recorded) == tiny.CONFIG.n_layers
+    assert graphs.calls == (3 + 1 + 8) * tiny.CONFIG.n_layers
+    for count in range(1, 60):
+        answer(fast, count)
+    assert len(graphs.recorded) <= 4 * tiny.CONFIG.n_layers  # for 8, 16, 32 and 64 slots, not for each answer
 
 
 def test_an_answer_that_is_in_use_keeps_its_cache(graphs: Graphs) -> None:

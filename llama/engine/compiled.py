@@ -1,7 +1,7 @@
 """One decoding step of a layer, compiled once for a CUDA device and launched by CUDA graphs.
 
 Inductor compiles the block when it is first called, once for all layers. A CUDA graph is recorded for each layer and
-each cache, since it contains the addresses of weights, keys and values; so all answers of a model use one cache.
+each cache, since it contains the addresses of weights, keys and values; so answers of similar length use one cache.
 Prompts run as in model.py: their time goes into matrix products, which compiling does not make faster.
 
 No test has run this file on a GPU.
@@ -56,17 +56,19 @@ class FixedCaches:
     """Makes fixed caches for `Transformer.make_cache`, and uses their memory again: see the top of this file."""
 
     def __init__(self) -> None:
-        self.made: dict[object, KVCache] = {}  # by sizes and batch
+        self.made: dict[object, KVCache] = {}  # by sizes, batch, dtype and kind
         self.lent: dict[object, weakref.ref[KVCache]] = {}  # the view of each that was handed out last
 
     def __call__(self, *sizes: int, batch: int = 1, **options: Any) -> KVCache:
         """A view of an empty cache for sizes[-1] tokens; of a new cache while an earlier view is in use."""
         if options.get("fixed") is False:  # of a batch, which grows with its answers
             return KVCache(*sizes, batch=batch, **options)
-        key = *sizes[:-1], batch
+        key = *sizes[:-1], batch, options.get("dtype"), options.get("kind")
+        room = 1 << (sizes[-1] - 1).bit_length()  # a power of two, so that most answers fit into the same cache
+        sizes = *sizes[:-1], room
         last = self.lent.get(key, lambda: None)()
         whole = self.made.get(key)
-        if last is not None or whole is None or whole.max_len < sizes[-1]:
+        if last is not None or whole is None or whole.max_len < room:
             whole = self.made[key] = KVCache(*sizes, batch=batch, **{**options, "fixed": True})
         for row in range(batch):
             whole.clear_row(row)  # NaN must not stay in a masked slot
