@@ -1,5 +1,7 @@
 """From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions.
 
+`probs` is the definition. `choose` draws from the same distribution, and on a CPU without sorting the vocabulary.
+
 Importing this module does not import torch, since the command line reads the options before it does.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -24,6 +26,8 @@ MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
+CANDIDATES = 1024  # the most probable tokens, among which `top_p` looks first
+TRIES = 8  # draws that a filter may reject before `choose` applies it
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
@@ -77,18 +81,49 @@ def top_k(logits: Tensor, k: int) -> Tensor:
     """Mask all but the k largest logits; ties with the k-th stay."""
     k = min(k, logits.shape[-1])
     kth = logits.topk(k).values[..., -1:]  # (.., 1)
-    return logits.masked_fill(logits < kth, -math.inf)
+    return logits.where(logits >= kth, -math.inf)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """Mask the tokens outside the smallest set whose probability reaches p. At least one token stays."""
-    ordered, index = logits.sort(descending=True, stable=True)  # (.., V) each
-    probability = ordered.softmax(-1)  # (.., V), the largest first, as in the next two lines
-    before = probability.cumsum(-1) - probability  # total probability of all more probable tokens
-    outside = before >= p
+    """Mask the tokens outside the smallest set whose probability reaches p. At least one token stays.
+
+    Of equally probable tokens, those with lower ids come first.
+    """
+    probability = logits.softmax(-1)  # (.., V)
+    index = candidates(probability, p)  # (.., N)
+    ordered, order = logits.gather(-1, index).sort(descending=True, stable=True)  # (.., N) each, the largest first
+    index = index.gather(-1, order)  # (.., N)
+    total, some = cumulative(probability)[..., -1:], probability.gather(-1, index)  # (.., 1), (.., N)
+    outside = cumulative(some) - some >= p * total  # (.., N): whether the tokens before it reach p
     outside[..., 0] = False
-    outside = outside.scatter(-1, index, outside)  # (.., V) in the order of the ids
-    return logits.masked_fill(outside, -math.inf)
+    return (logits - math.inf).scatter(-1, index, ordered.masked_fill(outside, -math.inf))  # (.., V)
+
+
+def candidates(probability: Tensor, p: float) -> Tensor:
+    """Ids (.., N), ascending, with those of the smallest sets that reach p under probabilities (.., V).
+
+    They are the `CANDIDATES` most probable ids or, if these are too few or on a GPU, all. Sorting a few saves time.
+    """
+    import torch
+
+    if reads_are_free(probability) and probability.shape[-1] > CANDIDATES:
+        best, index = probability.topk(CANDIDATES)  # (.., N) each
+        above = best.where(best > best[..., -1:], 0)  # topk may have left out others that equal the last one
+        if bool((above.sum(-1) > p).all()):
+            return index.sort().values
+    return torch.arange(probability.shape[-1], device=probability.device).expand(probability.shape)  # (.., V)
+
+
+def cumulative(weights: Tensor) -> Tensor:
+    """The sums of weights (.., V) up to each, in float64 if the device has it."""
+    import torch
+
+    return weights.cumsum(-1, dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
+
+
+def reads_are_free(tensor: Tensor) -> bool:
+    """Whether the program may look at a value without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
@@ -240,12 +275,16 @@ def extreme(logits: Tensor) -> Tensor:
 
 
 def stages(
-    logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None
+    logits: Tensor,
+    params: SamplingParams,
+    text: History | None = None,
+    allowed: Tensor | None = None,
+    without: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    Excluded tokens have -inf. Raises UsageError if `text` is needed, or if processors, `allowed` and filters leave no
-    token.
+    Excluded tokens have -inf. The filters named in `without` are not applied. Raises UsageError if `text` is needed, or
+    if processors, `allowed` and filters leave no token.
     """
     yield "model", (logits := logits.float())
     if not params.plain:
@@ -268,6 +307,8 @@ def stages(
     if not params.greedy:
         yield "temperature", (logits := logits / params.temperature)
     for name, mask in params.filters.items():
+        if name in without:
+            continue
         logits = mask(logits, getattr(params, name))
         if mask not in KEEP_BEST and bool((logits.amax(-1) == -math.inf).any()):
             raise UsageError(f"{name} ({getattr(params, name)}) excludes every token that the filters before it keep")
@@ -286,33 +327,88 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
     return logits.softmax(-1)
 
 
-def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One draw from each distribution: (.., V) -> (..) int64. Does not wait for the device, as torch.multinomial does.
+def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One draw from each distribution, in proportion to weights (.., V): (..) int64. Does not wait for the device."""
+    return search(cumulative(weights), generator)
 
-    Of exponential variables with rates p, the smallest is at x with probability p(x) (the Gumbel-max trick), and E / p
-    has rate p if E has rate 1. E may be 0: the bounds exclude 0 / 0, which is NaN, and change nothing else.
+
+def search(sums: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One draw from each distribution, given by `cumulative` weights (.., V): (..) int64.
+
+    The first id whose sum reaches a uniform number. The number is not 0, so an id with weight 0 is never drawn. NaN
+    draws an arbitrary id.
     """
-    noise = probabilities.float().new_empty(probabilities.shape).exponential_(1, generator=generator)  # (.., V)
-    return (probabilities / noise.clamp_(1e-20, 1e20)).argmax(-1)  # (..)
+    import torch
+
+    shape = (*sums.shape[:-1], 1)
+    uniform = 1 - torch.rand(shape, generator=generator, dtype=sums.dtype, device=sums.device)  # above 0, at most 1
+    found = torch.searchsorted(sums, uniform * sums[..., -1:])  # (.., 1)
+    return found.squeeze(-1).clamp_(max=sums.shape[-1] - 1)  # (..)
 
 
 def choose(
     logits: Tensor,
     params: SamplingParams,
+    generators: Sequence[torch.Generator | None],
     text: History | None = None,
-    generator: torch.Generator | None = None,
     allowed: Tensor | None = None,
-    report: Callable[[str, Tensor], object] = lambda stage, logits: None,
 ) -> tuple[Tensor, Tensor]:
-    """The next id (1,) from logits (V,), and `extreme` of the logits (1,).
+    """The next ids (..) from logits (.., V) of answers with equal options, and `extreme` of the logits (..).
 
-    text and allowed are those of `probs`; report gets each of `stages`. Only a bias, a processor or `allowed` may make
-    this function wait for the device. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
+    One generator for each row; text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make
+    this function wait for a GPU. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
     """
-    for stage, edited in stages(logits, params, text, allowed):
-        report(stage, edited)
-    next_id = edited.argmax(keepdim=True) if params.greedy else sample(edited.softmax(-1)[None], generator)  # (1,)
-    return next_id, extreme(logits)[None]
+    late = params.filters if reads_are_free(logits) and {*params.filters.values()} <= {*KEEP_BEST} else {}
+    late = {name: mask for name, mask in late.items() if mask is not top_k}
+    *_, (_, edited) = stages(logits, params, text, allowed, late)
+    ids = edited.argmax(-1) if params.greedy else draw(edited, params, late, generators)  # (..)
+    return ids, extreme(logits)
+
+
+def draw(
+    logits: Tensor,
+    params: SamplingParams,
+    late: Mapping[str, Filter],
+    generators: Sequence[torch.Generator | None],
+) -> Tensor:
+    """Draw an id from each row of logits (.., V), after the filters `late`: top_p, min_p, both or none. -> (..) int64.
+
+    Nothing is sorted: an id is drawn from all, and drawn again if a filter excludes it, so those that are kept have the
+    filtered distribution. top_p keeps at least p of the draws. After `TRIES` draws, the filters are applied.
+    """
+    import torch
+
+    shape, logits = logits.shape[:-1], logits.reshape(-1, logits.shape[-1])  # (B, V)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp_()  # (B, V)
+    sums, ids = cumulative(weights), []  # (B, V)
+    for row, generator in enumerate(generators):
+        for _ in range(TRIES):
+            id = search(sums[row], generator)  # ()
+            if not late or (
+                is_in_top_p(weights[row], sums[row], id, params.top_p) and is_in_min_p(logits[row], id, params.min_p)
+            ):
+                break
+        else:
+            kept = logits[row]  # (V,)
+            for name, mask in late.items():
+                kept = mask(kept, getattr(params, name))
+            id = sample(kept.softmax(-1), generator)  # ()
+        ids.append(id)
+    return torch.stack(ids).view(shape)
+
+
+def is_in_top_p(weights: Tensor, sums: Tensor, id: Tensor, p: float) -> bool:
+    """Whether `top_p` keeps an id () under weights (V,), whose `cumulative` sums are given."""
+    import torch
+
+    own = float(weights[id])
+    larger, equal = torch.threshold(weights, own, 0).sum(), (weights[:id] == own).sum()  # () each
+    return p == 1 or bool(larger + own * equal < p * sums[-1])
+
+
+def is_in_min_p(logits: Tensor, id: Tensor, p: float) -> bool:
+    """Whether `min_p` keeps an id () under logits (V,)."""
+    return p == 0 or bool(logits[id] >= logits.amax() + math.log(p))
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -393,25 +489,31 @@ class Chooser:
         self.generator = random_generator(self.params, self.device)
         self.history = history_of(self.text, self.start, self.params, self.n_vocab, self.device)
 
-    def choose(
-        self,
-        logits: Tensor,
-        best: tuple[int, float] | None = None,
-        report: Callable[[str, Tensor], object] = lambda stage, logits: None,
-    ) -> Token:
+    def choose(self, logits: Tensor, choice: tuple[int, float] | None = None) -> Token:
         """The next token from logits (V,). Raises NumericalError if one is not finite.
 
-        best    the most probable id and the `extreme` of the logits, if they are known
-        report  as in the function `choose`
+        choice  an id and the `extreme` of the logits, if `choose_rows` has chosen
         """
         logits = logits[: self.n_vocab]
-        simple = self.params.greedy and not self.params.filters and self.history is None and self.constraint is None
-        if best is None or not simple:
-            choice = choose(logits, self.params, self.history, self.generator, self.allowed(), report)
-            id, top = choice if self.world is None else self.world.agree(choice)
-            best = int(id), float(top)
-        self.check(best[1])
-        return self.append(best[0], logits)
+        if choice is None:
+            found = choose(logits, self.params, [self.generator], self.history, self.allowed())  # () each
+            id, top = found if self.world is None else self.world.agree(found)
+            choice = int(id), float(top)
+        self.check(choice[1])
+        return self.append(choice[0], logits)
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal for answers that `choose` can draw together; None if the choice depends on more than the logits."""
+        params = self.params
+        if self.history is not None or self.constraint is not None or not {*params.filters.values()} <= {*KEEP_BEST}:
+            return None
+        values = [(name, getattr(params, name)) for name in params.filters]
+        return 0 if params.greedy else params.temperature, *values
+
+    def stages(self, logits: Tensor) -> dict[str, Tensor]:
+        """The `stages` of the next token's logits (V,)."""
+        return dict(stages(logits[: self.n_vocab], self.params, self.history, self.allowed()))
 
     def probs(self, logits: Tensor) -> Tensor:
         """The distribution of the next token from logits (V,): (V,). Raises NumericalError if one is not finite."""
@@ -440,3 +542,22 @@ class Chooser:
     def check(self, top: float) -> None:
         """Raise NumericalError if the `extreme` of the next token's logits is not finite, or too large."""
         check_extreme(top, f"new token {len(self.text) - self.start + 1}", self.text, self.diagnose)
+
+
+def choose_rows(choosers: Mapping[int, Chooser], logits: Tensor) -> dict[int, tuple[int, float]]:
+    """The choices for rows of logits (B, V), by row. An answer whose choice depends on more than its row has none.
+
+    Rows with equal options are drawn together, so the program waits for a GPU once for all of them.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for row, chooser in choosers.items():
+        if chooser.alike is not None:
+            groups.setdefault(chooser.alike, []).append(row)
+    choices: dict[int, tuple[int, float]] = {}
+    for rows in groups.values():
+        some = [choosers[row] for row in rows]
+        found = choose(logits[rows], some[0].params, [chooser.generator for chooser in some])  # (b,) each
+        world = some[0].world
+        ids, tops = found if world is None else world.agree(found)
+        choices |= zip(rows, zip(ids.tolist(), tops.tolist(), strict=True), strict=True)
+    return choices

@@ -8,13 +8,17 @@ import weakref
 from contextlib import closing
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llama import sampling
 from llama.generate import generate, prefill
 from llama.model import Transformer
-from llama.sampling import History, SamplingParams, Token, choose, random_generator, sample
+from llama.sampling import History, SamplingParams, Token, choose, probs, random_generator, sample
 
 from . import tiny
 
@@ -41,15 +45,15 @@ def by_full_passes(model: Transformer, params: SamplingParams, count: int) -> li
         ids = [*PROMPT, *(id for id, _ in answer)]
         text = History(torch.tensor(ids), len(ids)) if params.repetition_penalty != 1 else None
         logits = model(torch.tensor([ids]))[0, -1, :N_VOCAB]
-        id = int(choose(logits, params, text=text, generator=generator)[0])
+        id = int(choose(logits, params, [generator], text)[0])
         answer.append((id, float(logits.log_softmax(-1)[id])))
     return answer
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_tokens_are_those_of_full_passes(settings: dict[str, Any], fixed: bool) -> None:
-    model, params = tiny.model(), SamplingParams(max_new_tokens=23, logprobs=True, **settings)
+def test_tokens_are_those_of_full_passes(options: dict[str, Any], fixed: bool) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=23, logprobs=True, **options)
     model.make_cache = tiny.cache_maker(fixed)
     found = decoded(model, PROMPT, params, n_vocab=N_VOCAB)
     expected = by_full_passes(model, params, 23)
@@ -93,28 +97,68 @@ class NoSynchronization(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_no_choice_waits_for_the_device(settings: dict[str, Any]) -> None:
-    model, params = tiny.model(), SamplingParams(logprobs=True, **settings)
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_no_choice_waits_for_a_gpu(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "reads_are_free", lambda tensor: False)
+    model, params = tiny.model(), SamplingParams(logprobs=True, **options)
     logits = prefill(model, PROMPT, model.new_cache(60))[:N_VOCAB]
     generator = random_generator(params, torch.device("cpu"))
-    text = History(torch.tensor(PROMPT), len(PROMPT)) if "repetition_penalty" in settings else None
+    text = History(torch.tensor(PROMPT), len(PROMPT)) if "repetition_penalty" in options else None
     with NoSynchronization():
         with pytest.raises(AssertionError, match="waits"):
             int(logits.argmax())
-        choose(logits, params, text=text, generator=generator)
+        choose(logits, params, [generator], text)
 
 
-def test_a_draw_equals_that_of_multinomial_and_follows_the_distribution() -> None:
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01, 0.0])
-    rows = probabilities.expand(20000, -1)
-    ours = sample(rows, torch.Generator().manual_seed(0))
-    assert torch.equal(ours, torch.multinomial(rows, 1, generator=torch.Generator().manual_seed(0))[:, 0])
-    counts = torch.bincount(ours, minlength=6).double()
-    expected = 20000 * probabilities.double()
-    assert counts[5] == 0
-    chi_square = float(((counts - expected).square() / expected)[:5].sum())
-    assert chi_square < 18.5  # 4 degrees of freedom, 1 in 1,000
+DRAWS = [
+    {"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 2.0, "top_p": 0.3},
+    {"temperature": 1.0, "top_p": 0.01}, {"temperature": 0.8, "top_k": 5}, {"temperature": 0.8, "top_k": 7, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.2}, {"temperature": 1.3, "min_p": 0.9}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.7, "min_p": 0.05}, {"temperature": 3.0, "top_p": 0.0},
+    {"temperature": 1.0, "top_p": 0.6, "top_k": 30, "min_p": 0.02},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("options", DRAWS, ids=str)
+def test_draws_follow_the_distribution(options: dict[str, Any], on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU no filter but top_k is applied before a draw; `probs` applies all of them."""
+    monkeypatch.setattr(sampling, "reads_are_free", lambda tensor: not on_gpu)
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(0))  # (V,)
+    logits[[4, 9, 11]] = float(logits[20])  # equal logits, some of them inside and some outside of a set
+    params = SamplingParams(**options)
+    generator = torch.Generator().manual_seed(2)
+    ids, _ = choose(logits.expand(2500, -1), params, [generator] * 2500)  # (2500,)
+    expected = 2500 * probs(logits, params).double()
+    kept = expected > 0
+    counts = torch.bincount(ids, minlength=24).double()
+    assert counts[~kept].sum() == 0
+    chi_square = float(((counts - expected).square() / expected)[kept].sum())
+    freedom = int(kept.sum()) - 1
+    assert chi_square <= freedom + 4 * (2 * freedom) ** 0.5 + 6  # far beyond 1 in 1,000 for any number of degrees
+
+
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
+    weights = torch.rand(500, 40, generator=torch.Generator().manual_seed(0)).where(torch.arange(40) % 3 > 0, 0)
+    uniform = 1 - torch.rand(500, generator=torch.Generator().manual_seed(7), dtype=torch.float64).numpy()
+    sums = weights.double().numpy().cumsum(-1)
+    expected = [int(numpy.searchsorted(row, u * row[-1])) for row, u in zip(sums, uniform, strict=True)]
+    assert sample(weights, torch.Generator().manual_seed(7)).tolist() == expected
+
+
+@given(st.integers(0, 10**6), st.floats(0.0, 0.999), st.floats(0.1, 6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_top_p_from_a_few_candidates_keeps_what_sorting_all_keeps(
+    seed: int, p: float, scale: float, equal: bool
+) -> None:
+    logits = scale * torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed))  # (B, V)
+    logits = logits.round() if equal else logits  # many equal logits
+    order = logits.double().softmax(-1).sort(descending=True, stable=True)  # (B, V)
+    outside = order.values.cumsum(-1) - order.values >= p
+    outside[..., 0] = False
+    expected = outside.scatter(-1, order.indices, outside)
+    near = (order.values.cumsum(-1) - order.values - p).abs().amin() < 1e-6  # rounding decides
+    assert near or torch.equal(sampling.top_p(logits, p).isneginf(), expected)
 
 
 def test_a_cache_is_freed_with_its_last_reference() -> None:

@@ -277,7 +277,7 @@ def test_answers_follow_the_models_distribution(
         counts[int((torch.tensor(answer) * powers).sum())] += 1
         drafted, accepted = drafted + draft.drafted, accepted + draft.accepted
     assert runs < drafted
-    assert drafted * 0.1 < accepted < drafted * 0.9
+    assert drafted * 0.05 < accepted < drafted * 0.9
     p = p_value(counts, runs * all_answers(model, prompt, SamplingParams(**options)))
     print(f"p = {p:.3g}, {accepted} of {drafted} drafted tokens accepted")
     assert p > 1e-4

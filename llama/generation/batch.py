@@ -37,7 +37,17 @@ from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
 from ..generate import prefill_chunks, prompt_chunk, room_for
 from ..model import Transformer
-from ..sampling import Chooser, Constraint, SamplingParams, Token, check_extreme, extreme, logprob_of, most_probable
+from ..sampling import (
+    Chooser,
+    Constraint,
+    SamplingParams,
+    Token,
+    check_extreme,
+    choose_rows,
+    extreme,
+    logprob_of,
+    most_probable,
+)
 from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
@@ -318,15 +328,13 @@ class Batch:
         yield from self._grow()
         if not self._active():
             return
-        best: tuple[Tensor, ...]
+        active = [(row, slot, slot.sequence) for row, slot in enumerate(self.slots) if slot.sequence is not None]
         with self.model.runner.threads(self._width):
             logits = self._next_logits()  # (B, V)
-            best = logits.argmax(-1), extreme(logits)  # (B,) each
-        ids, extremes = best if self.model.world is None else self.model.world.agree(best)
-        for slot, *row in list(zip(self.slots, logits, ids.tolist(), extremes.tolist(), strict=False)):
-            if slot.sequence is not None:
-                slot.ids.append(slot.next)
-                yield from self._choose_next(slot, row[0], (row[1], row[2]))
+            choices = choose_rows({row: sequence.chooser for row, _, sequence in active}, logits)
+        for row, slot, _ in active:
+            slot.ids.append(slot.next)
+            yield from self._choose_next(slot, logits[row], choices.get(row))
 
     def _grow(self) -> Iterator[Event]:
         """Make room for one more token in each row. If memory runs out, the longest answer ends with an error."""
@@ -376,8 +384,8 @@ class Batch:
             self.cache.swap_rows(target, source, max(len(self.slots[i].ids) for i in (target, source)))
             self.slots[target], self.slots[source] = self.slots[source], self.slots[target]
 
-    def _choose_next(self, slot: Slot, logits: Tensor, best: tuple[int, float] | None) -> Iterator[Event]:
-        """Choose a slot's next token from logits (V,). best: the most probable id and `extreme(logits)`, if known."""
+    def _choose_next(self, slot: Slot, logits: Tensor, choice: tuple[int, float] | None) -> Iterator[Event]:
+        """Choose a slot's next token from logits (V,), or take a choice of `choose_rows`."""
         sequence = slot.sequence
         if sequence is None:
             return
@@ -387,7 +395,7 @@ class Batch:
             yield self._end(slot)
             return
         try:
-            token = sequence.chooser.choose(logits, best)
+            token = sequence.chooser.choose(logits, choice)
         except LlamaError as error:
             self._clear(slot)
             yield self._end(slot, error)

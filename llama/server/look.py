@@ -134,11 +134,11 @@ class Looks:
         chooser = Chooser(ids, params, kept.cache.device, *common, start)
         logits = model.output(hidden)[0].float()  # (V,)
         for step in range(room):
-            report: dict[str, Tensor] = {}
             with model.runner.threads(1), self._switched(off), self._checked():
                 if step > 0:
                     logits = next_logits(model, chooser.text[-1], kept.cache)  # (V,)
-                token = chooser.choose(logits, report=report.__setitem__)
+                report = chooser.stages(logits)
+                token = chooser.choose(logits)
             kept.ids = chooser.text[: kept.cache.length]
             yield self._drawn(token.id, report, top, greedy=params.greedy)
             if token.stop:
