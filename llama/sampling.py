@@ -27,7 +27,6 @@ MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
 CANDIDATES = 1024  # the most probable tokens, among which `top_p` looks first
-TRIES = 8  # draws that a filter may reject before `choose` applies it
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
@@ -96,14 +95,12 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     total, some = cumulative(probability)[..., -1:], probability.gather(-1, index)  # (.., 1), (.., N)
     outside = cumulative(some) - some >= p * total  # (.., N): whether the tokens before it reach p
     outside[..., 0] = False
-    return (logits - math.inf).scatter(-1, index, ordered.masked_fill(outside, -math.inf))  # (.., V)
+    none = logits.new_full(logits.shape, -math.inf)
+    return none.scatter(-1, index, ordered.masked_fill(outside, -math.inf))  # (.., V)
 
 
 def candidates(probability: Tensor, p: float) -> Tensor:
-    """Ids (.., N), ascending, with those of the smallest sets that reach p under probabilities (.., V).
-
-    They are the `CANDIDATES` most probable ids or, if these are too few or on a GPU, all. Sorting a few saves time.
-    """
+    """Ids (.., N), ascending, with all that `top_p` keeps: a few, which are faster to sort, or all of (.., V)."""
     import torch
 
     if reads_are_free(probability) and probability.shape[-1] > CANDIDATES:
@@ -111,11 +108,11 @@ def candidates(probability: Tensor, p: float) -> Tensor:
         above = best.where(best > best[..., -1:], 0)  # topk may have left out others that equal the last one
         if bool((above.sum(-1) > p).all()):
             return index.sort().values
-    return torch.arange(probability.shape[-1], device=probability.device).expand(probability.shape)  # (.., V)
+    return torch.arange(probability.shape[-1], device=probability.device).expand(probability.shape)
 
 
 def cumulative(weights: Tensor) -> Tensor:
-    """The sums of weights (.., V) up to each, in float64 if the device has it."""
+    """The sums of weights (.., V) up to each, in float64 if the device has it: the same shape."""
     import torch
 
     return weights.cumsum(-1, dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
@@ -332,11 +329,10 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return search(cumulative(weights), generator)
 
 
-def search(sums: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One draw from each distribution, given by `cumulative` weights (.., V): (..) int64.
+def search(sums: Tensor, generator: torch.Generator | None) -> Tensor:
+    """`sample` by `cumulative` weights (.., V): the first id whose sum reaches a uniform number, which is not 0.
 
-    The first id whose sum reaches a uniform number. The number is not 0, so an id with weight 0 is never drawn. NaN
-    draws an arbitrary id.
+    So an id with weight 0 is never drawn. NaN draws an arbitrary id.
     """
     import torch
 
@@ -358,57 +354,43 @@ def choose(
     One generator for each row; text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make
     this function wait for a GPU. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
     """
-    late = params.filters if reads_are_free(logits) and {*params.filters.values()} <= {*KEEP_BEST} else {}
-    late = {name: mask for name, mask in late.items() if mask is not top_k}
+    simple = reads_are_free(logits) and {*params.filters.values()} <= {*KEEP_BEST}
+    late = params.filters.keys() & {"top_p", "min_p"} if simple else ()
     *_, (_, edited) = stages(logits, params, text, allowed, late)
     ids = edited.argmax(-1) if params.greedy else draw(edited, params, late, generators)  # (..)
     return ids, extreme(logits)
 
 
 def draw(
-    logits: Tensor,
-    params: SamplingParams,
-    late: Mapping[str, Filter],
-    generators: Sequence[torch.Generator | None],
+    logits: Tensor, params: SamplingParams, late: Collection[str], generators: Sequence[torch.Generator | None]
 ) -> Tensor:
     """Draw an id from each row of logits (.., V), after the filters `late`: top_p, min_p, both or none. -> (..) int64.
 
-    Nothing is sorted: an id is drawn from all, and drawn again if a filter excludes it, so those that are kept have the
-    filtered distribution. top_p keeps at least p of the draws. After `TRIES` draws, the filters are applied.
+    Nothing is sorted. An id is drawn from all. If a filter excludes it, the next one is drawn from those that come
+    before it, since all others are excluded, too. So what is kept has the filtered distribution.
     """
     import torch
 
     shape, logits = logits.shape[:-1], logits.reshape(-1, logits.shape[-1])  # (B, V)
-    weights = (logits - logits.amax(-1, keepdim=True)).exp_()  # (B, V)
-    sums, ids = cumulative(weights), []  # (B, V)
-    for row, generator in enumerate(generators):
-        for _ in range(TRIES):
-            id = search(sums[row], generator)  # ()
-            if not late or (
-                is_in_top_p(weights[row], sums[row], id, params.top_p) and is_in_min_p(logits[row], id, params.min_p)
-            ):
-                break
-        else:
-            kept = logits[row]  # (V,)
-            for name, mask in late.items():
-                kept = mask(kept, getattr(params, name))
-            id = sample(kept.softmax(-1), generator)  # ()
+    weights, ids = (logits - logits.amax(-1, keepdim=True)).exp_(), []  # (B, V)
+    for values, row, sums, generator in zip(logits, weights, cumulative(weights), generators, strict=True):  # (V,) each
+        id, total = search(sums, generator), sums[-1]  # () each
+        while ("top_p" in late and beyond_top_p(row, id, params.top_p * total)) or (
+            "min_p" in late and bool(values[id] < values.amax() + math.log(params.min_p))
+        ):
+            equal = (row == row[id]) & (torch.arange(len(row)) < id)
+            id = search(cumulative(row.where((row > row[id]) | equal, 0)), generator)
         ids.append(id)
-    return torch.stack(ids).view(shape)
+    return torch.stack(ids).view(shape)  # (..)
 
 
-def is_in_top_p(weights: Tensor, sums: Tensor, id: Tensor, p: float) -> bool:
-    """Whether `top_p` keeps an id () under weights (V,), whose `cumulative` sums are given."""
+def beyond_top_p(weights: Tensor, id: Tensor, most: Tensor) -> bool:
+    """Whether an id () is not the first, and the weights (V,) that come before it reach `most` (), as in `top_p`."""
     import torch
 
     own = float(weights[id])
-    larger, equal = torch.threshold(weights, own, 0).sum(), (weights[:id] == own).sum()  # () each
-    return p == 1 or bool(larger + own * equal < p * sums[-1])
-
-
-def is_in_min_p(logits: Tensor, id: Tensor, p: float) -> bool:
-    """Whether `min_p` keeps an id () under logits (V,)."""
-    return p == 0 or bool(logits[id] >= logits.amax() + math.log(p))
+    before = torch.threshold(weights, own, 0).sum() + own * (weights[:id] == own).sum()  # (): larger and equal ones
+    return bool(before > 0) and bool(before >= most)
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
