@@ -26,7 +26,9 @@ MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
-CANDIDATES = 1024  # the most probable tokens, among which `top_p` looks first
+CANDIDATES = 1024  # the most probable tokens, which top_p sorts first
+SPARE = 64  # tokens beyond k that `choose` looks at, since they may equal the k-th
+BLOCK = 128  # ids; `sample` first draws a block
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
@@ -103,12 +105,18 @@ def candidates(probability: Tensor, p: float) -> Tensor:
     """Ids (.., N), ascending, with all that `top_p` keeps: a few, which are faster to sort, or all of (.., V)."""
     import torch
 
-    if reads_are_free(probability) and probability.shape[-1] > CANDIDATES:
-        best, index = probability.topk(CANDIDATES)  # (.., N) each
-        above = best.where(best > best[..., -1:], 0)  # topk may have left out others that equal the last one
-        if bool((above.sum(-1) > p).all()):
-            return index.sort().values
+    if reads_are_free(probability):
+        index, least = largest(probability, CANDIDATES)  # (.., N), (.., 1)
+        some = probability.gather(-1, index)  # (.., N)
+        if bool((some.where(some > least, 0).sum(-1) > p).all()):  # others may equal the least
+            return index
     return torch.arange(probability.shape[-1], device=probability.device).expand(probability.shape)
+
+
+def largest(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The ids of the n largest values (.., V), ascending, and the least of these values: (.., n) and (.., 1)."""
+    best, index = values.topk(min(n, values.shape[-1]))  # (.., n) each
+    return index.sort().values, best[..., -1:]
 
 
 def cumulative(weights: Tensor) -> Tensor:
@@ -267,7 +275,7 @@ def extreme(logits: Tensor) -> Tensor:
 
     This one number shows whether all logits are finite, since a minimum or maximum that includes NaN is NaN.
     """
-    low, top = logits.aminmax(dim=-1)
+    low, top = logits.amin(-1), logits.amax(-1)  # aminmax with a dim takes ten times as long
     return top.where(low > -LARGEST_LOGIT, low)
 
 
@@ -325,21 +333,26 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
 
 
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One draw from each distribution, in proportion to weights (.., V): (..) int64. Does not wait for the device."""
-    return search(cumulative(weights), generator)
+    """One draw from each distribution, in proportion to weights (.., V): (..) int64. Does not wait for the device.
 
-
-def search(sums: Tensor, generator: torch.Generator | None) -> Tensor:
-    """`sample` by `cumulative` weights (.., V): the first id whose sum reaches a uniform number, which is not 0.
-
-    So an id with weight 0 is never drawn. NaN draws an arbitrary id.
+    First a block of ids is drawn, then an id of the block. An id with weight 0 is never drawn.
     """
+    import torch.nn.functional as F
+
+    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # (.., V / 128, 128)
+    block = search(blocks.sum(-1), generator)  # (.., 1)
+    inside = blocks.take_along_dim(block[..., None], -2).squeeze(-2)  # (.., 128)
+    return (block * BLOCK + search(inside, generator)).squeeze(-1).clamp_(max=weights.shape[-1] - 1)  # (..)
+
+
+def search(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The first index at which the sum of weights (.., N) reaches a uniform number: (.., 1). NaN gives any index."""
     import torch
 
+    sums = cumulative(weights)  # (.., N)
     shape = (*sums.shape[:-1], 1)
     uniform = 1 - torch.rand(shape, generator=generator, dtype=sums.dtype, device=sums.device)  # above 0, at most 1
-    found = torch.searchsorted(sums, uniform * sums[..., -1:])  # (.., 1)
-    return found.squeeze(-1).clamp_(max=sums.shape[-1] - 1)  # (..)
+    return torch.searchsorted(sums, uniform * sums[..., -1:]).clamp_(max=sums.shape[-1] - 1)  # (.., 1)
 
 
 def choose(
@@ -355,10 +368,18 @@ def choose(
     this function wait for a GPU. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
     """
     simple = reads_are_free(logits) and {*params.filters.values()} <= {*KEEP_BEST}
-    late = params.filters.keys() & {"top_p", "min_p"} if simple else ()
+    late = params.filters.keys() if simple else ()
     *_, (_, edited) = stages(logits, params, text, allowed, late)
-    ids = edited.argmax(-1) if params.greedy else draw(edited, params, late, generators)  # (..)
-    return ids, extreme(logits)
+    if params.greedy:
+        return edited.argmax(-1), extreme(logits)
+    if "top_k" not in late:
+        return draw(edited, params, late, generators), extreme(logits)
+    index, _ = largest(edited, params.top_k + SPARE)  # (.., N)
+    some = top_k(edited.gather(-1, index), params.top_k)  # (.., N)
+    if bool(some.amin(-1).isneginf().all()):  # all that equal the k-th are among them
+        ids = draw(some, params, late, generators)  # (..)
+        return index.gather(-1, ids[..., None])[..., 0], extreme(logits)
+    return draw(top_k(edited, params.top_k), params, late, generators), extreme(logits)
 
 
 def draw(
@@ -373,24 +394,26 @@ def draw(
 
     shape, logits = logits.shape[:-1], logits.reshape(-1, logits.shape[-1])  # (B, V)
     weights, ids = (logits - logits.amax(-1, keepdim=True)).exp_(), []  # (B, V)
-    for values, row, sums, generator in zip(logits, weights, cumulative(weights), generators, strict=True):  # (V,) each
-        id, total = search(sums, generator), sums[-1]  # () each
-        while ("top_p" in late and beyond_top_p(row, id, params.top_p * total)) or (
-            "min_p" in late and bool(values[id] < values.amax() + math.log(params.min_p))
-        ):
-            equal = (row == row[id]) & (torch.arange(len(row)) < id)
-            id = search(cumulative(row.where((row > row[id]) | equal, 0)), generator)
+    for values, row, generator in zip(logits, weights, generators, strict=True):  # (V,) each
+        id = sample(row, generator)  # ()
+        while late:
+            earlier = come_before(values, id)  # (V,)
+            in_top_p = "top_p" not in late or not bool(earlier @ row >= params.top_p * row.sum())
+            in_min_p = "min_p" not in late or not bool(values[id] < values.amax() + math.log(params.min_p))
+            if (in_top_p and in_min_p) or not bool(earlier.any()):
+                break
+            id = sample(row * earlier, generator)  # ()
         ids.append(id)
     return torch.stack(ids).view(shape)  # (..)
 
 
-def beyond_top_p(weights: Tensor, id: Tensor, most: Tensor) -> bool:
-    """Whether an id () is not the first, and the weights (V,) that come before it reach `most` (), as in `top_p`."""
+def come_before(logits: Tensor, id: Tensor) -> Tensor:
+    """Which ids are more probable than `id` (), or as probable and lower, as 0 or 1 in float32: (V,) -> (V,)."""
     import torch
 
-    own = float(weights[id])
-    before = torch.threshold(weights, own, 0).sum() + own * (weights[:id] == own).sum()  # (): larger and equal ones
-    return bool(before > 0) and bool(before >= most)
+    found = torch.gt(logits, logits[id], out=torch.empty_like(logits))  # fast: no comparison as bool
+    torch.ge(logits[:id], logits[id], out=found[:id])
+    return found
 
 
 def logprob_of(logits: Tensor, ids: Tensor) -> Tensor:
