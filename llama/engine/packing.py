@@ -49,7 +49,11 @@ def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
     tiles = weight.tiles()
     if tiles is not None and weight.format == format:
         return tiles
-    if weight.is_stored_as(format) or not kernels.ready():
+    blocks = weight.blocks() if weight.format == format and kernels.ready() else None
+    if blocks is not None:
+        tiles = empty_in_large_pages(*tiles_shape(weight.shape, format))
+        kernels.pack_blocks(*blocks, tiles)
+    elif weight.is_stored_as(format) or not kernels.ready():
         read = _reader(weight, format, torch.device("cpu"))
         tiles = _in_pieces(weight, format, PACKED, lambda rows, out: pack(read(rows), out))
     else:

@@ -106,7 +106,7 @@ inline void write_block(const Block* rows, const Kind& kind, int64_t inputs, uin
     uint8_t* const numbers = kind.levels ? to : to + weights;
     for (int64_t i = 0; i < 1 + kind.offset; i++)
         for (int64_t r = 0; r < ROWS; r++) {
-            const uint16_t number = rows[r].numbers[i], size = number & 0x7fff;
+            const uint16_t size = rows[r].numbers[i] & 0x7fff, number = rows[r].numbers[i] | (size > 0x7c00) << 9;  // a NaN is quiet
             std::memcpy(numbers + 32 * i + 2 * r, &number, 2);
             for (int64_t g = 0; g < groups; g++) {  // of a factor that is 0 or not finite, 0
                 const int8_t integer = size > 0 && size < 0x7c00 ? rows[r].integers[i][g] : 0;
@@ -149,15 +149,16 @@ void pack_blocks(const Tensor& raw, std::string type, std::optional<Tensor> orde
     for (int64_t i = 0; rows && i < N; i++) require(rows[i] >= 0 && rows[i] < raw.size(0), "numbers of rows");
     const auto* from = (const uint8_t*)raw.const_data_ptr();
     auto* tiles = (uint8_t*)out.mutable_data_ptr();
+    const int64_t inputs = known->inputs(), stride = raw.stride(0);
     for_each_part(out.size(0), ROWS * raw.size(1), [&](int64_t t) {
+        Block blocks[ROWS] = {};
         for (int64_t b = 0; b < count; b++) {
-            Block blocks[ROWS] = {};
             for (int64_t r = 0; r < ROWS; r++) {
                 const int64_t n = t * ROWS + r;
-                if (n < N) known->read(from + (rows ? rows[n] : n) * raw.stride(0) + b * known->bytes, blocks[r]);
-                else if (!kind.offset && !kind.codebook) std::memset(blocks[r].quants, 1 << (kind.bits - 1), BLOCK);
+                std::memset(blocks[r].quants, n < N || kind.offset || kind.codebook ? 0 : 1 << (kind.bits - 1), inputs);
+                if (n < N) known->read(from + (rows ? rows[n] : n) * stride + b * known->bytes, blocks[r]);
             }
-            write_block(blocks, kind, known->inputs(), tiles + t * s.tile + b * s.stride);
+            write_block(blocks, kind, inputs, tiles + t * s.tile + b * s.stride);
         }
         for (int64_t i = 0; kind.codebook && i < 64; i++) tiles[(t + 1) * s.tile - 64 + i] = IQ4_VALUES[i % 16] + 128;
     });
