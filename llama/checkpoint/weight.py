@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..quant.groups import GroupedWeight, GroupFormat
 from ..quant.tiles import TILE
-from ..system.pages import drop_pages
+from ..system.pages import drop_pages, empty_in_large_pages
 
 # Floating-point dtypes in which weights may be stored -> their name in the formats, and the reverse
 FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -174,7 +174,9 @@ class ReorderedWeight(DerivedWeight):
 
     def floats(self) -> Tensor:
         base, order = self._rows()
-        return base.floats()[order]
+        stored = base.floats()
+        out = empty_in_large_pages(len(order), stored[0].nbytes).view(stored.dtype).view(self.shape)
+        return torch.index_select(stored, 0, order, out=out)
 
     def groups(self) -> GroupedWeight:
         base, order = self._rows()
