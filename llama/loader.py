@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.runtime import no_cudnn_attention, pick_dtype
 from .errors import CheckpointError, ConfigError, DamagedError, UsageError
-from .generate import prompt_chunk
+from .generate import Progress, prompt_chunk
 from .hub import resolve
 from .model import Transformer
 from .quant.groups import GroupFormat
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from .text import Llama
 
 LOG = logging.getLogger(__name__)
-SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
+SMALL, LARGE = 2**22, 2**27  # bytes in the model; weights between them are read by several threads
 
 
 @dataclass(frozen=True)
@@ -207,11 +206,14 @@ def build(
     return build_plan(plan, empty_model(plan))
 
 
-def build_plan(plan: Plan, model: Transformer) -> Transformer:
-    """Execute a plan: check the memory, fill the empty model, attach its runner, log the warnings."""
+def build_plan(plan: Plan, model: Transformer, progress: Progress | None = None) -> Transformer:
+    """Execute a plan: check the memory, fill the empty model, attach its runner, log the warnings.
+
+    progress  called after each layer: progress(bytes of the weights so far, bytes of all weights)
+    """
     if plan.options.check_memory:
         check_memory(plan)
-    attach_runner(fill(model, plan), plan)
+    attach_runner(fill(model, plan, progress), plan)
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
     return model
@@ -344,7 +346,7 @@ def empty_model(plan: Plan) -> Transformer:
         return Transformer(plan.config, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
 
 
-def fill(model: Transformer, plan: Plan) -> Transformer:
+def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> Transformer:
     """Replace the layers of an empty model one by one with filled ones; returns the model."""
     if plan.checkpoint.adapters:  # part of the model's identity, for saved sessions
         identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
@@ -352,18 +354,21 @@ def fill(model: Transformer, plan: Plan) -> Transformer:
     for i, device in enumerate(plan.placement.layers):
         attend = Attend(pick_attention(device, plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
-    # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
-    # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
-    entries = {
-        name.removesuffix(".weight"): math.prod(planned.weight.shape)
+    # numpy converts what the kernels can't, and releases the GIL, so several threads use several cores. For a small
+    # weight, passing the GIL takes longer than that saves. At most one large weight is in memory twice.
+    sizes = {
+        name.removesuffix(".weight"): planned.memory_footprint
         for name, planned in plan.weights.items()
         if name.endswith(".weight")  # a layer's bias is filled with it
     }
-    for name in [name for name, count in entries.items() if not SMALL <= count <= LARGE]:
-        fill_layer(model, name, plan)
-    shared = [name for name, count in entries.items() if SMALL <= count <= LARGE]
+    shared = [name for name, size in sizes.items() if SMALL <= size <= LARGE]
+    done, total = 0, sum(sizes.values())
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
-        list(pool.map(lambda name: fill_layer(model, name, plan), shared))
+        for names, run in (([name for name in sizes if name not in shared], map), (shared, pool.map)):
+            for name, _ in zip(names, run(lambda name: fill_layer(model, name, plan), names), strict=True):
+                done += sizes[name]
+                if progress is not None:
+                    progress(done, total)
     return model
 
 

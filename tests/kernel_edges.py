@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +20,10 @@ from llama.engine import kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import make_linear
 from llama.model import RMSNorm, Runner, Transformer
+from llama.quant.gguf_types import block_of
+from llama.quant.groups import READERS
 from llama.quant.schemes import pick_scheme
-from llama.quant.tiles import scales_of, unpack
+from llama.quant.tiles import pack, scales_of, unpack
 from llama.rope import RotaryEmb
 
 from . import tiny
@@ -263,7 +266,26 @@ def embeddings() -> None:
         assert torch.equal(found, unpack(layer(groups).tiles, n, k, groups.format).weight[ids]), (kind, n, k)
 
 
-CHECKS = (products, panels, quantization, bfloat16_products, widened_products, attentions, prompts, layers, embeddings)
+def packing() -> None:
+    """pack_blocks: every type, a part of the rows, rows in another order, a part of the columns."""
+    rng = np.random.default_rng(0)
+    for name, rows in itertools.product(READERS, OUT):
+        size = block_of(name)[1]
+        whole = rng.integers(0, 256, (rows, 3 * size), dtype=np.uint8)
+        for raw in (whole, whole[rows // 2 :, size:]):
+            with np.errstate(invalid="ignore"):
+                groups = READERS[name](raw)
+            for order in (None, torch.from_numpy(rng.permutation(len(raw)))):
+                expected = pack(groups if order is None else groups.rows(order))
+                found = torch.empty_like(expected)
+                kernels.pack_blocks(torch.from_numpy(raw), name, order, found)
+                assert torch.equal(found, expected), (name, rows)
+
+
+CHECKS = (
+    products, panels, quantization, bfloat16_products, widened_products, attentions, prompts, layers, embeddings,
+    packing,
+)  # fmt: skip
 
 
 TILES = (panels, bfloat16_products, prompts)  # what uses the tile registers of AMX

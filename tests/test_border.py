@@ -45,6 +45,9 @@ SHAPES = [(H * D, C), (KV * D, C), (KV * D, C), (C, H * D), (F, C), (F, C), (C, 
 GOOD: dict[str, Callable[[], list[Any]]] = {
     "linear_tiles": lambda: [noise(T, C), packed(F, C), 8, 32, True, F, False, False],
     "quantize_to_tiles": lambda: [noise(F, C), torch.ones(2), 4, 32, True],
+    "pack_blocks": lambda: [
+        torch.zeros(40, 2 * 144, dtype=torch.uint8), "Q4_K", torch.arange(17), torch.zeros(2, 2 * 2368, dtype=torch.uint8)
+    ],
     "linear_bf16": lambda: [noise(*shape, dtype=torch.bfloat16) for shape in ((T, C), (F, C), (F,))],
     "attend": lambda: [
         noise(B, H, T, D), *caches(), torch.ones(B, 1, T, S, dtype=torch.bool), None, None
@@ -103,6 +106,8 @@ def test_an_operator_refuses_a_tensor_of_another_dtype_size_or_layout(case: str,
 @pytest.mark.parametrize(("case", "i", "value"), [
     ("linear_tiles", 2, 7), ("linear_tiles", 3, 48), ("linear_tiles", 5, F + 16), ("linear_tiles", 6, True),
     ("rows_of_tiles", 2, 7), ("rows_of_tiles", 5, F + 16), ("rows_of_tiles", 2, 16),
+    ("pack_blocks", 1, "Q4_0"), ("pack_blocks", 1, "Q1_0"), ("pack_blocks", 2, None),
+    ("pack_blocks", 2, torch.tensor([*range(16), 40])), ("pack_blocks", 2, torch.tensor([*range(16), -1])),
     ("quantize_to_tiles", 2, 5), ("quantize_to_tiles", 3, 256), ("layers", 1, []), ("layers", 4, []), ("layers", 7, []),
     ("layers", 12, []), ("layers", 16, S + 1), ("layers", 16, -1),
 ])  # fmt: skip

@@ -8,17 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
 from llama.checkpoint.gguf import GGUFWeight
+from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.placement import Placement
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill, prefill_chunks
 from llama.model import Transformer
+from llama.quant.gguf_types import block_of
 from llama.system import memory, pages
 
 from . import tiny
@@ -249,3 +253,37 @@ def test_a_large_tensor_begins_at_a_large_page_and_asks_for_such_pages() -> None
     )
     (flags,) = (flags for start, end, flags in found if int(start, 16) <= tensor.data_ptr() < int(end, 16))
     assert "hg" in flags.split()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SMAPS.exists() and kernels.ready()), reason="needs Linux and the C++ kernels")
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_0", "Q8_0"])
+def test_loading_takes_no_more_memory_than_the_packed_weights(
+    tmp_path: Path, type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook samples the memory of this process after each pack; afterwards no page of the file is mapped."""
+    config = ModelConfig(1024, 4, 8, 4, 128, 4096, 4096, max_seq_len=64, tie_embeddings=False)
+
+    def stored(array: np.ndarray, type: gguf.GGMLQuantizationType) -> np.ndarray:
+        if type.name == "F32":
+            return array.astype(np.float32)
+        per_block, size = block_of(type.name)
+        return np.ones((len(array), array.shape[1] // per_block * size), np.uint8)
+
+    monkeypatch.setattr(gguf.quants, "quantize", stored)
+    path = tiny.write_gguf(tmp_path / "x.gguf", config, tiny.weights(config), quantization=type)
+
+    def used() -> dict[str, int]:
+        found = re.findall(r"^(RssAnon|RssFile):\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+        return {name: 1024 * int(size) for name, size in found}
+
+    samples, pack = [], kernels.pack_blocks
+    monkeypatch.setattr(kernels, "pack_blocks", lambda *args: (pack(*args), samples.append(used())))
+    plan = loader.make_plan(loader.open_model(path), loader.LoadOptions(device="cpu", fast=True))
+    model, before = loader.empty_model(plan), used()
+    loader.build_plan(plan, model)
+    samples.append(used())
+    size = sum(planned.memory_footprint for planned in plan.weights.values())
+    assert max(sample["RssAnon"] for sample in samples) - before["RssAnon"] < 1.1 * size
+    assert max(sample["RssFile"] for sample in samples) - before["RssFile"] < 0.5 * path.stat().st_size
+    assert samples[-1]["RssFile"] - before["RssFile"] < 0.05 * path.stat().st_size

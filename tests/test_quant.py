@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,27 @@ def test_blocks_are_read_unchanged(name: str) -> None:
     assert 8 * tile_bytes(2048, blocks.format) / (TILE * 2048) <= 1.1 * 8 * size / per_block
     assert torch.equal(blocks.simple.weight, blocks.weight)
     assert int(blocks.simple.quants.max()) < 2**blocks.simple.bits
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", READERS)
+def test_the_kernels_pack_the_blocks_of_a_file_as_the_readers_do(name: str) -> None:
+    """Any bytes, some rows in another order, some columns; the scales also are 0, negative, subnormal and not finite."""
+    size, rng = block_of(name)[1], np.random.default_rng(1)
+    raw = rng.integers(0, 256, (50, 4, size), dtype=np.uint8)
+    at, width = SCALES.get(name, (0, 2))
+    odd = np.array([0, 0x8000, 1, 0x83FF, 0x7BFF, 0xFC00, 0x7C00, 0x7C01, 0x7E00, 0xFD55], "<u2")
+    raw[:40, :, at : at + width] = rng.choice(odd, (40, 4, width // 2)).view(np.uint8)
+    whole = raw.reshape(50, -1)
+    for rows, columns in itertools.product((slice(None), slice(3, 20), slice(7, 8)), ((0, 4), (1, 3))):
+        some = whole[rows, columns[0] * size : columns[1] * size]
+        for order in (None, torch.from_numpy(rng.integers(0, len(some), 33))):
+            with np.errstate(invalid="ignore"):  # infinity times 0
+                groups = READERS[name](some)
+            expected = pack(groups if order is None else groups.rows(order))
+            found = torch.full_like(expected, 77)
+            kernels.pack_blocks(torch.from_numpy(some), name, order, found)
+            assert torch.equal(found, expected), (rows, columns, order is None)
 
 
 @pytest.mark.parametrize("part", [slice(256, 768), slice(512, None), slice(0, 640), slice(32, 800)])

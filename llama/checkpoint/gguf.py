@@ -28,7 +28,7 @@ from . import base
 from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
 from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
-from .weight import DTYPES, Weight
+from .weight import DTYPES, Blocks, Weight
 
 LAYERS = "blk"
 TEMPLATE = "tokenizer.chat_template"
@@ -91,6 +91,13 @@ class GGUFWeight(Weight):
     def groups(self) -> GroupedWeight:
         raw, columns = self._stored_blocks()
         return READERS[self.stored](raw).columns(columns)  # a stored block may contain several groups
+
+    def blocks(self) -> Blocks | None:
+        if self.row_format() is None or len(self.whole) != 2:
+            return None
+        raw, columns = self._stored_blocks()
+        complete = columns.start == 0 and columns.stop == raw.shape[1] // self.info.size * self.info.block
+        return Blocks(torch.from_numpy(raw), self.stored) if complete else None
 
     def _stored_blocks(self) -> tuple[NDArray[np.uint8], slice]:
         """The bytes of the blocks that contain this part, and its columns within them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..quant.groups import GroupedWeight, GroupFormat
 from ..quant.tiles import TILE
-from ..system.pages import drop_pages
+from ..system.pages import drop_pages, empty_in_large_pages
 
 # Floating-point dtypes in which weights may be stored -> their name in the formats, and the reverse
 FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -20,10 +20,21 @@ DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 CACHED_ENTRIES = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
 
 
+class Blocks(NamedTuple):
+    """Quantized rows as a GGUF file stores them: their bytes (rows, bytes of a row), which may be mapped, and the type.
+
+    order  int64 (n,): row i of the weight is row order[i] of the bytes; None: all rows, as they are
+    """
+
+    raw: Tensor
+    type: str
+    order: Tensor | None = None
+
+
 class Weight:
     """A weight of a checkpoint; `weight[rows]` or `weight[rows, columns]` is a part of it, in slices.
 
-    Its values are read by `floats`, `groups` and `tiles`, and by nothing else.
+    Its values are read by `floats`, `groups`, `blocks` and `tiles`, and by nothing else.
 
     name     in the files
     stored   the type in the files: F32, BF16, F16, or the name of a quantization
@@ -81,6 +92,10 @@ class Weight:
     def groups(self) -> GroupedWeight:
         """The integers in which a matrix is stored, if it has a `format`."""
         raise NotImplementedError
+
+    def blocks(self) -> Blocks | None:
+        """A matrix in complete blocks of a GGUF type in READERS, if it is stored so; `groups` has the same values."""
+        return None
 
     def tiles(self) -> Tensor | None:
         """A matrix packed by tiles.pack and mapped, if it is stored so; its format is `format`."""
@@ -159,8 +174,15 @@ class ReorderedWeight(DerivedWeight):
 
     def floats(self) -> Tensor:
         base, order = self._rows()
-        return base.floats()[order]
+        stored = base.floats()
+        out = empty_in_large_pages(len(order), stored[0].nbytes).view(stored.dtype).view(self.shape)
+        return torch.index_select(stored, 0, order, out=out)
 
     def groups(self) -> GroupedWeight:
         base, order = self._rows()
         return base.groups().rows(order)
+
+    def blocks(self) -> Blocks | None:
+        base, order = self._rows()
+        found = base.blocks()
+        return found and found._replace(order=order if found.order is None else found.order[order])

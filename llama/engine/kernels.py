@@ -3,6 +3,7 @@
     linear_tiles       multiply x by a packed weight in 2 to 8 bits
     rows_of_tiles      dequantize some rows of a packed weight
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
+    pack_blocks        pack the blocks of a GGUF file
     linear_bf16        multiply rows of x by a weight in 16 bits: a few; with AMX, or if they widen, any number
     attend             attention
     layers             all layers of a model (cpu_runner.py)
@@ -53,7 +54,7 @@ FORMS = {
 }
 WIDENING = ("avx2", "neon")  # forms without instructions for bfloat16
 CPUINFO = Path("/proc/cpuinfo")
-OPERATORS = ("linear_tiles", "rows_of_tiles", "quantize_to_tiles", "linear_bf16", "attend", "layers")
+OPERATORS = ("linear_tiles", "rows_of_tiles", "quantize_to_tiles", "pack_blocks", "linear_bf16", "attend", "layers")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -fvisibility=hidden -pthread -w"
 
 
@@ -308,6 +309,11 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
     shares = torch.tensor(clips, dtype=torch.float32)
     tiles: Tensor = torch.ops.clearllama.quantize_to_tiles(rows, shares, bits, group, offset)
     return tiles
+
+
+def pack_blocks(raw: Tensor, type: str, order: Tensor | None, out: Tensor) -> None:
+    """Pack blocks of a GGUF type (rows, bytes) as tiles.pack does, into `out`; order (n,): the rows to pack, or all."""
+    torch.ops.clearllama.pack_blocks(raw, type, order, out)
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,10 +15,8 @@ from ..quant.tiles import TILE, pack, scales_of, tiles_shape
 from ..system.pages import empty_in_large_pages
 from . import kernels
 
-# Entries of a weight that are in memory unpacked
-QUANTIZED = 2**18  # if they are quantized on a CPU
-PACKED = 7 * 2**17  # if they are packed; from 2^15 scales on, PyTorch would start threads
-ON_GPU = 2**24  # on a GPU: more, since each operation costs a launch
+# Entries of a weight that are in memory unpacked, on a CPU, and on a GPU, where each operation costs a launch
+ON_CPU, ON_GPU = 2**18, 2**24
 
 
 def to_floats(weight: Weight, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -36,7 +34,7 @@ def to_floats(weight: Weight, device: torch.device, dtype: torch.dtype) -> Tenso
 def to_groups(weight: Weight, format: GroupFormat, device: torch.device) -> GroupedWeight:
     """A weight in groups on a device: those of the file if they have this format, otherwise quantized there."""
     read = _reader(weight, format, device)
-    found = joined([read(rows) for rows in weight.pieces(QUANTIZED if device.type == "cpu" else ON_GPU)])
+    found = joined([read(rows) for rows in weight.pieces(ON_CPU if device.type == "cpu" else ON_GPU)])
     weight.release()
     return found
 
@@ -49,9 +47,13 @@ def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
     tiles = weight.tiles()
     if tiles is not None and weight.format == format:
         return tiles
-    if weight.is_stored_as(format) or not kernels.ready():
+    blocks = weight.blocks() if weight.format == format and kernels.ready() else None
+    if blocks is not None:
+        tiles = empty_in_large_pages(*tiles_shape(weight.shape, format))
+        kernels.pack_blocks(*blocks, tiles)
+    elif weight.is_stored_as(format) or not kernels.ready():
         read = _reader(weight, format, torch.device("cpu"))
-        tiles = _in_pieces(weight, format, PACKED, lambda rows, out: pack(read(rows), out))
+        tiles = _in_pieces(weight, format, ON_CPU, lambda rows, out: pack(read(rows), out))
     else:
         tiles = _quantized_tiles(weight, format)
         check_scales(*scales_of(tiles, weight.shape[1], format).aminmax())
@@ -67,12 +69,10 @@ def _quantized_tiles(weight: Weight, format: GroupFormat) -> Tensor:
         return kernels.quantize_to_tiles(values, CLIPS[format.bits], *format[:3])
 
     if floats is None:
-        return _in_pieces(
-            weight, format, QUANTIZED, lambda rows, out: out.copy_(quantized(weight[rows].groups().weight))
-        )
+        return _in_pieces(weight, format, ON_CPU, lambda rows, out: out.copy_(quantized(weight[rows].groups().weight)))
     if floats.dtype in (torch.float32, torch.bfloat16):
         return quantized(floats)
-    return _in_pieces(weight, format, QUANTIZED, lambda rows, out: out.copy_(quantized(floats[rows])))
+    return _in_pieces(weight, format, ON_CPU, lambda rows, out: out.copy_(quantized(floats[rows])))
 
 
 def _reader(weight: Weight, format: GroupFormat, device: torch.device) -> Callable[[slice], GroupedWeight]:

@@ -114,11 +114,8 @@ def pack(groups: GroupedWeight, out: Tensor | None = None) -> Tensor:
 
 def _dense(quants: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
     """Integers of 1, 2, 4 or 8 bits (R, N) in words: byte i of a word has inputs i, i + 4, i + 8, ..."""
-    if bits == 8:
-        return quants.view(np.int32)
-    eight = quants.view(np.int64)  # 8 inputs, the first in the lowest byte: input i + 4 moves to byte i
-    words = (eight | eight >> 32 - bits).view(np.int32)[:, ::2]
-    return words if bits == 4 else _dense(np.ascontiguousarray(words).view(np.uint8), 2 * bits)
+    words, parts = quants.view(np.int32), 8 // bits
+    return np.bitwise_or.reduce([words[:, i::parts] << i * bits for i in range(parts)])
 
 
 def _sparse(words: Tensor, bits: int) -> Tensor:

@@ -69,9 +69,12 @@ def written_by(template: str, tokens: Iterable[str]) -> set[str]:
     return found
 
 
+CONTROL_LIKE = re.compile(r"<\|.*\|>|</?s>")
+
+
 def looks_control(token: str) -> bool:
     """Whether a token is written like <|this|>, <s> or </s>: a control string, even if a file marks it user-defined."""
-    return re.fullmatch(r"<\|.*\|>|</?s>", token) is not None
+    return CONTROL_LIKE.fullmatch(token) is not None
 
 
 def number_tokens(vocabulary: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:

@@ -116,17 +116,17 @@ class SentencePieceTokenizer(GGUFTokenizer, SentencePieceModelTokenizer):
         if not np.isfinite(scores).all():
             raise ValueError("tokenizer.ggml.scores has a value that is not finite")
         # A piece: its text (field 1), score (2, four bytes) and type (3)
+        score_and_type = [b"\x15%b\x18%c" % pair for pair in zip(scores.view("V4").tolist(), self.types, strict=True)]
         pieces = [
-            write_field(PIECE, write_field(1, token.encode()) + b"\x15" + score.tobytes() + bytes([0x18, type]))
-            for token, score, type in zip(self.tokens, scores, self.types, strict=True)
+            write_field(1, token.encode()) + more for token, more in zip(self.tokens, score_and_type, strict=True)
         ]
         trainer = write_field(MODEL_TYPE, BPE) + write_field(BYTE_FALLBACK, int(BYTE in self.types))
         trainer += write_field(UNK_SURFACE, b"")
         normalizer = write_field(ADD_DUMMY_PREFIX, int(self._flag("add_space_prefix", True)))
         normalizer += write_field(REMOVE_EXTRA_WHITESPACES, 0)
-        model = [*pieces, write_field(TRAINER, trainer), write_field(NORMALIZER, normalizer)]
+        model = {PIECE: pieces, TRAINER: [trainer], NORMALIZER: [normalizer]}
         settings |= {"add_bos_token": self._flag("add_bos_token", True), "legacy": True}
-        super().__init__(b"".join(model), where, settings, named)
+        super().__init__(model, where, settings, named)
         self.kind = "SentencePiece BPE with byte fallback"
         self._correct()
 

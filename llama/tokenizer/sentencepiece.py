@@ -7,6 +7,7 @@ Fields and types: google/sentencepiece src/sentencepiece_model.proto. Wire forma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,13 +52,10 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
     return value | data[at] << shift, at + 1
 
 
+@functools.cache  # a model has few different lengths
 def write_varint(value: int) -> bytes:
     """An integer with 7 bits per byte, low bits first; every byte except the last has the high bit set."""
-    low = bytearray()
-    while value > 0x7F:
-        low.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*low, value])
+    return bytes([value]) if value <= 0x7F else bytes([value & 0x7F | 0x80]) + write_varint(value >> 7)
 
 
 def write_field(number: int, value: int | bytes) -> bytes:
@@ -94,6 +92,11 @@ def read_messages(model: bytes) -> dict[int, list[bytes]]:
     return found
 
 
+def write_messages(messages: Mapping[int, list[bytes]]) -> bytes:
+    """The inverse of `read_messages`."""
+    return b"".join([write_field(number, value) for number, values in messages.items() for value in values])
+
+
 def last_number(message: bytes, number: int, default: int) -> int:
     """The value of a numeric field; the last one counts if a message repeats it."""
     return next((v for n, v, _ in reversed(list(read_fields(message))) if n == number and isinstance(v, int)), default)
@@ -113,19 +116,27 @@ def with_control(model: bytes, ids: set[int]) -> bytes:
 class SentencePieceModelTokenizer(Tokenizer):
     """The tokenizer of a SentencePiece model.
 
+    data      the bytes of the file, or its messages as `read_messages` returns them
     settings  the parsed tokenizer_config.json of a Hugging Face folder. It may add tokens after the pieces, name the
               begin and the end of a text, and add a space after every control token (legacy), as Meta's code does
     """
 
-    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None, named: Named = NOTHING):
+    def __init__(
+        self,
+        data: bytes | dict[int, list[bytes]],
+        where: str,
+        settings: Mapping[str, Any] | None = None,
+        named: Named = NOTHING,
+    ):
         self.kind = "SentencePiece model"
-        self.data, self._where, self.settings = data, where, settings or {}
+        self._where, self.settings = where, settings or {}
         with library_errors(where, "not a SentencePiece model, or a damaged one"):
             self._build(data, named, self.settings)
 
-    def _build(self, data: bytes, named: Named, settings: Mapping[str, Any]) -> None:
-        library = SentencePieceProcessor(model_proto=data)  # first, because `read_fields` trusts the message
-        messages = read_messages(data)
+    def _build(self, data: bytes | dict[int, list[bytes]], named: Named, settings: Mapping[str, Any]) -> None:
+        self.data = data if isinstance(data, bytes) else write_messages(data)
+        library = SentencePieceProcessor(model_proto=self.data)  # first, because `read_fields` trusts the message
+        messages = read_messages(data) if isinstance(data, bytes) else data
         if not {TRAINER, NORMALIZER} <= messages.keys():
             # A file cut at the end of a piece is a message too, and the library's defaults give other ids
             raise ValueError(f"it ends after {len(messages[PIECE])} pieces, expected its settings")
@@ -167,12 +178,12 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.strips_leading_space = prefix and bool(last_number(normalizer, ADD_DUMMY_PREFIX, 1))
         spaces = b"" if prefix else write_field(NORMALIZER, write_field(ADD_DUMMY_PREFIX, 0))
         if disguised or spaces:
-            library = SentencePieceProcessor(model_proto=with_control(data, disguised) + spaces)
+            library = SentencePieceProcessor(model_proto=with_control(self.data, disguised) + spaces)
         self.library = library
-        self._bytes = {id: self._bytes_of(id, token) for id, token in self.token_of.items()}
+        self._tokens, self._bytes = self.token_of, dict[int, bytes]()  # the bytes of the ids that were decoded
 
-    def _bytes_of(self, id: int, token: str) -> bytes:
-        if token in self.control and token not in self.visible:
+    def _bytes_of(self, id: int, token: str | None) -> bytes:
+        if token is None or (token in self.control and token not in self.visible):
             return b""
         if id >= self.library.vocab_size():
             return token.encode()
@@ -194,4 +205,7 @@ class SentencePieceModelTokenizer(Tokenizer):
         return self._encode(text) if self._space_after_control else self._encode_joined(text)
 
     def token_bytes(self, id: int) -> bytes:
-        return self._bytes.get(self._check_id(id), b"")
+        id = self._check_id(id)
+        if id not in self._bytes:
+            self._bytes[id] = self._bytes_of(id, self._tokens.get(id))
+        return self._bytes[id]

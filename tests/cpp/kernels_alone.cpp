@@ -10,6 +10,7 @@
 #include "../../llama/engine/cpp/attention.cpp"
 #include "../../llama/engine/cpp/formats.cpp"
 #include "../../llama/engine/cpp/layers.h"
+#include "../../llama/engine/cpp/pack.h"
 #include "../../llama/engine/cpp/rounding.h"
 
 int64_t torch_threads() { return torch::stable::get_num_threads(); }
@@ -186,6 +187,16 @@ void rows_of_weights() {
     }
 }
 
+void blocks_of_files() {
+    for (const BlockType& type : BLOCK_TYPES) {
+        const int64_t columns = 2 * type.inputs();
+        const Format& f = type.format;
+        Tensor tiles({3, shape_of(columns, f.bits, f.group(), f.offset, f.codebook, f.levels).tile}, Byte);
+        pack_blocks(random_tensor({37, 2 * type.bytes}, Byte), type.name, std::nullopt, tiles);
+        write(std::string("blocks, ") + type.name, tiles);
+    }
+}
+
 // Two layers of 4 heads and 2 key/value heads for 2 texts of T tokens after 6 cached ones; the second layer has no RoPE.
 void all_layers() {
     const int64_t B = 2, C = 64, D = 16, F = 96, S = 40, L = 2, shapes[WEIGHTS][2] = {{64, C}, {32, C}, {32, C}, {C, 64}, {F, C}, {F, C}, {C, F}};
@@ -233,5 +244,6 @@ int main(int count, char** arguments) {
     products_in_bfloat16();
     attentions();
     rows_of_weights();
+    blocks_of_files();
     all_layers();
 }

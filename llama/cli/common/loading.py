@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
     from ...generation.speculative import Draft
     from ...inside.steering import ControlVector
-    from ...loader import LoadOptions
+    from ...loader import LoadOptions, Plan
     from ...model import Transformer
     from ...text import Llama
 
 SLOW = 2.0  # seconds
+DELAY = 1.0  # seconds of loading before its bar appears
 
 
 def load(args: argparse.Namespace) -> Llama:
@@ -54,7 +56,7 @@ def prepare(args: argparse.Namespace, **overrides: Any) -> tuple[Llama, Callable
 
     def read_weights(tokens: int | None = None) -> None:
         started = time.perf_counter() - prepared
-        loader.build_plan(dataclasses.replace(plan, options=dataclasses.replace(options, tokens=tokens)), llm.model)
+        _build(dataclasses.replace(plan, options=dataclasses.replace(options, tokens=tokens)), llm.model)
         _show_loaded(args.model, options, llm.model, llm.adapters, time.perf_counter() - started)
         if args.tokenizer is not None:
             terminal.info(f"tokenizer override: {args.tokenizer}, {llm.tokenizer.kind}")
@@ -102,9 +104,17 @@ def load_model(
     started = time.perf_counter()
     checkpoint = loader.open_model(path, adapters, tokenizer, args.quiet)
     plan = loader.make_plan(checkpoint, options := arguments.load_options(args, **overrides))
-    model = loader.build_plan(plan, loader.empty_model(plan))
+    model = _build(plan, loader.empty_model(plan))
     _show_loaded(path, options, model, checkpoint.adapters, time.perf_counter() - started)
     return model
+
+
+def _build(plan: Plan, model: Transformer) -> Transformer:
+    """Load the weights, with a bar if that takes long."""
+    from ...loader import build_plan
+
+    with terminal.progress("B", unit_scale=True, leave=False, delay=DELAY) as show:
+        return build_plan(plan, model, partial(show, "loading"))
 
 
 def _show_loaded(path: str, options: LoadOptions, model: Transformer, adapters: Sequence[str], seconds: float) -> None:

@@ -12,6 +12,7 @@
 //     linear.h       linear layers of every kind
 //     layers.h       all layers of a model, which calls the others
 //     rounding.h     quantization of a weight to 4 or 8 bits
+//     pack.h         packing of the blocks of a GGUF file
 //     pool.h         the threads
 //     border.h       what the operators require of their arguments
 //     vectors.h      vectors of 16 floats, which all of them use
@@ -22,7 +23,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "layers.h"
-#include "rounding.h"
+#include "pack.h"
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
                  std::optional<Tensor> v_scale);  // attention.cpp defines it
@@ -35,6 +36,7 @@ STABLE_TORCH_LIBRARY(clearllama, m) {
     m.def("rows_of_tiles(Tensor tiles, Tensor ids, int bits, int group, bool offset, int out_features, int in_features,"
           " bool codebook, bool levels) -> Tensor");
     m.def("quantize_to_tiles(Tensor weight, Tensor clips, int bits, int group, bool offset) -> Tensor");
+    m.def("pack_blocks(Tensor raw, str type, Tensor? order, Tensor(a!) out) -> ()");
     m.def("linear_bf16(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
     m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? k_scale, Tensor? v_scale) -> Tensor");
     m.def("layers(Tensor(a!) h, Tensor[] weights, Tensor formats, Tensor[] biases, Tensor[] norms, Tensor[] head_norms, float eps, int[] rotates,"
@@ -45,6 +47,7 @@ STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
     m.impl("linear_tiles", TORCH_BOX(&linear_tiles));
     m.impl("rows_of_tiles", TORCH_BOX(&rows_of_tiles));
     m.impl("quantize_to_tiles", TORCH_BOX(&quantize_to_tiles));
+    m.impl("pack_blocks", TORCH_BOX(&pack_blocks));
     m.impl("linear_bf16", TORCH_BOX(&linear_bf16));
     m.impl("attend", TORCH_BOX(&attention));
     m.impl("layers", TORCH_BOX(&layers));
