@@ -12,8 +12,7 @@ import torch
 
 from llama.engine import kernels
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
-from llama.generate import generate, prefill_chunks
-from llama.generation import batch
+from llama.generate import generate
 from llama.generation.batch import Batch, Ended, Request, Started, TokenEvent
 from llama.model import Transformer
 from llama.sampling import SamplingParams, Token
@@ -257,11 +256,8 @@ def test_an_invalid_number_of_slots_is_refused(slots: Any) -> None:
 # -------------------------------------------------------------------------------------------------- shared prefixes
 def test_a_shared_prefix_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, fed = tiny.model(), []
-    monkeypatch.setattr(
-        batch,
-        "prefill_chunks",
-        lambda model, tokens, *rest: (fed.append(len(tokens)), prefill_chunks(model, tokens, *rest))[1],
-    )
+    real = net.hidden
+    monkeypatch.setattr(net, "hidden", lambda tokens, **o: (fed.append(tokens.shape[1]), real(tokens, **o))[1])
     system = tiny.random_tokens(50, seed=1)[0].tolist()
     requests = [Request([*system, 7, i, 9], SamplingParams(max_new_tokens=5)) for i in range(7)]
     cached = [event.cached for event in Batch(net, requests, slots=3) if isinstance(event, Started)]

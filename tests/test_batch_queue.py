@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from llama.errors import MemoryLimitError, UsageError
 from llama.generate import generate
 from llama.generation import batch
-from llama.generation.batch import Batch, Ended, Event, PromptScored, Request, Started, TokenEvent
+from llama.generation.batch import Batch, Ended, Event, PromptScored, Request, Slot, Started, TokenEvent
 from llama.model import Transformer
 from llama.sampling import SamplingParams, Token
 from llama.text import Llama, Session
@@ -39,6 +41,7 @@ class Feed:
         if when > self.step and not block:
             raise queue.Empty
         self.arrivals.pop(0)
+        self.running += 1
         return request
 
 
@@ -48,8 +51,6 @@ def run(net: Transformer, arrivals: list[tuple[int, Request]], slots: int) -> tu
     for event in Batch(net, feed, slots=slots):
         events.append(event)
         match event:
-            case Started():
-                feed.running += 1
             case TokenEvent(number, token):
                 tokens[number].append(token.id)
                 feed.step += 1
@@ -105,6 +106,70 @@ def test_the_least_recently_used_slot_is_taken() -> None:
     arrivals = [(100 * i, Request(talks[i % 2] + [i] * i, SamplingParams(max_new_tokens=2))) for i in range(6)]
     _, events = run(net, arrivals, 3)
     assert [event.cached >= 40 for event in events if isinstance(event, Started)] == [False, False] + [True] * 4
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The number of the request and the tokens of every chunk that a batch feeds; a chunk has at most 10."""
+    fed, real = list[tuple[int, int]](), Batch._feed
+
+    def spy(batch: Batch, slot: Slot, size: int) -> Iterator[Event]:
+        fed.append((batch.prompts[slot].number, size))
+        return real(batch, slot, size)
+
+    monkeypatch.setattr(batch, "prompt_chunk", lambda device: 10)
+    monkeypatch.setattr(Batch, "_feed", spy)
+    return fed
+
+
+class Every:
+    """A Source with a request at every second question for one, however many run."""
+
+    def __init__(self, requests: list[Request]):
+        self.requests, self.asked = list(requests), 0
+
+    def get(self, block: bool) -> Request | None:
+        self.asked += 1
+        if not block and self.asked % 2 == 0:
+            raise queue.Empty
+        return self.requests.pop(0) if self.requests else None
+
+
+def test_a_short_prompt_passes_a_long_one(turns: list[tuple[int, int]]) -> None:
+    net = tiny.model()
+    requests = [Request(tiny.random_tokens(n, seed=n)[0].tolist(), SamplingParams(max_new_tokens=3)) for n in (200, 12)]
+    events = list(Batch(net, Every(requests), slots=4))
+    assert [event.number for event in events if isinstance(event, Ended)] == [1, 0]
+    numbers = [number for number, _ in turns]
+    assert numbers.index(1) <= 2  # it waits for the chunk that is being fed
+    for number, request in enumerate(requests):
+        found = [event.token.id for event in events if isinstance(event, TokenEvent) and event.number == number]
+        assert found == alone(net, request)
+
+
+def test_no_prompt_waits_for_ever(turns: list[tuple[int, int]]) -> None:
+    """With a short prompt at any time, at most PASSES chunks in succession are not the long one's."""
+    net, short = tiny.model(), SamplingParams(max_new_tokens=1)
+    prompts = [tiny.random_tokens(150 if i == 1 else 9, seed=i)[0].tolist() for i in range(90)]
+    events = list(Batch(net, Every([Request(prompt, short) for prompt in prompts]), slots=3))
+    assert sum(isinstance(event, Ended) for event in events) == 90
+    of_long = [at for at, (number, _) in enumerate(turns) if number == 1]
+    gaps = {after - before for before, after in pairwise(of_long)}
+    assert len(of_long) >= 15
+    assert max(gaps) == batch.PASSES + 1
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_prompts_with_a_common_beginning_feed_it_once(turns: list[tuple[int, int]], scored: bool) -> None:
+    """Also if one of them is being fed when the others arrive; scored prompts are fed completely."""
+    net, system = tiny.model(), tiny.random_tokens(60, seed=1)[0].tolist()
+    params = [SamplingParams(max_new_tokens=4, prompt_logprobs=scored and i == 2) for i in range(4)]
+    requests = [Request([*system, 7, i, 9], each) for i, each in enumerate(params)]
+    events = list(Batch(net, requests, slots=4))
+    assert sum(size for _, size in turns) == 63 + 3 * 2 + 61 * scored
+    for number, request in enumerate(requests):
+        found = [event.token.id for event in events if isinstance(event, TokenEvent) and event.number == number]
+        assert found == alone(net, request)
 
 
 def test_a_long_prompt_does_not_hold_up_an_answer_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:

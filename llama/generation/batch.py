@@ -10,9 +10,13 @@ that row alone, and from then on each step decodes it together with the others.
 Each row has its own positions, mask and random generator, so its answer is the one it would get alone. If a prompt
 shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
-Prompts are fed one at a time, in chunks. After each chunk, the answers in progress get one token, so a long prompt
-delays each of their tokens by one chunk at most. A prompt that waited for a similar one can reuse its keys. After each
-chunk and step, `between` may run the model on something else.
+Prompts are fed in chunks, and take turns: the next chunk is of the prompt with the shortest rest, so a short prompt
+passes a long one. At most PASSES chunks in succession pass the oldest prompt, so each prompt waits for at most PASSES
+chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
+tokens: their keys are copied once they are there, and until then the turns of both go to the one being fed.
+
+Before the answers in progress get their next token, prompts with at most as many tokens as one chunk are fed. After
+each chunk and step, `between` may run the model on something else.
 
 All steps have the same shape: one row for each slot up to the last one in use, rounded up to a power of two, and all
 positions for which the cache has memory, with a mask. While no prompt waits, the rows in use move to the front.
@@ -21,7 +25,7 @@ positions for which the cache has memory, with a mask. While no prompt waits, th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
@@ -35,7 +39,7 @@ from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
-from ..generate import prefill_chunks, prompt_chunk, room_for
+from ..generate import prompt_chunk, room_for
 from ..model import Transformer
 from ..sampling import (
     Chooser,
@@ -52,6 +56,7 @@ from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
 MOST_SLOTS = 4096
+PASSES = 3  # chunks of other prompts in succession before the oldest prompt gets its turn
 RESERVED = 1024  # new tokens for which a request reserves memory; longer answers reserve more on demand
 
 
@@ -81,7 +86,7 @@ class Source(Protocol):
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
 # TokenEvents, Ended.
 class Started(NamedTuple):
-    """The request was read. The keys of the first `cached` tokens of its prompt were in the cache, from its owner."""
+    """The prompt has its first turn. The keys of its first `cached` tokens were in the cache, from its owner."""
 
     number: int
     request: Any  # as it was given, a Request or a subclass of it
@@ -114,12 +119,15 @@ Event = Started | PromptScored | TokenEvent | Ended
 
 @dataclass
 class ActiveSequence:
-    """An answer in progress."""
+    """A prompt or an answer in progress."""
 
     number: int
     request: Request
-    chooser: Chooser
+    ids: list[int]  # of the prompt
     end: int  # the largest number of tokens of prompt and answer
+    begun: bool = False  # from the first turn on, the ids of the slot are those of the prompt that are in the cache
+    scored: list[Token] = field(default_factory=list)  # of the prompt, so far
+    chooser: Chooser = field(init=False)  # of the answer
 
 
 class Slot:
@@ -128,21 +136,22 @@ class Slot:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.next = 0
-        self.sequence: ActiveSequence | None = None
+        self.sequence: ActiveSequence | None = None  # only once it is an answer
+        self.finite = True  # unless the last chunk of a prompt has shown that its keys may not be
         self.used = 0  # the number of the request that used it last, from 1
         self.owner: object = None  # of the request that used it last
 
     def shares(self, prompt: Sequence[int]) -> int:
         """The number of leading tokens of a prompt that it holds; 0 for a prefix that is not worth copying."""
         shared = shared_prefix(self.ids, prompt)
-        return shared if shared >= SHORTEST_PREFIX else 0
+        return shared if shared >= SHORTEST_PREFIX and self.finite else 0
 
 
 class Batch:
     """An iterator over events, to be used once; it ends when every request has ended.
 
     requests  read one at a time, whenever a slot is free: an iterable, or a Source, which may be empty for some time
-    slots     maximum number of answers in progress
+    slots     maximum number of prompts and answers in progress
     stop_ids, n_vocab  as in `generate.generate`
     between   called after each chunk of a prompt and each step of the answers; it may run the model with its own cache
 
@@ -177,6 +186,9 @@ class Batch:
         self._more = True  # until the last request was read
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
+        self.prompts: dict[Slot, ActiveSequence] = {}  # those in progress, from the oldest to the newest
+        self.fed = 0  # tokens of prompts since the last step of the answers
+        self.passed = 0  # chunks since the last turn of the oldest prompt
         self.longest = longest  # no request needs more positions
         self._begun = False
 
@@ -186,32 +198,23 @@ class Batch:
         self._begun = True
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
-        feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk
         while True:
             self.between()
-            for slot in self._active():
-                if slot.sequence.request.cancelled.is_set():  # type: ignore[union-attr]
-                    yield self._end(slot)
-            free = [slot for slot in self.slots if slot.sequence is None]
-            active = len(free) < len(self.slots)
-            if feeding is None and free:
-                if (request := self._next_request(block=not active)) is not None:
-                    feeding = self._admit(self.count - 1, request, free)
-                elif not active and not self._more:
-                    return
-                else:
-                    self._shrink()
-            if feeding is not None:
-                for event in feeding:
-                    if event is None:
-                        break
-                    yield event
-                else:
-                    feeding = None
-                    if self._more:
-                        continue  # the next prompt, if one waits
-            if self._active():
+            for slot in self.slots:
+                yield from self._end_cancelled(slot)
+            while free := [slot for slot in self.slots if slot.sequence is None and slot not in self.prompts]:
+                request = self._next_request(block=len(free) == len(self.slots))
+                if request is None:
+                    break
+                yield from self._admit(self.count - 1, request, free)
+            if turn := self._turn():
+                yield from self._feed(*turn)
+            elif self._active():
+                self._shrink()
                 yield from self._step()
+                self.fed = 0
+            elif not self._more:
+                return
 
     def _active(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.sequence]
@@ -229,81 +232,125 @@ class Batch:
         return request
 
     def _end(self, slot: Slot, error: LlamaError | None = None) -> Ended:
-        """End the sequence of a slot."""
-        sequence, slot.sequence = slot.sequence, None
+        """End the prompt or answer of a slot."""
+        sequence, slot.sequence = self.prompts.pop(slot, slot.sequence), None
         return Ended(sequence.number, error)  # type: ignore[union-attr]
+
+    def _end_cancelled(self, slot: Slot) -> Iterator[Event]:
+        """End the prompt or answer of a slot if it was cancelled."""
+        sequence = self.prompts.get(slot, slot.sequence)
+        if sequence is not None and sequence.request.cancelled.is_set():
+            if slot in self.prompts and not sequence.begun:
+                yield Started(sequence.number, sequence.request, 0)
+            if not slot.finite:
+                self._clear(slot)
+            yield self._end(slot)
 
     @torch.inference_mode()
     def _clear(self, slot: Slot) -> None:
         """Empty a slot that may hold NaN. Masking is not enough (see LayerCache.empty)."""
-        slot.ids = []
+        slot.ids, slot.finite = [], True
         self.cache.clear_row(self.slots.index(slot))
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
-    def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Generator[Event | None]:
-        prompt, params, error = list(request.ids), request.params, None
+    def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Iterator[Event]:
+        """Give a slot to a request, unless it ends at once."""
+        ids, room, error = list(request.ids), 0, None
         try:
-            room = room_for(self.model, prompt, params, None)
+            room = room_for(self.model, ids, request.params, None)
         except LlamaError as found:
-            room, error = 0, found
-        if error is not None or (room == 0 and not params.prompt_logprobs):
+            error = found
+        if error is not None or (room == 0 and not request.params.prompt_logprobs):
             yield Started(number, request, 0)
             yield Ended(number, error)
             return
-        source = max(self.slots, key=lambda slot: (slot.shares(prompt), slot in free))
-        # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
-        cached = 0 if params.prompt_logprobs or self.model.rope.by_length else source.shares(prompt)
+        prompt = ActiveSequence(number, request, ids, len(ids) + room)
+        source, cached = self._source(prompt, free)
         # The slot with the prefix if it is free, otherwise the least recently used one.
-        slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
-        yield Started(number, request, cached if source.owner == request.owner else 0)
-        slot.used, slot.owner = number + 1, request.owner
-        scored: list[Token] = []
+        self.prompts[source if cached and source in free else min(free, key=lambda slot: slot.used)] = prompt
+
+    def _source(self, prompt: ActiveSequence, preferred: Sequence[Slot]) -> tuple[Slot, int]:
+        """The slot with the longest prefix of a prompt, and the number of tokens that need not be fed."""
+        source = max(self.slots, key=lambda slot: (slot.shares(prompt.ids), slot in preferred))
+        # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
+        all_fed = prompt.request.params.prompt_logprobs or self.model.rope.by_length
+        return source, 0 if all_fed else source.shares(prompt.ids)
+
+    def _rest(self, slot: Slot) -> int:
+        """The number of tokens of a slot's prompt that are still to be fed."""
+        prompt = self.prompts[slot]
+        return len(prompt.ids) - (len(slot.ids) if prompt.begun else self._source(prompt, [slot])[1])
+
+    def _leader(self, slot: Slot) -> Slot:
+        """The slot to feed for a slot's prompt: another one if that is about to hold more tokens of the prompt."""
+        prompt = self.prompts[slot]
+        if not prompt.begun and not prompt.request.params.prompt_logprobs:
+            worth = len(prompt.ids) - self._rest(slot) + SHORTEST_PREFIX
+            for other, ahead in self.prompts.items():
+                if ahead.begun and shared_prefix(ahead.ids, prompt.ids) >= worth:
+                    return other
+        return slot
+
+    def _turn(self) -> tuple[Slot, int] | None:
+        """The slot to feed, and how many tokens; None without prompts, or if a step of the answers comes first."""
+        if not self.prompts:
+            return None
+        oldest, shortest = (
+            self._leader(slot) for slot in (next(iter(self.prompts)), min(self.prompts, key=self._rest))
+        )
+        slot = oldest if self.passed >= PASSES else shortest
+        rest, chunk = self._rest(slot), prompt_chunk(self.cache.device)
+        size = min(rest, chunk)
+        if self.cache.device.type == "cpu":
+            # The time for attention grows with the length of the text. Of equal size, since short chunks are slow, too.
+            done = len(self.prompts[slot].ids) - rest
+            size = -(-rest // -(-rest // max(chunk * 1024 // (1024 + done), chunk // 4, 1)))
+        if self._active() and self.fed + size > chunk:
+            return None
+        self.fed += size
+        self.passed = 0 if slot is oldest else self.passed + 1
+        return slot, size
+
+    def _feed(self, slot: Slot, size: int) -> Iterator[Event]:
+        """Feed the next tokens of a prompt; after the last one, choose the first token of the answer."""
+        prompt, row, where = self.prompts[slot], self.slots.index(slot), partial(locate, self.model)
+        number, request, ids, params = prompt.number, prompt.request, prompt.ids, prompt.request.params
         try:
-            self.cache.reserve(len(prompt) + min(room, RESERVED))
-            for hidden in self._feed(prompt, slot, source, cached):  # (1, T, C)
-                if params.prompt_logprobs:
-                    scored += self._score(prompt, len(slot.ids), hidden, params.top_logprobs)
-                if len(slot.ids) < len(prompt):
-                    yield None
-                if request.cancelled.is_set():
-                    break
-            if request.cancelled.is_set():
-                self._clear(slot)  # its last chunk was not checked for NaN
-                yield Ended(number, None)
+            if not prompt.begun:
+                source, cached = self._source(prompt, [slot])
+                yield Started(number, request, cached if source.owner == request.owner else 0)
+                self.cache.reserve(len(ids) + min(prompt.end - len(ids), RESERVED))
+                if cached and source is not slot:
+                    with torch.inference_mode():
+                        self.cache.copy_row(self.slots.index(source), row, cached)
+                slot.ids, slot.used, slot.owner, prompt.begun = ids[:cached], number + 1, request.owner, True
+            fed = len(slot.ids) + size
+            with torch.inference_mode():
+                tokens = torch.tensor([ids[fed - size : fed]], device=self.cache.device)  # (1, T)
+                view = self.cache.rows(row, row + 1, fed - size)
+                hidden = self.model.hidden(tokens, cache=view, length=len(ids))  # (1, T, C)
+            slot.ids, slot.finite = ids[:fed], bool(hidden[:, -1].isfinite().all())
+            if params.prompt_logprobs:
+                prompt.scored += self._score(ids, fed, hidden, params.top_logprobs)
+            if fed < len(ids):
                 return
             with torch.inference_mode():
                 logits = self.model.output(hidden[:, -1])[0].float()[: self.n_vocab]  # (V,)
-            if room == 0:
-                check_extreme(float(extreme(logits)), "the next token", prompt, partial(locate, self.model))
+            if prompt.end == fed:
+                check_extreme(float(extreme(logits)), "the next token", ids, where)
         except LlamaError as error:
             self._clear(slot)
-            yield Ended(number, error)
+            yield self._end(slot, error)
             return
         if params.prompt_logprobs:
-            yield PromptScored(number, scored)
-        if room == 0:
-            yield Ended(number, None)
+            yield PromptScored(number, prompt.scored)
+        if prompt.end == fed:
+            yield self._end(slot)
             return
-        where = partial(locate, self.model)
         common = self.stop_ids, self.n_vocab, request.constraint, self.model.world
-        chooser = Chooser(prompt, params, self.cache.device, *common, where)
-        slot.sequence = ActiveSequence(number, request, chooser, len(prompt) + room)
+        prompt.chooser = Chooser(ids, params, self.cache.device, *common, where)
+        slot.sequence = self.prompts.pop(slot)
         yield from self._choose_next(slot, logits, None)
-
-    def _feed(self, prompt: list[int], slot: Slot, source: Slot, cached: int) -> Iterator[Tensor]:
-        """Feed a prompt into a slot, copying its cached prefix: the hidden states (1, T, C) of each chunk."""
-        target = self.slots.index(slot)
-        with torch.inference_mode():
-            if cached and source is not slot:
-                self.cache.copy_row(self.slots.index(source), target, cached)
-        slot.ids = prompt[:cached]
-        rest = prompt[cached:]
-        chunk = None  # the default of prefill
-        if self.cache.device.type == "cpu":  # chunks of equal size, since a short one takes as long as a longer one
-            chunk = -(-len(rest) // -(-len(rest) // prompt_chunk(self.cache.device)))
-        for hidden in prefill_chunks(self.model, rest, self.cache.rows(target, target + 1, cached), chunk):
-            slot.ids = prompt[: len(slot.ids) + hidden.shape[1]]
-            yield hidden
 
     @torch.inference_mode()
     def _score(self, prompt: list[int], fed: int, hidden: Tensor, top: int) -> list[Token]:
@@ -377,7 +424,7 @@ class Batch:
     def _shrink(self) -> None:
         """Move the last rows to free slots at the front, if that halves the rows of a step."""
         used = [i for i, slot in enumerate(self.slots) if slot.sequence]
-        if not used or self._width <= 1 << (len(used) - 1).bit_length():
+        if self.prompts or self._width <= 1 << (len(used) - 1).bit_length():
             return
         free = [i for i in range(len(used)) if not self.slots[i].sequence]
         for target, source in zip(free, reversed(used), strict=False):

@@ -13,8 +13,9 @@ import pytest
 import requests
 import torch
 
-from llama.generate import generate, prefill_chunks
+from llama.generate import generate
 from llama.generation import batch
+from llama.generation.batch import Batch
 from llama.generation.structured import compile_grammar
 from llama.inside.hooks import activations
 from llama.inside.intervene import ablated
@@ -293,23 +294,23 @@ def test_a_look_runs_between_the_chunks_of_a_prompt(tiny_llm: Llama, monkeypatch
     found, left, begun = list[requests.Response](), list[int](), threading.Event()
     monkeypatch.setattr(batch, "prompt_chunk", lambda device: 40)
     with running(tiny_llm) as server:
+        real = Batch._feed
 
-        def waiting(*arguments: Any) -> Iterator[torch.Tensor]:
-            for hidden in prefill_chunks(*arguments):
-                begun.set()
-                while not left and not server.engine.looks:
-                    time.sleep(0.01)
-                left.append(len(server.engine.looks))
-                yield hidden
+        def waiting(*given: Any) -> Iterator[Any]:
+            begun.set()
+            while not left and not server.engine.looks:
+                time.sleep(0.01)
+            left.append(len(server.engine.looks))
+            yield from real(*given)
 
-        monkeypatch.setattr(batch, "prefill_chunks", waiting)
+        monkeypatch.setattr(Batch, "_feed", waiting)
         body = {"prompt": [ids], "max_tokens": 9, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         client = threading.Thread(target=lambda: found.append(post(server, "/v1/completions", **body)))
         client.start()
         assert begun.wait(PATIENCE)
         assert post(server, "/look/inside", ids=ids[:50], off=[[0, 0]]).status_code == 200
         client.join()
-    assert (left[0], left[-1], len(left)) == (1, 0, 6)  # looks that wait or run, after each chunk
+    assert (left[0], left[-1], len(left)) == (1, 0, 7)  # looks that wait or run, before each chunk
     assert expected is not None
     assert found[0].json()["choices"][0]["text"] == expected.text
 
