@@ -58,7 +58,7 @@ struct Functions {
     void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
     struct {
         int64_t count;
-        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y, int64_t first);
     } rows[5];
     void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
     const Functions* wide;
@@ -74,7 +74,7 @@ namespace {
 constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
-constexpr int64_t WIDEN_FROM = 8;
+constexpr int64_t WIDEN_FROM = 8, WIDENED = 1024;
 constexpr int MANY = PARTS == 2 ? 4 : 12;  // rows of x whose sums fit in the registers
 // Tiles that are read at once for one row of x, and bytes that few rows prefetch ahead of the processor's own prefetcher. Only one kind of
 // processor needs two streams, and prefetching of blocks with two levels of scales, which are long.
@@ -93,16 +93,16 @@ struct Format {
     bool per_row = false;   // whether a row has one scale
     bool codebook = false;  // whether the integers are indices into 16 values
     bool levels = false;    // whether there are two levels of scales
-    bool wide = false;      // widened from another form: scales and offsets are float32
+    bool wide = false;      // widened from another form: integers are bytes, scales and offsets float32
     int inputs = 0;         // of a group, if the compiler is to know their number and the bits do not determine it
     bool operator==(const Format&) const = default;
 
-    constexpr int low() const { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
-    constexpr int high() const { return bits - low(); }
+    constexpr int low() const { return wide || bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
+    constexpr int high() const { return wide ? 0 : bits - low(); }
     constexpr bool bytes() const { return bits == 8 || codebook; }
     constexpr bool narrow() const { return codebook || levels || (bits != 4 && bits != 8); }  // to be widened for several rows
     constexpr int together() const { return bits == 3 ? 2 : 1; }  // groups that share a vector of high bits
-    constexpr int64_t group() const { return bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : inputs; }  // 0: any
+    constexpr int64_t group() const { return inputs ? inputs : bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : 0; }  // 0: any
     constexpr int32_t middle() const { return offset ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
 };
 
@@ -186,7 +186,7 @@ struct Group {
     Group() = default;
     Group(const uint8_t* block, const Shape& s, int64_t i, const floats (*factors)[PARTS]) {
         const int64_t inputs = group_of<F>(s), count = groups_of_a_block<F>(s), together = F.together();
-        const int64_t low_bytes = inputs * ROWS * F.low() / 8, bytes = inputs * ROWS * F.bits / 8;
+        const int64_t low_bytes = inputs * ROWS * F.low() / 8, bytes = inputs * ROWS * (F.low() + F.high()) / 8;
         const uint8_t* weights = block + (F.levels ? s.stride - count * bytes : 0) + i / together * together * bytes;
         low = weights + i % together * low_bytes;
         high = weights + together * low_bytes;
@@ -296,20 +296,22 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
         }
 }
 
-// TILES tiles, `apart` bytes apart, GROUPS groups at a time, times M rows of x -> y (TILES, M).
+// TILES tiles, `apart` bytes apart, GROUPS groups at a time, times M rows of x -> y (TILES, M). Their first group is the row's group `first`;
+// from the second on, they are added to y.
 template <Format F, int M, int TILES, int GROUPS = 1>
-void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
+void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y, int64_t first) {
     const uint8_t* const end = tile + s.tile - 64;
     const Codebook values(end);
     floats total[TILES][M][PARTS] = {}, factors[TILES][2][PARTS];
+    if (first) std::memcpy(total, y, sizeof total);
     const int64_t of_block = F.levels ? groups_of_a_block<F>(s) : GROUPS;  // even
     for (int64_t g = 0; g < s.groups; tile += F.levels ? s.stride : GROUPS * s.stride) {
         for (int j = 0; j < TILES; j++) load_factors<F>(tile + j * apart, s, factors[j]);
         if (g + of_block > s.groups) {  // the last of an odd number
-            groups_product<F, M, TILES, 1>(tile, apart, s, 0, factors, values, rows, g++, total);
+            groups_product<F, M, TILES, 1>(tile, apart, s, 0, factors, values, rows, first + g++, total);
             break;
         }
-        for (int64_t i = 0; i < of_block; i += GROUPS, g += GROUPS) groups_product<F, M, TILES, GROUPS>(tile, apart, s, i, factors, values, rows, g, total);
+        for (int64_t i = 0; i < of_block; i += GROUPS, g += GROUPS) groups_product<F, M, TILES, GROUPS>(tile, apart, s, i, factors, values, rows, first + g, total);
     }
     for (int j = 0; j < TILES; j++)
         for (int part = 0; part < PARTS; part++) {
@@ -324,13 +326,13 @@ void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row*
 // For one row of x. A group in 4 bits has too few operations to hide their latency, so two are multiplied at a time, in one tile or in two.
 template <Format F>
 void one_row_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
-    tile_product<F, 1, STREAMS, STREAMS == 1 && F.bits < 8 ? 2 : 1>(tile, apart, s, rows, y);
+    tile_product<F, 1, STREAMS, STREAMS == 1 && F.bits < 8 ? 2 : 1>(tile, apart, s, rows, y, 0);
 }
 
-// Widens groups `first` to first + count of a tile to 8 bits, with float32 scales and offsets: the format wide_form<F>().
+// Widens groups `first` to first + count of a tile to bytes, with float32 scales and offsets: the format wide_form<F>().
 template <Format F>
 constexpr Format wide_form() {
-    return {.bits = 8, .offset = F.offset, .wide = true, .inputs = int(F.group())};
+    return {.bits = F.codebook ? 8 : F.bits, .offset = F.offset, .wide = true, .inputs = int(F.group())};
 }
 inline Shape wide_shape(int64_t groups, int64_t group, bool offset) {
     const int64_t stride = group * ROWS + 64 * (1 + offset);
@@ -340,7 +342,6 @@ template <Format F>
 void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide) {
     const Codebook values(tile + s.tile - 64);
     const int64_t group = group_of<F>(s), per_block = groups_of_a_block<F>(s);
-    const uint32_t more = 0x01010101u * (wide_form<F>().middle() - F.middle());
     for (int64_t g = first; g < first + count; g++) {
         const uint8_t* block = tile + g / per_block * s.stride;
         floats factors[2][PARTS];
@@ -352,7 +353,7 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
             from.weights(k, fours);
             for (auto& four : fours)
                 for (words w : four) {
-                    w = (F.codebook ? values(w) : w) + more;
+                    if (F.codebook) w = values(w);
                     std::memcpy(wide, &w, sizeof w);
                     wide += sizeof w;
                 }
@@ -442,24 +443,25 @@ void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t 
             for (int64_t j = 0; j <= two; j++) layer->write(out[j], 0, t + j);
             return;
         }
-        const int64_t end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
+        const int64_t begin = unit % blocks * MOST_ROWS, end = std::min(M, begin + MOST_ROWS), slice = widened ? WIDENED / s.group : s.groups;
+        f32x16 out[MOST_ROWS + 12];
+        alignas(64) uint8_t wide[WIDENED * ROWS + WIDENED / 16 * 128];
         Shape shape = s;
-        if (widened) {
-            thread_local std::vector<uint8_t> wide;
-            shape = wide_shape(s.groups, s.group, stored.offset);
-            wide.resize(shape.tile);
-            stored.widen(tile, s, 0, s.groups, wide.data());
-            tile = wide.data();
+        for (int64_t g = 0; g < s.groups; g += slice) {
+            if (widened) {
+                shape = wide_shape(std::min(slice, s.groups - g), s.group, stored.offset);
+                stored.widen(tile, s, g, shape.groups, wide);
+            }
+            for (int64_t m = begin; m < end;) {
+                const auto* best = f.rows;
+                while (best->count > end - m && best[1].run) best++;
+                Row some[12];  // the last rows may be fewer than the function multiplies
+                for (int64_t i = 0; i < best->count; i++) some[i] = rows[std::min(m + i, end - 1)];
+                best->run(widened ? wide : tile, 0, shape, some, out + m - begin, g);
+                m += best->count;
+            }
         }
-        for (int64_t m = unit % blocks * MOST_ROWS; m < end;) {
-            const auto* best = f.rows;
-            while (best->count > end - m && best[1].run) best++;
-            Row some[12];  // the last rows may be fewer than the function multiplies
-            for (int64_t i = 0; i < best->count; i++) some[i] = rows[std::min(m + i, end - 1)];
-            f32x16 out[12];
-            best->run(tile, 0, shape, some, out);
-            for (int64_t i = 0; i < best->count && m < end; i++, m++) layer->write(out[i], m, t);
-        }
+        for (int64_t m = begin; m < end; m++) layer->write(out[m - begin], m, t);
     });
 }
 
