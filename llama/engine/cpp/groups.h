@@ -68,6 +68,7 @@ struct Functions {
     } rows[5];
     void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
     const Functions* wide;
+    int64_t few;  // rows that are multiplied by the weight as it is stored
     bool offset;
     void (*row)(const uint8_t* tile, const Shape& s, int64_t lane, int64_t K, float* y);
 };
@@ -80,7 +81,7 @@ namespace {
 constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
-constexpr int64_t WIDEN_FROM = 8, WIDENED = 1024;
+constexpr int64_t WIDENED = 1024;  // inputs that are widened at once, so that they stay in the first cache
 constexpr int MANY = PARTS == 2 ? 4 : 12;  // rows of x whose sums fit in the registers
 // Tiles that are read at once for one row of x, and bytes that few rows prefetch ahead of the processor's own prefetcher. Only one kind of
 // processor needs two streams, and prefetching of blocks with two levels of scales, which are long.
@@ -107,10 +108,11 @@ struct Format {
     constexpr int high() const { return wide ? 0 : bits - low(); }
     constexpr bool bytes() const { return bits == 8 || codebook; }
     constexpr bool narrow() const { return codebook || levels || (bits != 4 && bits != 8); }  // to be widened for several rows
+    constexpr int64_t few() const { return PARTS != 2 ? 8 : high() ? 6 : 12; }  // rows for which widening does not pay
     constexpr int together() const { return bits == 3 ? 2 : 1; }  // groups that share a vector of high bits
     constexpr int64_t group() const { return inputs ? inputs : bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : 0; }  // 0: any
     constexpr int32_t middle() const { return offset && !centered() ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
-    constexpr bool centered() const { return wide && bits == 5; }  // an offset belongs to the middle, so that more sums fit in 16 bits
+    constexpr bool centered() const { return offset && bits == 5; }  // the product moves offsets to the middle, so that more sums fit in 16 bits
 };
 
 // Sums of products of unsigned bytes of w and signed bytes of x: add(sums, w, x) adds, in each lane, the products of 4 inputs. After at most
@@ -221,6 +223,10 @@ struct Group {
         }
     }
 
+    void center() {
+        for (int part = 0; part < PARTS; part++) offset[part] += scale[part] * float(F.middle());
+    }
+
     // Inputs k to k + STEP, unsigned, four in a vector.
     static constexpr int64_t STEP = F.low() == 2 ? 16 : 8;
     void weights(int64_t k, words (*fours)[PARTS]) const {
@@ -264,6 +270,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     for (int p = 0; p < TILES * GROUPS; p++) {
         const int j = p / GROUPS, next = p % GROUPS;
         groups[p] = Group<F>(block + j * apart + (F.levels ? 0 : next * s.stride), s, F.levels ? i + next : 0, factors[j]);
+        if (F.centered() && !F.wide) groups[p].center();
     }
     const auto numbers = [&](int p, int m) { return (const Numbers*)(x.x + m * x.stride + p % GROUPS * of_group + group * BYTES); };
     const auto add = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
@@ -364,7 +371,8 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
         const uint8_t* block = tile + g / per_block * s.stride;
         floats factors[2][PARTS];
         load_factors<F>(block, s, factors);
-        const Group<F> from(block, s, g % per_block, factors);
+        Group<F> from(block, s, g % per_block, factors);
+        if (F.centered()) from.center();
         for (int64_t k = 0; k < group; k += Group<F>::STEP) {
             words fours[Group<F>::STEP / 4][PARTS];
             from.prefetch(k);
@@ -377,10 +385,7 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
                 }
         }
         std::memcpy(wide, from.scale, 64);
-        for (int part = 0; part < PARTS && F.offset; part++) {
-            const floats offset = from.offset[part] + from.scale[part] * float(wide_form<F>().middle());
-            std::memcpy(wide + 64 + 4 * LANES * part, &offset, sizeof offset);
-        }
+        if (F.offset) std::memcpy(wide + 64, from.offset, 64);
         wide += 64 * (1 + F.offset);
     }
 }
@@ -437,10 +442,10 @@ struct Packed {
 // Multiplies x (M, K) by the weights of several layers, which have the same format and K: x is quantized once, and one loop does all of it.
 template <typename T>
 void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t layer_count, const Shape& s, const Functions& stored) {
-    const bool widened = M > WIDEN_FROM && stored.widen;
+    const bool widened = stored.widen && M > stored.few;
     const Functions& f = widened ? *stored.wide : stored;
     const int64_t of_group = s.group * (1 + f.pairs) + sizeof(Numbers), stride = s.groups * of_group + 64;  // + 64, so that rows do not map to the same cache lines
-    std::vector<uint8_t> q((M + MANY) * stride);  // the last functions may multiply more rows than there are
+    std::vector<uint8_t> q((M + MANY) * stride);
     for_each_unit(M, [&](int64_t m) { to_8_bits(x + m * K, K, s, f, &q[m * stride]); });
     const int64_t streams = M == 1 ? STREAMS : 1, blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
     const auto units = [=](const Packed<T>& layer) { return (layer.count() + streams - 1) / streams * blocks; };
@@ -469,7 +474,7 @@ void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t 
             }
             for (int64_t m = begin; m < end;) {
                 const auto* best = f.rows;
-                while (best->count > end - m && best[1].run) best++;
+                while (best->count * 3 > (end - m) * 4 && best[1].run) best++;  // the last rows may be fewer than the function multiplies
                 best->run(widened ? wide : tile, 0, shape, {&q[m * stride + g * of_group], stride}, out + m - begin, g > 0);
                 m += best->count;
             }
@@ -497,7 +502,7 @@ void row_of_tile(const uint8_t* tile, const Shape& s, int64_t lane, int64_t K, f
                 words four = fours[i / 4][lane / LANES];
                 if (F.codebook) four = values(four);
                 const int32_t quant = four[lane % LANES] >> i % 4 * 8 & 255;
-                float product = float(quant - F.middle()) * scale;
+                float product = float(F.offset ? quant : quant - F.middle()) * scale;
                 asm("" : "+m"(product));  // the compiler would round only the sum
                 y[at] = F.offset ? product + offset : product;
             }
