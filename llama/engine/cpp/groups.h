@@ -25,8 +25,8 @@
 //     y[row] = sum over groups of  scale_w[row] * scale_x * sum_k(w[row, k] * x[k])  +  offset[row] * scale_x * sum_k(x[k])
 //
 // where w is unsigned, as the instruction vpdpbusd requires, and the inner sum is exact in 32 bits. Four inputs of x are broadcast
-// to all lanes, so no sum across lanes is needed, and up to MANY rows of x share every read of the weight. For more than one row, weights
-// in another form than one level of scales and 4 or 8 bits are widened to 8 bits once for a tile and up to 96 rows.
+// to all lanes, so no sum across lanes is needed, and up to MANY rows of x share every read of the weight. For more than a few rows, weights
+// in another form than one level of scales and 4 or 8 bits are widened to bytes, a part of a tile at a time, once for up to 96 rows.
 //
 // Nearly all of the time is spent in `Sums::add`.
 
@@ -83,14 +83,14 @@ constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scale
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
 constexpr int64_t WIDENED = 1024;  // inputs that are widened at once, so that they stay in the first cache
 constexpr int MANY = PARTS == 2 ? 4 : 12;  // rows of x whose sums fit in the registers
-// Tiles that are read at once for one row of x, and bytes that few rows prefetch ahead of the processor's own prefetcher. Only one kind of
-// processor needs two streams, and prefetching of blocks with two levels of scales, which are long.
+// Tiles that are read at once for one row of x (only one kind of processor needs two), and bytes that few rows prefetch ahead of the
+// processor's own prefetcher.
 #if defined(__AMX_BF16__)
 constexpr int STREAMS = 2;
 constexpr int64_t AHEAD = 1024;
 #else
 constexpr int STREAMS = 1;
-constexpr int64_t AHEAD = 256;
+constexpr int64_t AHEAD = 2048;
 #endif
 
 // How a weight is stored.
@@ -252,7 +252,7 @@ inline void load_factors(const uint8_t* block, const Shape& s, floats (*factors)
     if (!F.levels) return;
     for (int i = 0; i < 1 + F.offset; i++)
         for (int part = 0; part < PARTS; part++) factors[i][part] = load_half(block + 32 * i + 2 * LANES * part);
-    for (int64_t i = 0; STREAMS == 2 && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
+    for (int64_t i = 0; i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
 // GROUPS groups, from group i of a block on, of each of TILES tiles, `apart` bytes apart, times the same groups of M rows, added to `total`.
@@ -282,7 +282,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
         for (int64_t some = first; some < end; some += STEPS * STEP)
             for (int64_t i = 0; i < STEPS * TILES * GROUPS; i++) {
                 const int64_t p = i % (TILES * GROUPS), k = some + i / (TILES * GROUPS) * STEP;
-                if (M <= 4 && !F.wide && (STREAMS == 2 || !F.levels)) groups[p].prefetch(k);
+                if (M <= 4 && !F.wide) groups[p].prefetch(k);
                 words fours[STEP / 4][PARTS];
                 groups[p].weights(k, fours);
                 const uint8_t* const inputs = x.x + p % GROUPS * of_group + k * BYTES;
