@@ -444,7 +444,8 @@ template <typename T>
 void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t layer_count, const Shape& s, const Functions& stored) {
     const bool widened = stored.widen && M > stored.few;
     const Functions& f = widened ? *stored.wide : stored;
-    const int64_t of_group = s.group * (1 + f.pairs) + sizeof(Numbers), stride = s.groups * of_group + 64;  // + 64, so that rows do not map to the same cache lines
+    const int64_t of_group = s.group * (1 + f.pairs) + sizeof(Numbers);
+    const int64_t stride = s.groups * of_group + 64;  // + 64 bytes, so that rows do not map to the same cache lines
     std::vector<uint8_t> q((M + MANY) * stride);
     for_each_unit(M, [&](int64_t m) { to_8_bits(x + m * K, K, s, f, &q[m * stride]); });
     const int64_t streams = M == 1 ? STREAMS : 1, blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
