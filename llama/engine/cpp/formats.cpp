@@ -5,10 +5,6 @@
 namespace {
 
 template <Format F>
-constexpr int32_t zero_of() {
-    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
-}
-template <Format F>
 const Functions& functions_for() {
     if constexpr (F.narrow()) {
         static constexpr Format W = wide_form<F>();

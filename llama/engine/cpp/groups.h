@@ -178,6 +178,10 @@ struct Codebook {
 };
 
 template <Format F>
+constexpr int32_t zero_of() {  // what the integer dot products count as 0
+    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
+}
+template <Format F>
 inline int64_t group_of(const Shape& s) {
     return F.group() ? F.group() : s.group;
 }
@@ -262,7 +266,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     typedef Sums<F> Sum;
     constexpr int CHAINS = M == 1 && F.group() != 16 && PARTS == 1 ? 2 : 1;  // independent sums hide the latency of Sum::add
     constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP, BYTES = 1 + Sum::PAIRS;
-    constexpr bool IN_SUMS = F.middle() == 0 || Sum::HALVES || !CHUNK;  // sums begin with `start`, or need none
+    constexpr bool IN_SUMS = zero_of<F>() == 0 || Sum::HALVES || !CHUNK;  // sums begin with `start`, or need none
     constexpr int STEPS = M == 1 && STEP == 8 && CHUNK % 16 == 0 ? 2 : 1;  // one row has too few operations for a step of the loop
     const int64_t group = group_of<F>(s), of_group = x_bytes<F>(s);
     ints sums[TILES * GROUPS][M][PARTS]{};
@@ -275,7 +279,7 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     const auto numbers = [&](int p, int m) { return (const Numbers*)(x.x + m * x.stride + p % GROUPS * of_group + group * BYTES); };
     const auto add = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
         ints acc[TILES * GROUPS][CHAINS][M][PARTS]{};
-        for (int p = 0; p < TILES * GROUPS && IN_SUMS && F.middle(); p++)
+        for (int p = 0; p < TILES * GROUPS && IN_SUMS && zero_of<F>(); p++)
             for (int m = 0; m < M; m++)
                 for (ints& of_part : acc[p][0][m]) of_part += numbers(p, m)->start;
 #pragma GCC unroll 2
