@@ -141,11 +141,16 @@ void weights_in_few_bits() {
 void rows_in_8_bits() {
     const Tensor x = random_tensor({1, 200}, Float);
     const Shape s = Kind{8, 32, false}.shape(200);
-    Tensor q({s.groups * s.group}, Char), start({s.groups}, Long), scale({s.groups}, Float), sum({s.groups}, Float);
-    std::vector<int32_t> starts(s.groups);
-    to_8_bits((const float*)x.const_data_ptr(), 200, s, Functions{.zero = 1}, (int8_t*)q.mutable_data_ptr(), (float*)scale.mutable_data_ptr(), starts.data(),
-              (float*)sum.mutable_data_ptr());
-    std::copy(starts.begin(), starts.end(), (int64_t*)start.mutable_data_ptr());
+    Tensor q({s.groups, s.group}, Char), start({s.groups}, Long), scale({s.groups}, Float), sum({s.groups}, Float);
+    std::vector<uint8_t> row(s.groups * (s.group + sizeof(Numbers)));
+    to_8_bits((const float*)x.const_data_ptr(), 200, s, Functions{.zero = 1}, row.data());
+    const uint8_t* from = row.data();
+    for (int64_t g = 0; g < s.groups; g++, from += s.group + sizeof(Numbers)) {
+        const auto* numbers = (const Numbers*)(from + s.group);
+        std::copy_n(from, s.group, (int8_t*)q.mutable_data_ptr() + g * s.group);
+        ((int64_t*)start.mutable_data_ptr())[g] = numbers->start;
+        ((float*)scale.mutable_data_ptr())[g] = numbers->scale, ((float*)sum.mutable_data_ptr())[g] = numbers->sum;
+    }
     write("quantized x", q), write("sums of quantized x", start), write("scales of x", scale), write("sums of x", sum);
 }
 

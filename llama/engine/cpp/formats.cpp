@@ -5,20 +5,19 @@
 namespace {
 
 template <Format F>
-constexpr int32_t zero_of() {
-    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
-}
-template <Format F>
 const Functions& functions_for() {
     if constexpr (F.narrow()) {
         static constexpr Format W = wide_form<F>();
-        static const Functions wide{zero_of<W>(), Sums<W>::PAIRS, nullptr, {{MANY, tile_product<W, MANY, 1>}, {4, tile_product<W, 4, 1>}}};
-        static const Functions functions{zero_of<F>(), Sums<F>::PAIRS, one_row_product<F>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset, row_of_tile<F>};
+        static const Functions wide{zero_of<W>(), Sums<W>::PAIRS, Sums<W>::HALVES, nullptr,
+                                    {{MANY, tile_product<W, MANY, 1>}, {4, tile_product<W, 4, 1>}, {2, tile_product<W, 2, 1>}}};
+        static const Functions functions{zero_of<F>(), Sums<F>::PAIRS, Sums<F>::HALVES, one_row_product<F>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}},
+                                         widen_groups<F>, &wide, F.few(), F.offset, row_of_tile<F>};
         return functions;
     } else {
-        static const Functions functions{zero_of<F>(), Sums<F>::PAIRS, one_row_product<F>, {{MANY, tile_product<F, MANY, 1>}, {MANY * 2 / 3, tile_product<F, MANY * 2 / 3, 1>},
-                                                              {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}},
-                                         nullptr, nullptr, F.offset, row_of_tile<F>};
+        static const Functions functions{zero_of<F>(), Sums<F>::PAIRS, Sums<F>::HALVES, one_row_product<F>,
+                                         {{MANY, tile_product<F, MANY, 1>}, {MANY * 2 / 3, tile_product<F, MANY * 2 / 3, 1>},
+                                          {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}},
+                                         nullptr, nullptr, 0, F.offset, row_of_tile<F>};
         return functions;
     }
 }

@@ -25,8 +25,8 @@
 //     y[row] = sum over groups of  scale_w[row] * scale_x * sum_k(w[row, k] * x[k])  +  offset[row] * scale_x * sum_k(x[k])
 //
 // where w is unsigned, as the instruction vpdpbusd requires, and the inner sum is exact in 32 bits. Four inputs of x are broadcast
-// to all lanes, so no sum across lanes is needed, and up to MANY rows of x share every read of the weight. For more than one row, weights
-// in another form than one level of scales and 4 or 8 bits are widened to 8 bits once for a tile and up to 96 rows.
+// to all lanes, so no sum across lanes is needed, and up to MANY rows of x share every read of the weight. For more than a few rows, weights
+// in another form than one level of scales and 4 or 8 bits are widened to bytes, a part of a tile at a time, once for up to 96 rows.
 //
 // Nearly all of the time is spent in `Sums::add`.
 
@@ -38,12 +38,17 @@
 #include "pool.h"
 #include "vectors.h"
 
-// A row of x in 8 bits. `start` subtracts the zero point of unsigned weights: sum((w - zero) x) = sum(w x) - zero sum(x).
-struct Row {
-    const int8_t* x;       // (groups * group), or pairs of 16-bit numbers (Functions::pairs)
-    const float* scale;    // (groups)
-    const int32_t* start;  // (groups)
-    const float* sum;      // (groups), sum of x times scale
+// A row of x in 8 bits: for each group, its inputs as bytes, or as pairs of 16-bit numbers (Functions::pairs), and then these numbers. All of it
+// lies together, since a row in several arrays takes twice the time. `start` subtracts the zero point of unsigned weights:
+// sum((w - zero) x) = sum(w x) - zero sum(x).
+struct Numbers {
+    float scale;
+    float sum;  // of x times scale
+    int32_t start;
+};
+struct Rows {
+    const uint8_t* x;
+    int64_t stride;  // bytes of a row
 };
 
 struct Shape {
@@ -55,13 +60,15 @@ struct Shape {
 struct Functions {
     int32_t zero;  // what the integer dot products count as 0
     bool pairs;    // x is used in 16 bits (Sums::PAIRS)
-    void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+    bool halves;   // a start is two numbers in 16 bits (Sums::HALVES)
+    void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Rows& x, f32x16* y);
     struct {
         int64_t count;
-        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Rows& x, f32x16* y, bool add);
     } rows[5];
     void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
     const Functions* wide;
+    int64_t few;  // rows that are multiplied by the weight as it is stored
     bool offset;
     void (*row)(const uint8_t* tile, const Shape& s, int64_t lane, int64_t K, float* y);
 };
@@ -74,16 +81,16 @@ namespace {
 constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
-constexpr int64_t WIDEN_FROM = 8;
+constexpr int64_t WIDENED = 1024;  // inputs that are widened at once, so that they stay in the first cache
 constexpr int MANY = PARTS == 2 ? 4 : 12;  // rows of x whose sums fit in the registers
-// Tiles that are read at once for one row of x, and bytes that few rows prefetch ahead of the processor's own prefetcher. Only one kind of
-// processor needs two streams, and prefetching of blocks with two levels of scales, which are long.
+// Tiles that are read at once for one row of x (only one kind of processor needs two), and bytes that few rows prefetch ahead of the
+// processor's own prefetcher.
 #if defined(__AMX_BF16__)
 constexpr int STREAMS = 2;
 constexpr int64_t AHEAD = 1024;
 #else
 constexpr int STREAMS = 1;
-constexpr int64_t AHEAD = 256;
+constexpr int64_t AHEAD = 2048;
 #endif
 
 // How a weight is stored.
@@ -93,24 +100,27 @@ struct Format {
     bool per_row = false;   // whether a row has one scale
     bool codebook = false;  // whether the integers are indices into 16 values
     bool levels = false;    // whether there are two levels of scales
-    bool wide = false;      // widened from another form: scales and offsets are float32
+    bool wide = false;      // widened from another form: integers are bytes, scales and offsets float32
     int inputs = 0;         // of a group, if the compiler is to know their number and the bits do not determine it
     bool operator==(const Format&) const = default;
 
-    constexpr int low() const { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
-    constexpr int high() const { return bits - low(); }
+    constexpr int low() const { return wide || bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
+    constexpr int high() const { return wide ? 0 : bits - low(); }
     constexpr bool bytes() const { return bits == 8 || codebook; }
     constexpr bool narrow() const { return codebook || levels || (bits != 4 && bits != 8); }  // to be widened for several rows
+    constexpr int64_t few() const { return PARTS != 2 ? 8 : high() ? 6 : 12; }  // rows for which widening does not pay
     constexpr int together() const { return bits == 3 ? 2 : 1; }  // groups that share a vector of high bits
-    constexpr int64_t group() const { return bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : inputs; }  // 0: any
-    constexpr int32_t middle() const { return offset ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
+    constexpr int64_t group() const { return inputs ? inputs : bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : 0; }  // 0: any
+    constexpr int32_t middle() const { return offset && !centered() ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
+    constexpr bool centered() const { return offset && bits == 5; }  // the product moves offsets to the middle, so that more sums fit in 16 bits
 };
 
 // Sums of products of unsigned bytes of w and signed bytes of x: add(sums, w, x) adds, in each lane, the products of 4 inputs. After at most
-// MOST calls, total(sums) are the sums in 32 bits; MOST 0 is no limit. With PAIRS, w and x are 2 inputs in 16 bits. With SIGNED8, weights of
-// 8 bits (Format::bytes) are used as signed (w - 128): ARM's first instruction for this multiplies signed bytes only.
+// MOST calls, total(sums) are the sums in 32 bits; MOST 0 is no limit. With PAIRS, w and x are 2 inputs in 16 bits. With HALVES, sums are in
+// 16 bits, and so are starts: one for inputs 0 and 1 of every 4, one for inputs 2 and 3. With SIGNED8, weights of 8 bits (Format::bytes) are
+// used as signed (w - 128): ARM's first instruction for this multiplies signed bytes only.
 struct Sums32 {
-    static constexpr bool PAIRS = false;
+    static constexpr bool PAIRS = false, HALVES = false;
     static constexpr int64_t MOST = 0;
     static ints total(ints sums) { return sums; }
 };
@@ -127,8 +137,9 @@ struct Sums : Sums32 {
 #elif defined(__AVX2__)
 template <Format F>
 struct Sums {  // AVX2 adds two products in 16 bits. Bytes would overflow, so they are pairs; of fewer bits, MOST sums fit in 16 bits
-    static constexpr bool PAIRS = F.bytes();
-    static constexpr int64_t MOST = PAIRS ? 0 : 32767 / (2 * 127 * ((1 << F.bits) - 1));
+    static constexpr int64_t LARGEST = (1 << F.bits) - 1, CENTERED = 32767 / (2 * 127 * (LARGEST / 2 + 1));
+    static constexpr bool PAIRS = F.bytes(), HALVES = !PAIRS && F.middle() && F.group() && F.group() <= 4 * CENTERED;
+    static constexpr int64_t MOST = PAIRS ? 0 : HALVES ? CENTERED : 32767 / (2 * 127 * LARGEST);
     static ints add(ints sums, words w, int32_t x) {  // in assembly, since GCC would move sums from register to register, and to memory
         const __m256i s = _mm256_set1_epi32(x), products = PAIRS ? _mm256_madd_epi16((__m256i)w, s) : _mm256_maddubs_epi16((__m256i)w, s);
         if (PAIRS) asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));
@@ -167,12 +178,20 @@ struct Codebook {
 };
 
 template <Format F>
+constexpr int32_t zero_of() {  // what the integer dot products count as 0
+    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
+}
+template <Format F>
 inline int64_t group_of(const Shape& s) {
     return F.group() ? F.group() : s.group;
 }
 template <Format F>
 inline int64_t groups_of_a_block(const Shape& s) {
     return F.levels ? BLOCK / group_of<F>(s) : 1;
+}
+template <Format F>
+inline int64_t x_bytes(const Shape& s) {  // of a group of x
+    return group_of<F>(s) * (1 + Sums<F>::PAIRS) + sizeof(Numbers);
 }
 
 // Group i of a block: where its bits are, and its scale and offset.
@@ -186,7 +205,7 @@ struct Group {
     Group() = default;
     Group(const uint8_t* block, const Shape& s, int64_t i, const floats (*factors)[PARTS]) {
         const int64_t inputs = group_of<F>(s), count = groups_of_a_block<F>(s), together = F.together();
-        const int64_t low_bytes = inputs * ROWS * F.low() / 8, bytes = inputs * ROWS * F.bits / 8;
+        const int64_t low_bytes = inputs * ROWS * F.low() / 8, bytes = inputs * ROWS * (F.low() + F.high()) / 8;
         const uint8_t* weights = block + (F.levels ? s.stride - count * bytes : 0) + i / together * together * bytes;
         low = weights + i % together * low_bytes;
         high = weights + together * low_bytes;
@@ -206,6 +225,10 @@ struct Group {
                 if (F.offset) offset[part] = load_half(low + bytes + 32 + 2 * row);
             }
         }
+    }
+
+    void center() {
+        for (int part = 0; part < PARTS; part++) offset[part] += scale[part] * float(F.middle());
     }
 
     // Inputs k to k + STEP, unsigned, four in a vector.
@@ -233,44 +256,49 @@ inline void load_factors(const uint8_t* block, const Shape& s, floats (*factors)
     if (!F.levels) return;
     for (int i = 0; i < 1 + F.offset; i++)
         for (int part = 0; part < PARTS; part++) factors[i][part] = load_half(block + 32 * i + 2 * LANES * part);
-    for (int64_t i = 0; STREAMS == 2 && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
+    for (int64_t i = 0; i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
-// GROUPS groups, from group i of a block on, of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of
-// the first group.
+// GROUPS groups, from group i of a block on, of each of TILES tiles, `apart` bytes apart, times the same groups of M rows, added to `total`.
 template <Format F, int M, int TILES, int GROUPS>
 inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const floats (*factors)[2][PARTS], const Codebook& values,
-                           const Row* rows, int64_t g, floats (*total)[M][PARTS]) {
+                           const Rows& x, floats (*total)[M][PARTS]) {
     typedef Sums<F> Sum;
     constexpr int CHAINS = M == 1 && F.group() != 16 && PARTS == 1 ? 2 : 1;  // independent sums hide the latency of Sum::add
-    constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP, HALVES = 1 + Sum::PAIRS;
+    constexpr int64_t STEP = Group<F>::STEP, CHUNK = 4 * Sum::MOST / STEP * STEP, BYTES = 1 + Sum::PAIRS;
+    constexpr bool IN_SUMS = zero_of<F>() == 0 || Sum::HALVES || !CHUNK;  // sums begin with `start`, or need none
     constexpr int STEPS = M == 1 && STEP == 8 && CHUNK % 16 == 0 ? 2 : 1;  // one row has too few operations for a step of the loop
-    const int64_t group = group_of<F>(s);
+    const int64_t group = group_of<F>(s), of_group = x_bytes<F>(s);
     ints sums[TILES * GROUPS][M][PARTS]{};
     Group<F> groups[TILES * GROUPS];
     for (int p = 0; p < TILES * GROUPS; p++) {
         const int j = p / GROUPS, next = p % GROUPS;
         groups[p] = Group<F>(block + j * apart + (F.levels ? 0 : next * s.stride), s, F.levels ? i + next : 0, factors[j]);
+        if (F.centered() && !F.wide) groups[p].center();
     }
+    const auto numbers = [&](int p, int m) { return (const Numbers*)(x.x + m * x.stride + p % GROUPS * of_group + group * BYTES); };
     const auto add = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
         ints acc[TILES * GROUPS][CHAINS][M][PARTS]{};
+        for (int p = 0; p < TILES * GROUPS && IN_SUMS && zero_of<F>(); p++)
+            for (int m = 0; m < M; m++)
+                for (ints& of_part : acc[p][0][m]) of_part += numbers(p, m)->start;
 #pragma GCC unroll 2
         for (int64_t some = first; some < end; some += STEPS * STEP)
             for (int64_t i = 0; i < STEPS * TILES * GROUPS; i++) {
                 const int64_t p = i % (TILES * GROUPS), k = some + i / (TILES * GROUPS) * STEP;
-                if (M <= 4 && !F.wide && (STREAMS == 2 || !F.levels)) groups[p].prefetch(k);
+                if (M <= 4 && !F.wide) groups[p].prefetch(k);
                 words fours[STEP / 4][PARTS];
                 groups[p].weights(k, fours);
-                const int64_t at = (g + p % GROUPS) * group + k;
-                for (int n = 0; n < STEP / 4 * HALVES; n++) {
+                const uint8_t* const inputs = x.x + p % GROUPS * of_group + k * BYTES;
+                for (int n = 0; n < STEP / 4 * BYTES; n++) {
                     words w[PARTS];
                     for (int part = 0; part < PARTS; part++) {
-                        w[part] = F.codebook ? values(fours[n / HALVES][part]) : fours[n / HALVES][part];
+                        w[part] = F.codebook ? values(fours[n / BYTES][part]) : fours[n / BYTES][part];
                         if (Sum::PAIRS) w[part] = (n % 2 ? w[part] >> 8 : w[part]) & 0x00ff00ffu;
                     }
                     for (int m = 0; m < M; m++) {
-                        const auto x = load<int32_t>(rows[m].x + at * HALVES + 4 * n);
-                        for (int part = 0; part < PARTS; part++) acc[p][n % CHAINS][m][part] = Sum::add(acc[p][n % CHAINS][m][part], w[part], x);
+                        const auto four = load<int32_t>(inputs + m * x.stride + 4 * n);
+                        for (int part = 0; part < PARTS; part++) acc[p][n % CHAINS][m][part] = Sum::add(acc[p][n % CHAINS][m][part], w[part], four);
                     }
                 }
             }
@@ -286,30 +314,33 @@ inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, 
     }
     for (int p = 0; p < TILES * GROUPS; p++)
         for (int m = 0; m < M; m++) {
-            const int64_t at = g + p % GROUPS;
-            const float scale = rows[m].scale[at], sum = rows[m].sum[at];
+            const Numbers* of_x = numbers(p, m);
             for (int part = 0; part < PARTS; part++) {
                 floats& to = total[p / GROUPS][m][part];
-                to += __builtin_convertvector(sums[p][m][part] + rows[m].start[at], floats) * (F.per_row ? floats{} + scale : groups[p].scale[part] * scale);
-                if (F.offset) to += groups[p].offset[part] * sum;
+                const ints sum = IN_SUMS ? sums[p][m][part] : sums[p][m][part] + of_x->start;
+                to += __builtin_convertvector(sum, floats) * (F.per_row ? floats{} + of_x->scale : groups[p].scale[part] * of_x->scale);
+                if (F.offset) to += groups[p].offset[part] * of_x->sum;
             }
         }
 }
 
-// TILES tiles, `apart` bytes apart, GROUPS groups at a time, times M rows of x -> y (TILES, M).
+// TILES tiles, `apart` bytes apart, GROUPS groups at a time, times M rows of x -> y (TILES, M), or added to y.
 template <Format F, int M, int TILES, int GROUPS = 1>
-void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
+void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Rows& rows, f32x16* y, bool add) {
     const uint8_t* const end = tile + s.tile - 64;
     const Codebook values(end);
     floats total[TILES][M][PARTS] = {}, factors[TILES][2][PARTS];
+    if (add) std::memcpy(total, y, sizeof total);
+    Rows x = rows;
     const int64_t of_block = F.levels ? groups_of_a_block<F>(s) : GROUPS;  // even
     for (int64_t g = 0; g < s.groups; tile += F.levels ? s.stride : GROUPS * s.stride) {
         for (int j = 0; j < TILES; j++) load_factors<F>(tile + j * apart, s, factors[j]);
         if (g + of_block > s.groups) {  // the last of an odd number
-            groups_product<F, M, TILES, 1>(tile, apart, s, 0, factors, values, rows, g++, total);
+            groups_product<F, M, TILES, 1>(tile, apart, s, 0, factors, values, x, total);
             break;
         }
-        for (int64_t i = 0; i < of_block; i += GROUPS, g += GROUPS) groups_product<F, M, TILES, GROUPS>(tile, apart, s, i, factors, values, rows, g, total);
+        for (int64_t i = 0; i < of_block; i += GROUPS, g += GROUPS, x.x += GROUPS * x_bytes<F>(s))
+            groups_product<F, M, TILES, GROUPS>(tile, apart, s, i, factors, values, x, total);
     }
     for (int j = 0; j < TILES; j++)
         for (int part = 0; part < PARTS; part++) {
@@ -323,14 +354,14 @@ void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row*
 
 // For one row of x. A group in 4 bits has too few operations to hide their latency, so two are multiplied at a time, in one tile or in two.
 template <Format F>
-void one_row_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
-    tile_product<F, 1, STREAMS, STREAMS == 1 && F.bits < 8 ? 2 : 1>(tile, apart, s, rows, y);
+void one_row_product(const uint8_t* tile, int64_t apart, const Shape& s, const Rows& x, f32x16* y) {
+    tile_product<F, 1, STREAMS, STREAMS == 1 && F.bits < 8 ? 2 : 1>(tile, apart, s, x, y, false);
 }
 
-// Widens groups `first` to first + count of a tile to 8 bits, with float32 scales and offsets: the format wide_form<F>().
+// Widens groups `first` to first + count of a tile to bytes, with float32 scales and offsets: the format wide_form<F>().
 template <Format F>
 constexpr Format wide_form() {
-    return {.bits = 8, .offset = F.offset, .wide = true, .inputs = int(F.group())};
+    return {.bits = F.codebook ? 8 : F.bits, .offset = F.offset, .wide = true, .inputs = int(F.group())};
 }
 inline Shape wide_shape(int64_t groups, int64_t group, bool offset) {
     const int64_t stride = group * ROWS + 64 * (1 + offset);
@@ -340,19 +371,19 @@ template <Format F>
 void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide) {
     const Codebook values(tile + s.tile - 64);
     const int64_t group = group_of<F>(s), per_block = groups_of_a_block<F>(s);
-    const uint32_t more = 0x01010101u * (wide_form<F>().middle() - F.middle());
     for (int64_t g = first; g < first + count; g++) {
         const uint8_t* block = tile + g / per_block * s.stride;
         floats factors[2][PARTS];
         load_factors<F>(block, s, factors);
-        const Group<F> from(block, s, g % per_block, factors);
+        Group<F> from(block, s, g % per_block, factors);
+        if (F.centered()) from.center();
         for (int64_t k = 0; k < group; k += Group<F>::STEP) {
             words fours[Group<F>::STEP / 4][PARTS];
             from.prefetch(k);
             from.weights(k, fours);
             for (auto& four : fours)
                 for (words w : four) {
-                    w = (F.codebook ? values(w) : w) + more;
+                    if (F.codebook) w = values(w);
                     std::memcpy(wide, &w, sizeof w);
                     wide += sizeof w;
                 }
@@ -366,7 +397,7 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
 // Quantizes one row of x (K) to 8 bits, group by group. A nonfinite number makes its group's scale NaN, and so the result.
 // In pairs of 16 bits, inputs 0 and 2 stand before inputs 1 and 3, as the bytes of a word of the weight are separated.
 template <typename T>
-void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, int8_t* q, float* scale, int32_t* start, float* sum) {
+void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, uint8_t* q) {
     for (int64_t g = 0; g < s.groups; g++, x += s.group) {
         const int64_t n = std::clamp<int64_t>(K - g * s.group, 0, s.group);
         T rest[128] = {};  // the last group, padded
@@ -375,7 +406,6 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, int8_t
         for (int64_t i = 0; i < s.group; i += LANES) largest.see(to_floats(from + i));
         const float most = largest.get(), inverse = most > 0 ? std::min(127 / most, 1e38f) : 0;  // denormal numbers become 0
         const bool finite = most < INFINITY;
-        scale[g] = most / 127;
         ints totals{};
         for (int64_t i = 0; i < s.group; i += LANES) {
             const ints v = finite ? to_integers(to_floats(from + i) * inverse) : ints{};
@@ -389,10 +419,12 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, const Functions& f, int8_t
             }
             q += LANES * (1 + f.pairs);
         }
-        int32_t total = 0;
-        for (int64_t i = 0; i < LANES; i++) total += totals[i];
-        start[g] = -f.zero * total;
-        sum[g] = scale[g] * total;
+        int32_t half[2] = {};
+        for (int64_t i = 0; i < LANES; i++) half[i / 2 % 2] += totals[i];
+        const int32_t total = half[0] + half[1], start = f.halves ? (-f.zero * half[0] & 0xffff) | -f.zero * half[1] * 65536 : -f.zero * total;
+        const Numbers numbers{most / 127, most / 127 * total, start};
+        std::memcpy(q, &numbers, sizeof numbers);
+        q += sizeof numbers;
     }
 }
 
@@ -414,18 +446,12 @@ struct Packed {
 // Multiplies x (M, K) by the weights of several layers, which have the same format and K: x is quantized once, and one loop does all of it.
 template <typename T>
 void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t layer_count, const Shape& s, const Functions& stored) {
-    const bool widened = M > WIDEN_FROM && stored.widen;
+    const bool widened = stored.widen && M > stored.few;
     const Functions& f = widened ? *stored.wide : stored;
-    const int64_t padded = s.groups * s.group * (1 + f.pairs) + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
-    std::vector<int8_t> q(M * padded);
-    std::vector<float> scale(count), sum(count);
-    std::vector<int32_t> start(count);
-    std::vector<Row> rows(M);
-    for_each_unit(M, [&](int64_t m) {
-        const int64_t at = m * s.groups;
-        to_8_bits(x + m * K, K, s, f, &q[m * padded], &scale[at], &start[at], &sum[at]);
-        rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
-    });
+    const int64_t of_group = s.group * (1 + f.pairs) + sizeof(Numbers);
+    const int64_t stride = s.groups * of_group + 64;  // + 64 bytes, so that rows do not map to the same cache lines
+    std::vector<uint8_t> q((M + MANY) * stride);
+    for_each_unit(M, [&](int64_t m) { to_8_bits(x + m * K, K, s, f, &q[m * stride]); });
     const int64_t streams = M == 1 ? STREAMS : 1, blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
     const auto units = [=](const Packed<T>& layer) { return (layer.count() + streams - 1) / streams * blocks; };
     int64_t total = 0;
@@ -438,28 +464,27 @@ void product(const T* x, int64_t M, int64_t K, const Packed<T>* layers, int64_t 
         if (M == 1) {
             const int64_t two = STREAMS == 2 && t + 1 < layer->count();  // a last tile alone is multiplied twice
             f32x16 out[2];
-            f.one_row(tile, two * s.tile, s, rows.data(), out);
+            f.one_row(tile, two * s.tile, s, {q.data(), stride}, out);
             for (int64_t j = 0; j <= two; j++) layer->write(out[j], 0, t + j);
             return;
         }
-        const int64_t end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
+        const int64_t begin = unit % blocks * MOST_ROWS, end = std::min(M, begin + MOST_ROWS), slice = widened ? WIDENED / s.group : s.groups;
+        f32x16 out[MOST_ROWS + 12];
+        alignas(64) uint8_t wide[WIDENED * ROWS + WIDENED / 16 * 128];
         Shape shape = s;
-        if (widened) {
-            thread_local std::vector<uint8_t> wide;
-            shape = wide_shape(s.groups, s.group, stored.offset);
-            wide.resize(shape.tile);
-            stored.widen(tile, s, 0, s.groups, wide.data());
-            tile = wide.data();
+        for (int64_t g = 0; g < s.groups; g += slice) {
+            if (widened) {
+                shape = wide_shape(std::min(slice, s.groups - g), s.group, stored.offset);
+                stored.widen(tile, s, g, shape.groups, wide);
+            }
+            for (int64_t m = begin; m < end;) {
+                const auto* best = f.rows;
+                while (best->count * 3 > (end - m) * 4 && best[1].run) best++;  // the last rows may be fewer than the function multiplies
+                best->run(widened ? wide : tile, 0, shape, {&q[m * stride + g * of_group], stride}, out + m - begin, g > 0);
+                m += best->count;
+            }
         }
-        for (int64_t m = unit % blocks * MOST_ROWS; m < end;) {
-            const auto* best = f.rows;
-            while (best->count > end - m && best[1].run) best++;
-            Row some[12];  // the last rows may be fewer than the function multiplies
-            for (int64_t i = 0; i < best->count; i++) some[i] = rows[std::min(m + i, end - 1)];
-            f32x16 out[12];
-            best->run(tile, 0, shape, some, out);
-            for (int64_t i = 0; i < best->count && m < end; i++, m++) layer->write(out[i], m, t);
-        }
+        for (int64_t m = begin; m < end; m++) layer->write(out[m - begin], m, t);
     });
 }
 
@@ -482,7 +507,7 @@ void row_of_tile(const uint8_t* tile, const Shape& s, int64_t lane, int64_t K, f
                 words four = fours[i / 4][lane / LANES];
                 if (F.codebook) four = values(four);
                 const int32_t quant = four[lane % LANES] >> i % 4 * 8 & 255;
-                float product = float(quant - F.middle()) * scale;
+                float product = float(F.offset ? quant : quant - F.middle()) * scale;
                 asm("" : "+m"(product));  // the compiler would round only the sum
                 y[at] = F.offset ? product + offset : product;
             }

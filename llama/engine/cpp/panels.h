@@ -44,7 +44,7 @@ void panel_of(const uint8_t* tile, const Shape& s, int64_t groups, int64_t input
     std::fill(panel + groups * s.group * 8, panel + inputs * 8, 0);
     for (int64_t g = 0; g < groups; g++, tile += s.stride) {
         const Group<F> from(tile, s, 0, nullptr);
-        const f32x16 scale = load<f32x16>(from.scale), shift = F.offset ? load<f32x16>(from.offset) : scale * -float(F.middle());
+        const f32x16 scale = load<f32x16>(from.scale), shift = load<f32x16>(from.offset) - scale * float(F.middle());
         for (int64_t k = 0; k < s.group; k += 8) {
             words halves[2][PARTS];
             from.weights(k, halves);

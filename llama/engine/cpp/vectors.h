@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -152,21 +153,20 @@ inline V widen_some(const T* p, int64_t count) {
     return widen<V>(numbers);
 }
 
-// The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
-// keeps 16 maxima explicitly.
+// The largest magnitude of the numbers seen; NaN if one is not finite. The bits of magnitudes are in the order of the magnitudes.
 template <typename V>
 struct Largest {
-    V top{}, finite{};
+    typedef decltype(V{} < V{}) Bits;
+    Bits top{};
     void see(V x) {
-        typedef decltype(x < x) Bits;
-        const V size = (V)((Bits)x & 0x7fffffff);
+        const Bits size = (Bits)x & 0x7fffffff;
         top = size > top ? size : top;
-        finite += x * 0.0f;
     }
     float get() const {
-        float most = 0, sum = 0;
-        for (size_t i = 0; i < sizeof(V) / 4; i++) most = top[i] > most ? top[i] : most, sum += finite[i];
-        return most + sum;
+        int32_t most = 0;
+        for (size_t i = 0; i < sizeof(V) / 4; i++) most = std::max<int32_t>(most, top[i]);
+        const float largest = load<float>(&most);
+        return largest < INFINITY ? largest : NAN;
     }
 };
 
