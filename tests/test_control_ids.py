@@ -228,7 +228,7 @@ def test_without_the_request_text_stays_text(name: str) -> None:
 def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf: Path) -> None:
     command = ("generate", "-m", str(tiny_gguf), "--json", "-n", "6", "--temp", "2", "--seed", "1", "--dtype", "fp32")
     chat = json.loads(clearllama(*command, "hello").stdout)
-    special = clearllama(*command, "--raw", "--parse-special", PROMPT)
+    special = clearllama(*command, "--raw", "--parse-special", PROMPT + "\n")  # the command removes one line end
     plain = clearllama(*command, "--raw", PROMPT)
     assert json.loads(special.stdout)["tokens"] == chat["tokens"]
     assert json.loads(plain.stdout)["prompt_tokens"] > chat["prompt_tokens"]

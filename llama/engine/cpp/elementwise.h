@@ -67,7 +67,7 @@ void keep(const N* head, int64_t b, int64_t h, int64_t slot, int64_t D, const Ke
     for (int64_t i = 0; i < D; i++) to.at<int8_t>(b, h, slot)[i] = scale == scale ? int8_t(std::nearbyint(to_float(head[i]) / step)) : 0;
 }
 
-// How the heads of a layer are turned before they are used and kept. cos and sin (T, D/2) or (B, T, D/2): strides of rows, tokens and pairs.
+// How the heads of a layer are rotated before they are used and stored. cos and sin (T, D/2) or (B, T, D/2): strides of rows, tokens and pairs.
 struct Rotation {
     const float *cos, *sin;  // null: a layer without RoPE
     int64_t row, token, pair;

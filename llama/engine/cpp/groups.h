@@ -42,8 +42,7 @@
 // lies together, since a row in several arrays takes twice the time. `start` subtracts the zero point of unsigned weights:
 // sum((w - zero) x) = sum(w x) - zero sum(x).
 struct Numbers {
-    float scale;
-    float sum;  // of x times scale
+    float scale, sum;  // sum: of x times scale
     int32_t start;
 };
 struct Rows {
@@ -230,7 +229,6 @@ struct Group {
     void center() {
         for (int part = 0; part < PARTS; part++) offset[part] += scale[part] * float(F.middle());
     }
-
     // Inputs k to k + STEP, unsigned, four in a vector.
     static constexpr int64_t STEP = F.low() == 2 ? 16 : 8;
     void weights(int64_t k, words (*fours)[PARTS]) const {

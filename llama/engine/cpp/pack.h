@@ -8,11 +8,9 @@
 namespace {
 
 typedef int8_t Integers[2][16];  // by which the factors of scales and offsets are multiplied, for each group of a block
-
-// A block of a row, unpacked. The numbers are in float16: scale and offset, or their factors.
-struct Block {
+struct Block {  // of a row, unpacked
     uint8_t quants[BLOCK];
-    uint16_t numbers[2];
+    uint16_t numbers[2];  // scale and offset, or their factors, in float16
     Integers integers;
 };
 
@@ -24,7 +22,6 @@ struct BlockType {
     int64_t numbers, low, low_run;       // low bits of quants, in runs of so many bytes (read_runs)
     int64_t high = 0, high_run = 0;      // the other bits; without runs, in the order of the quants
     void (*integers)(const uint8_t* p, Integers& to) = nullptr;
-
     constexpr int64_t inputs() const { return format.levels ? BLOCK : format.group(); }
 };
 
@@ -136,14 +133,13 @@ void pack_blocks(const Tensor& raw, std::string name, std::optional<Tensor> orde
     if (order) check(*order, "the order of rows", ScalarType::Long, {N});
     const auto* rows = order ? (const int64_t*)order->const_data_ptr() : nullptr;
     for (int64_t i = 0; rows && i < N; i++) require(rows[i] >= 0 && rows[i] < raw.size(0), "numbers of rows");
-    const auto* from = (const uint8_t*)raw.const_data_ptr();
     auto* tiles = (uint8_t*)out.mutable_data_ptr();
     for_each_part(out.size(0), ROWS * raw.size(1), [&](int64_t t) {
         Block blocks[ROWS]{};
         for (Block& block : blocks) std::memset(block.quants, f.codebook ? 0 : f.middle(), BLOCK);  // of rows beyond the last
         for (int64_t b = 0; b < count; b++) {
             for (int64_t r = 0, n = t * ROWS; r < ROWS && n < N; r++, n++)
-                read_block(from + (rows ? rows[n] : n) * stride + b * type->bytes, *type, blocks[r]);
+                read_block((const uint8_t*)raw.const_data_ptr() + (rows ? rows[n] : n) * stride + b * type->bytes, *type, blocks[r]);
             write_block(blocks, *type, tiles + t * s.tile + b * s.stride);
         }
         for (int64_t i = 0; f.codebook && i < 64; i++) tiles[(t + 1) * s.tile - 64 + i] = IQ4_VALUES[i % 16] + 128;
