@@ -209,7 +209,7 @@ def build(
 def build_plan(plan: Plan, model: Transformer, progress: Progress | None = None) -> Transformer:
     """Execute a plan: check the memory, fill the empty model, attach its runner, log the warnings.
 
-    progress  called after each layer: progress(bytes of the weights so far, bytes of all weights)
+    progress  called first and after each layer: progress(bytes of the weights so far, bytes of all weights)
     """
     if plan.options.check_memory:
         check_memory(plan)
@@ -363,6 +363,8 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> Tr
     }
     shared = [name for name, size in sizes.items() if SMALL <= size <= LARGE]
     done, total = 0, sum(sizes.values())
+    if progress is not None:
+        progress(done, total)
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
         for names, run in (([name for name in sizes if name not in shared], map), (shared, pool.map)):
             for name, _ in zip(names, run(lambda name: fill_layer(model, name, plan), names), strict=True):

@@ -208,7 +208,7 @@ def test_a_request_is_read_only_when_a_slot_is_free() -> None:
     assert len(read) == 3
 
 
-def test_all_steps_have_one_shape_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_have_the_rows_in_use_and_one_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     net, shapes = tiny.model(), []
     real = Batch._next_logits
 
@@ -226,10 +226,8 @@ def test_all_steps_have_one_shape_while_prompts_wait(monkeypatch: pytest.MonkeyP
     assert len({slots for _, slots in shapes}) == 1
     assert widths[0] == 6
     assert widths == sorted(widths, reverse=True)
-    assert set(widths) <= {6, 4, 2, 1}
     assert widths[-1] == 1
-    # A step has at most the next power of two of the rows in use.
-    assert sum(widths) <= sum(lengths) * 2
+    assert sum(widths) <= sum(lengths)  # so no row is idle; the first token of an answer needs no step
 
 
 def test_the_cache_is_as_large_as_the_requests_need() -> None:

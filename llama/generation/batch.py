@@ -18,8 +18,9 @@ tokens: their keys are copied once they are there, and until then the turns of b
 Before the answers in progress get their next token, prompts with at most as many tokens as one chunk are fed. After
 each chunk and step, `between` may run the model on something else.
 
-All steps have the same shape: one row for each slot up to the last one in use, rounded up to a power of two, and all
-positions for which the cache has memory, with a mask. While no prompt waits, the rows in use move to the front.
+A step has one row for each slot up to the last one in use, and all positions for which the cache has memory, with a
+mask. On a GPU, where few shapes are faster, the rows are rounded up to a power of two. While no prompt waits, the rows
+in use move to the front.
 """
 
 from __future__ import annotations
@@ -416,15 +417,18 @@ class Batch:
 
     @property
     def _width(self) -> int:
-        """The number of rows in a step: up to the last one in use, rounded up to a power of two."""
-        used = max(i for i, slot in enumerate(self.slots) if slot.sequence) + 1
-        return min(1 << (used - 1).bit_length(), len(self.slots))
+        """The number of rows in a step: up to the last one in use."""
+        return self._rounded(max(i for i, slot in enumerate(self.slots) if slot.sequence) + 1)
+
+    def _rounded(self, rows: int) -> int:
+        """The number of rows with which a step runs if it needs some."""
+        return rows if self.cache.device.type == "cpu" else min(1 << (rows - 1).bit_length(), len(self.slots))
 
     @torch.inference_mode()
     def _shrink(self) -> None:
-        """Move the last rows to free slots at the front, if that halves the rows of a step."""
+        """Move the last rows to free slots at the front, if a step has fewer rows then."""
         used = [i for i, slot in enumerate(self.slots) if slot.sequence]
-        if self.prompts or self._width <= 1 << (len(used) - 1).bit_length():
+        if self.prompts or self._width <= self._rounded(len(used)):
             return
         free = [i for i in range(len(used)) if not self.slots[i].sequence]
         for target, source in zip(free, reversed(used), strict=False):

@@ -136,7 +136,7 @@ void pack_blocks(const Tensor& raw, std::string name, std::optional<Tensor> orde
     auto* tiles = (uint8_t*)out.mutable_data_ptr();
     for_each_part(out.size(0), ROWS * raw.size(1), [&](int64_t t) {
         Block blocks[ROWS]{};
-        for (Block& block : blocks) std::memset(block.quants, f.codebook ? 0 : f.middle(), BLOCK);  // of rows beyond the last
+        for (Block& block : blocks) std::memset(block.quants, f.codebook || f.offset ? 0 : f.middle(), BLOCK);  // of rows beyond the last
         for (int64_t b = 0; b < count; b++) {
             for (int64_t r = 0, n = t * ROWS; r < ROWS && n < N; r++, n++)
                 read_block((const uint8_t*)raw.const_data_ptr() + (rows ? rows[n] : n) * stride + b * type->bytes, *type, blocks[r]);
