@@ -142,9 +142,9 @@ def test_threads_that_share_weights_do_not_race(shared: bool, tmp_path: Path) ->
     folder = tmp_path / "cpp"
     shutil.copytree(kernels.SOURCE.parent, folder)
     if shared:
-        file, old = folder / "groups.h", "    std::vector<int8_t> q(M * padded);\n"
+        file, old = folder / "groups.h", "    std::vector<uint8_t> q((M + MANY) * stride);\n"
         assert file.read_text().count(old) == 1
-        file.write_text(file.read_text().replace(old, "    static int8_t q[1 << 20];\n"))
+        file.write_text(file.read_text().replace(old, "    static std::vector<uint8_t> q(1 << 20);\n"))
     done = run("avx2", "-fsanitize=thread", ["libtsan.so"], THREADS, tmp_path, folder / "kernels.cpp",
                TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_signal_unsafe=0")  # fmt: skip
     assert ("data race" in done.stderr) == shared, done.stderr[-3000:]

@@ -15,7 +15,7 @@ passes a long one. At most PASSES chunks in succession pass the oldest prompt, s
 chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
 tokens: their keys are copied once they are there, and until then the turns of both go to the one being fed.
 
-Before the answers in progress get their next token, prompts with at most as many tokens as one chunk are fed. After
+Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long. After
 each chunk and step, `between` may run the model on something else.
 
 A step has one row for each slot up to the last one in use, and all positions for which the cache has memory, with a
@@ -188,7 +188,7 @@ class Batch:
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.prompts: dict[Slot, ActiveSequence] = {}  # those in progress, from the oldest to the newest
-        self.fed = 0  # tokens of prompts since the last step of the answers
+        self.fed = 0.0  # tokens of prompts since the last step of the answers, more for those at the end of a long text
         self.passed = 0  # chunks since the last turn of the oldest prompt
         self.longest = longest  # no request needs more positions
         self._begun = False
@@ -213,7 +213,7 @@ class Batch:
             elif self._active():
                 self._shrink()
                 yield from self._step()
-                self.fed = 0
+                self.fed = 0.0
             elif not self._more:
                 return
 
@@ -300,15 +300,15 @@ class Batch:
             self._leader(slot) for slot in (next(iter(self.prompts)), min(self.prompts, key=self._rest))
         )
         slot = oldest if self.passed >= PASSES else shortest
-        rest, chunk = self._rest(slot), prompt_chunk(self.cache.device)
+        rest, chunk, slowdown = self._rest(slot), prompt_chunk(self.cache.device), 1.0
         size = min(rest, chunk)
         if self.cache.device.type == "cpu":
             # The time for attention grows with the length of the text. Of equal size, since short chunks are slow, too.
-            done = len(self.prompts[slot].ids) - rest
-            size = -(-rest // -(-rest // max(chunk * 1024 // (1024 + done), chunk // 4, 1)))
-        if self._active() and self.fed + size > chunk:
+            slowdown += (len(self.prompts[slot].ids) - rest) / 1024
+            size = -(-rest // -(-rest // max(int(chunk / slowdown), chunk // 4, 1)))
+        if self._active() and self.fed and self.fed + size * slowdown > chunk:
             return None
-        self.fed += size
+        self.fed += size * slowdown
         self.passed = 0 if slot is oldest else self.passed + 1
         return slot, size
 

@@ -93,6 +93,7 @@ class Engine:
         self.llm, self.limits, self.closed = llm, limits, False
         self.waiting: dict[Job, Listener] = {}
         self.running: dict[Job, Listener] = {}
+        self.reading = set[Listener]()  # of the requests whose prompt is being read: their last job has no piece yet
         self.looks = deque[Look]()
         self.tokens = Counter[str]()  # of all answers that have ended
         self.since = time.monotonic()  # when looks ran last, or the batch began to run
@@ -135,17 +136,20 @@ class Engine:
     def get(self, block: bool) -> Job | None:
         """The next job, for the batch: of the request with the fewest answers in progress, so each gets a fair share.
 
-        While there is none, it runs looks if `block` is set, else raises queue.Empty. None: the engine is closed.
+        While the prompt of a request is being read, its other jobs wait here, so that they take no slot. While there is
+        no job, it runs looks if `block` is set, else raises queue.Empty. None: the engine is closed.
         """
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting or self.closed or self.looks or not block)
-                if self.waiting:
+                ready = [job for job, listener in self.waiting.items() if listener not in self.reading]
+                if ready:
                     counts = Counter(self.running.values())
-                    job = min(self.waiting, key=lambda job: counts[self.waiting[job]])
+                    job = min(ready, key=lambda job: counts[self.waiting[job]])
                     self.running[job] = self.waiting.pop(job)
+                    self.reading.add(self.running[job])
                     return job
-            if self.closed:
+            if self.closed and not self.waiting:
                 return None
             if not block:
                 raise Empty
@@ -180,4 +184,5 @@ class Engine:
     def _deliver(self, job: Job, piece: Piece | LlamaError) -> None:
         ended = isinstance(piece, LlamaError) or piece.completion is not None
         listener = self.running.pop(job) if ended else self.running[job]
+        self.reading.discard(listener)
         listener(job, piece)

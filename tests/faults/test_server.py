@@ -584,6 +584,25 @@ def test_a_request_with_many_answers_does_not_delay_others(server: Running, pass
     assert len(found["many"]) == 10
 
 
+def test_the_answers_of_a_long_prompt_leave_a_slot_for_a_short_one(
+    llm: Llama, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama.generation.batch.prompt_chunk", lambda device: 10)
+    passes.allow(0)
+    with running(llm, slots=2) as server, ThreadPoolExecutor() as pool:
+        many = pool.submit(ask, server, TEXT, {"prompt": "hello " * 60, "n": 3, "max_tokens": 3, "temperature": 0})
+        passes.wait()  # in its first chunk
+        short = pool.submit(ask, server, TEXT, {"prompt": "a", "max_tokens": 1, "temperature": 0})
+        until(lambda: sum(gauges(server)) == 4)
+        passes.allow(4)
+        try:
+            assert short.result(PATIENCE)[0] == 200
+            assert not many.done()
+        finally:
+            passes.allow(float("inf"))
+        assert many.result()[0] == 200
+
+
 def test_a_shared_prefix_is_reused_after_other_answers(llm: Llama) -> None:
     """An idle row of the batch keeps its keys while others decode."""
     text = "hello the hello of hello the end of the hello"
