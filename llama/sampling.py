@@ -28,7 +28,6 @@ MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
 LARGEST_LOGIT = 1e30
 CANDIDATES = 1024  # the most probable tokens, which top_p sorts first
 SPARE = 64  # tokens beyond k that `choose` looks at, since they may equal the k-th
-BLOCK = 128  # ids; `sample` first draws a block
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
@@ -335,24 +334,16 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw from each distribution, in proportion to weights (.., V): (..) int64. Does not wait for the device.
 
-    First a block of ids is drawn, then an id of the block. An id with weight 0 is never drawn.
+    The first id at which the sum of weights reaches a uniform number. As the number is not 0, an id with weight 0 is
+    never drawn. NaN draws an arbitrary id.
     """
-    import torch.nn.functional as F
-
-    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # (.., V / 128, 128)
-    block = search(blocks.sum(-1), generator)  # (.., 1)
-    inside = blocks.take_along_dim(block[..., None], -2).squeeze(-2)  # (.., 128)
-    return (block * BLOCK + search(inside, generator)).squeeze(-1).clamp_(max=weights.shape[-1] - 1)  # (..)
-
-
-def search(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The first index at which the sum of weights (.., N) reaches a uniform number: (.., 1). NaN gives any index."""
     import torch
 
-    sums = cumulative(weights)  # (.., N)
+    sums = cumulative(weights)  # (.., V)
     shape = (*sums.shape[:-1], 1)
     uniform = 1 - torch.rand(shape, generator=generator, dtype=sums.dtype, device=sums.device)  # above 0, at most 1
-    return torch.searchsorted(sums, uniform * sums[..., -1:]).clamp_(max=sums.shape[-1] - 1)  # (.., 1)
+    found = torch.searchsorted(sums, uniform * sums[..., -1:])  # (.., 1)
+    return found.squeeze(-1).clamp_(max=sums.shape[-1] - 1)  # (..)
 
 
 def choose(
@@ -531,13 +522,14 @@ class Chooser:
         import torch
 
         logits, k = logits[: self.n_vocab], self.params.top_logprobs  # (V,)
-        chosen = torch.tensor(id, device=logits.device)  # ()
         self.text.append(id)
         if self.history is not None:
-            self.history = History(torch.cat((self.history.ids, chosen[None])), self.history.start)
+            self.history = self.history._replace(
+                ids=torch.cat((self.history.ids, torch.tensor([id]).to(logits.device)))
+            )
         if self.constraint is not None:
             self.constraint.advance(id)
-        logprob = float(logprob_of(logits, chosen)) if self.params.scored else None
+        logprob = float(logprob_of(logits, torch.tensor(id, device=logits.device))) if self.params.scored else None
         return Token(id, logprob, id in self.stop_ids, most_probable(logits, k) if k else {})
 
     def allowed(self) -> Tensor | None:

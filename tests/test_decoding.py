@@ -139,16 +139,11 @@ def test_draws_follow_the_distribution(options: dict[str, Any], on_gpu: bool, mo
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 6  # less likely than 1 in 1,000 for any of them
 
 
-def test_a_draw_is_the_inverse_of_two_cumulative_distributions() -> None:
-    """Of the blocks of 128 ids, then of the ids of one block."""
-    weights = torch.rand(500, 300, generator=torch.Generator().manual_seed(0)).where(torch.arange(300) % 3 > 0, 0)
-    generator, expected = torch.Generator().manual_seed(7), []
-    blocks, inside = (1 - torch.rand(500, 1, generator=generator, dtype=torch.float64).numpy() for _ in range(2))
-    for row, first, second in zip(weights.double().numpy(), blocks[:, 0], inside[:, 0], strict=True):
-        sums = numpy.cumsum([row[:128].sum(), row[128:256].sum(), row[256:].sum()])
-        block = int(numpy.searchsorted(sums, first * sums[-1]))
-        sums = row[128 * block : 128 * block + 128].cumsum()
-        expected.append(128 * block + int(numpy.searchsorted(sums, second * sums[-1])))
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
+    weights = torch.rand(500, 40, generator=torch.Generator().manual_seed(0)).where(torch.arange(40) % 3 > 0, 0)
+    uniform = 1 - torch.rand(500, 1, generator=torch.Generator().manual_seed(7), dtype=torch.float64).numpy()
+    sums = weights.double().numpy().cumsum(-1)
+    expected = [int(numpy.searchsorted(row, u[0] * row[-1])) for row, u in zip(sums, uniform, strict=True)]
     assert sample(weights, torch.Generator().manual_seed(7)).tolist() == expected
 
 
