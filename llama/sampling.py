@@ -367,7 +367,7 @@ def choose(
         return draw(edited, params, late, generators), extreme(logits)
     index, _ = largest(edited, params.top_k + SPARE)  # (.., N)
     some = top_k(edited.gather(-1, index), params.top_k)  # (.., N)
-    if bool(some.amin(-1).isneginf().all()):  # all that equal the k-th are among them
+    if bool(some.amin(-1).isneginf().all()):  # every token that equals the k-th is among them
         ids = draw(some, params, late, generators)  # (..)
         return index.gather(-1, ids[..., None])[..., 0], extreme(logits)
     return draw(top_k(edited, params.top_k), params, late, generators), extreme(logits)
@@ -378,8 +378,8 @@ def draw(
 ) -> Tensor:
     """Draw an id from each row of logits (.., V), after the filters `late`: top_p, min_p, both or none. -> (..) int64.
 
-    Nothing is sorted. An id is drawn from all. If a filter excludes it, the next one is drawn from those that come
-    before it, since all others are excluded, too. So what is kept has the filtered distribution.
+    Nothing is sorted. The first id is drawn from all. If a filter excludes it, the filter also excludes every id that
+    comes after it, so the next draw is among those before it. The first id that passes has the filtered distribution.
     """
     import torch
 

@@ -13,7 +13,7 @@ shares a prefix with the contents of a row (often a system prompt), the row's ke
 Prompts are fed in chunks, and take turns: the next chunk is of the prompt with the shortest rest, so a short prompt
 passes a long one. At most PASSES chunks in succession pass the oldest prompt, so each prompt waits for at most PASSES
 chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
-tokens: their keys are copied once they are there, and until then the turns of both go to the one being fed.
+tokens: their keys are copied as soon as they are computed. Until then, the turns of both go to the one being fed.
 
 Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long. After
 each chunk and step, `between` may run the model on something else.
@@ -126,7 +126,7 @@ class ActiveSequence:
     request: Request
     ids: list[int]  # of the prompt
     end: int  # the largest number of tokens of prompt and answer
-    begun: bool = False  # from the first turn on, the ids of the slot are those of the prompt that are in the cache
+    begun: bool = False  # set at the first turn; from then on, the slot's ids are the prompt's in the cache
     scored: list[Token] = field(default_factory=list)  # of the prompt, so far
     chooser: Chooser = field(init=False)  # of the answer
 
@@ -138,7 +138,7 @@ class Slot:
         self.ids: list[int] = []
         self.next = 0
         self.sequence: ActiveSequence | None = None  # only once it is an answer
-        self.finite = True  # unless the last chunk of a prompt has shown that its keys may not be
+        self.finite = True  # False if the last chunk of a prompt may have left keys that are not
         self.used = 0  # the number of the request that used it last, from 1
         self.owner: object = None  # of the request that used it last
 
@@ -188,7 +188,7 @@ class Batch:
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.prompts: dict[Slot, ActiveSequence] = {}  # those in progress, from the oldest to the newest
-        self.fed = 0.0  # tokens of prompts since the last step of the answers, more for those at the end of a long text
+        self.fed = 0.0  # prompt tokens since the last step of the answers; those late in a long text count more
         self.passed = 0  # chunks since the last turn of the oldest prompt
         self.longest = longest  # no request needs more positions
         self._begun = False
@@ -303,7 +303,7 @@ class Batch:
         rest, chunk, slowdown = self._rest(slot), prompt_chunk(self.cache.device), 1.0
         size = min(rest, chunk)
         if self.cache.device.type == "cpu":
-            # The time for attention grows with the length of the text. Of equal size, since short chunks are slow, too.
+            # Chunks get smaller as the text grows, since attention takes longer. The rest has chunks of equal size.
             slowdown += (len(self.prompts[slot].ids) - rest) / 1024
             size = -(-rest // -(-rest // max(int(chunk / slowdown), chunk // 4, 1)))
         if self._active() and self.fed and self.fed + size * slowdown > chunk:
