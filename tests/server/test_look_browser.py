@@ -293,8 +293,13 @@ def test_shown_probabilities_and_cuts_are_the_servers(show: Open, server: Runnin
     schema = json.dumps({"type": "object", "properties": {"n": {"enum": [1, 27]}}, "required": ["n"]})
     names = {"grammar": "the JSON schema", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p"}
     seen = set()
-    for options in ({"schema": schema}, {"top_k": 6}, {"top_k": 0, "min_p": 0.3}):
-        turn = ask(tab, "Count.", max_tokens=8, temperature=1.2, top_p=0.7, **options)
+    cuts: list[dict[str, Any]] = [
+        {"schema": schema},
+        {"top_k": 6, "top_p": 0.7},
+        {"top_k": 0, "top_p": 1, "min_p": 0.3},
+    ]
+    for options in cuts:
+        turn = ask(tab, "Count.", max_tokens=8, temperature=1.2, **options)
         ids = [ids_of(turn["prompt"]) + ids_of(turn["tokens"])]
         completions = server.client().completions
         found: Any = completions.create(model="tiny", prompt=ids, echo=True, logprobs=0, max_tokens=0)
