@@ -101,7 +101,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def candidates(probability: Tensor, p: float) -> Tensor:
-    """Ids (.., N), ascending, with all that `top_p` keeps: a few, which are faster to sort, or all of (.., V)."""
+    """Ids (.., N), ascending, that include all that `top_p` keeps: CANDIDATES ids, or all if those do not suffice."""
     import torch
 
     if reads_are_free(probability):

@@ -15,7 +15,7 @@ from ..quant.tiles import TILE, pack, scales_of, tiles_shape
 from ..system.pages import empty_in_large_pages
 from . import kernels
 
-# Entries of a weight that are in memory unpacked, on a CPU, and on a GPU, where each operation costs a launch
+# Entries of a weight that are unpacked at once: more on a GPU, where each operation costs a launch
 ON_CPU, ON_GPU = 2**18, 2**24
 
 

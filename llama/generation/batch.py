@@ -15,8 +15,8 @@ passes a long one. At most PASSES chunks in succession pass the oldest prompt, s
 chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
 tokens: their keys are copied as soon as they are computed. Until then, the turns of both go to the one being fed.
 
-Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long. After
-each chunk and step, `between` may run the model on something else.
+Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long. `between`
+is called after each chunk and each step, and may run the model with a cache of its own.
 
 A step has one row for each slot up to the last one in use, and all positions for which the cache has memory, with a
 mask. On a GPU, where few shapes are faster, the rows are rounded up to a power of two. While no prompt waits, the rows
@@ -87,7 +87,7 @@ class Source(Protocol):
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
 # TokenEvents, Ended.
 class Started(NamedTuple):
-    """The prompt has its first turn. The keys of its first `cached` tokens were in the cache, from its owner."""
+    """The first chunk of the prompt is next. The cache already had the keys of its first `cached` tokens."""
 
     number: int
     request: Any  # as it was given, a Request or a subclass of it
@@ -283,7 +283,7 @@ class Batch:
         return len(prompt.ids) - (len(slot.ids) if prompt.begun else self._source(prompt, [slot])[1])
 
     def _leader(self, slot: Slot) -> Slot:
-        """The slot to feed for a slot's prompt: another one if that is about to hold more tokens of the prompt."""
+        """The slot to feed in place of a slot: one whose prompt begins alike and is being read, else the slot itself."""
         prompt = self.prompts[slot]
         if not prompt.begun and not prompt.request.params.prompt_logprobs:
             worth = len(prompt.ids) - self._rest(slot) + SHORTEST_PREFIX

@@ -136,8 +136,8 @@ class Engine:
     def get(self, block: bool) -> Job | None:
         """The next job, for the batch: of the request with the fewest answers in progress, so each gets a fair share.
 
-        While the prompt of a request is being read, its other jobs wait here, so that they take no slot. While there is
-        no job, it runs looks if `block` is set, else raises queue.Empty. None: the engine is closed.
+        While the prompt of a request is being read, its other jobs wait here, so that they take no slot. Without a
+        job it runs looks until one comes if `block` is set, else it raises queue.Empty. None: the engine is closed.
         """
         while True:
             with self.changed:
