@@ -1,7 +1,7 @@
 """The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
-Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, and SmolLM3 has layers without
-RoPE. Sources: transformers' configuration and modeling files of these families; llama.cpp 0.3.36 in llama-cpp-python,
+Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, SmolLM3 has layers without
+RoPE, and Phi-3 stores several matrices as one. Sources: transformers' configuration and modeling files of these families; llama.cpp 0.3.36 in llama-cpp-python,
 src/models/ and conversion/.
 """
 
@@ -31,6 +31,9 @@ class ModelType(NamedTuple):
     last_layers           whether only the layers from max_window_layers on have a window
     n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
     no_rope_interval      the default of no_rope_layer_interval; None: every layer has RoPE
+    norm_eps              the default of rms_norm_eps
+    trained               the default of original_max_position_embeddings. If there is one, as in Phi-3, yarn is a name
+                          of longrope, and partial_rotary_factor has an effect
     """
 
     architecture: str
@@ -44,6 +47,8 @@ class ModelType(NamedTuple):
     last_layers: bool = False
     n_kv_heads: int | None = None
     no_rope_interval: int | None = None
+    norm_eps: float = 1e-6
+    trained: int | None = None
 
 
 INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fixed, in config.json it is the default
@@ -54,10 +59,11 @@ MODEL_TYPES = {
                        last_layers=True, n_kv_heads=32),
     "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
                          no_rope_interval=INTERVAL),
+    "phi3": ModelType("Phi3ForCausalLM", 4096, bias_keys=False, slides="always", norm_eps=1e-5, trained=4096),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
-# Hugging Face's permutation for all but qwen2. Mistral's files have the architecture llama.
-GGUF_LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved"}
+# Hugging Face's permutation for all but qwen2 and phi3. Mistral's files have the architecture llama.
+GGUF_LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved", "phi3": "half"}
 MOST_LAYERS = 2**16  # the largest models have about 100
 
 # Meta's use_scaled_rope (llama-models, apply_scaling), without its factor

@@ -38,6 +38,9 @@ EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items()} for column in range(3)
 )
+# Several matrices stored as one, their rows one after the other: see `model_weights`
+HUGGING_FACE_NAMES |= {"self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up"}
+GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}
 
 
 class Checkpoint(ABC):
@@ -119,6 +122,40 @@ def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
     """A warning that names the entries that nothing has read, except those that never have an effect."""
     unknown = [key for key in fields.unknown() if key not in no_effect]
     return [f"{fields.where} has unknown keys, which have no effect: {', '.join(unknown)}"] if unknown else []
+
+
+def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str, Weight]:
+    """The model's weights from those of a file in the half layout: matrices stored as one are split.
+
+    If only some entries of a head rotate, the file has them first; here all pairs are (i, i + D/2), and the first of
+    them rotate. Every pair is multiplied by the scaling's attention factor, so the rows of the others are divided by it.
+    """
+    q, kv, F = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.hidden_dim
+    fused = {"wqkv": {"wq": q, "wk": kv, "wv": kv}, "w_gate_up": {"w_gate": F, "w_up": F}}
+    weights: dict[str, Weight] = {}
+    for name, weight in stored.items():
+        stem, end = name.split(".")[-2], 0
+        for part, rows in (parts := fused.get(stem, {stem: weight.shape[0]})).items():
+            weights[name.replace(stem, part)] = weight[end : end + rows]
+            end += rows
+        if end != weight.shape[0]:
+            found = f"{weight.name} has {weight.shape[0]} rows, but the configuration requires {end}"
+            raise DamagedError(f"{found}: those of {', '.join(parts)}")
+    rotated, pairs = rotated_entries(config.head_dim, config.rope_scaling), config.head_dim // 2
+    if rotated == config.head_dim:
+        return weights
+    entries = torch.arange(config.head_dim)  # of a head
+    halves = zip(entries[:rotated].chunk(2), entries[rotated:].chunk(2), strict=True)
+    order, turns = torch.cat([part for half in halves for part in half]), entries % pairs < rotated // 2  # (D,) twice
+    scaling = {"scaling": config.rope_scaling, "max_seq_len": config.max_seq_len}
+    _, factor = inverse_frequencies(config.head_dim, config.rope_theta, **scaling)
+    for name, weight in weights.items():
+        if name.endswith(ROTATED) and weight.shape[0] % config.head_dim == 0:  # otherwise `mismatches` names it
+            firsts = torch.arange(0, weight.shape[0], config.head_dim)[:, None]  # (heads, 1)
+            weight = ReorderedWeight(weight, (firsts + order).flatten())
+            factors = torch.where(turns, 1.0, 1 / factor).repeat(len(firsts))
+            weights[name] = weight if factor == 1 else ScaledWeight(weight, factors)
+    return weights
 
 
 def to_file_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:
