@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ..config import ModelConfig
-from ..errors import CheckpointError, TokenizerError
+from ..errors import CheckpointError, DamagedError, TokenizerError
 from ..rope import ROTATED, Layout, to_layout
+from ..rope_scaling import inverse_frequencies, rotated_entries
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
-from .weight import ReorderedWeight, Weight
+from .weight import ReorderedWeight, ScaledWeight, Weight
 
 # The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's and GGUF's
 NAMES = {
@@ -135,26 +136,24 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
         stem, end = name.split(".")[-2], 0
-        for part, rows in (parts := fused.get(stem, {stem: weight.shape[0]})).items():
+        for part, rows in fused.get(stem, {}).items():
             weights[name.replace(stem, part)] = weight[end : end + rows]
             end += rows
-        if end != weight.shape[0]:
-            found = f"{weight.name} has {weight.shape[0]} rows, but the configuration requires {end}"
-            raise DamagedError(f"{found}: those of {', '.join(parts)}")
-    rotated, pairs = rotated_entries(config.head_dim, config.rope_scaling), config.head_dim // 2
-    if rotated == config.head_dim:
+        if stem not in fused:
+            weights[name] = weight
+        elif weight.shape[:1] != (end,):
+            raise DamagedError(f"{weight.name} has shape {weight.shape}, but the configuration requires {end} rows")
+    D, rotated = config.head_dim, rotated_entries(config.head_dim, config.rope_scaling)
+    if rotated == D:
         return weights
-    entries = torch.arange(config.head_dim)  # of a head
-    halves = zip(entries[:rotated].chunk(2), entries[rotated:].chunk(2), strict=True)
-    order, turns = torch.cat([part for half in halves for part in half]), entries % pairs < rotated // 2  # (D,) twice
-    scaling = {"scaling": config.rope_scaling, "max_seq_len": config.max_seq_len}
-    _, factor = inverse_frequencies(config.head_dim, config.rope_theta, **scaling)
+    _, factor = inverse_frequencies(D, config.rope_theta, config.rope_scaling, max_seq_len=config.max_seq_len)
+    (a, b), (c, d) = torch.arange(rotated).chunk(2), torch.arange(rotated, D).chunk(2)
+    order, factors = torch.cat((a, c, b, d)), torch.ones(2, D // 2)  # (D,), and for both entries of each pair
+    factors[:, rotated // 2 :] /= factor
     for name, weight in weights.items():
-        if name.endswith(ROTATED) and weight.shape[0] % config.head_dim == 0:  # otherwise `mismatches` names it
-            firsts = torch.arange(0, weight.shape[0], config.head_dim)[:, None]  # (heads, 1)
-            weight = ReorderedWeight(weight, (firsts + order).flatten())
-            factors = torch.where(turns, 1.0, 1 / factor).repeat(len(firsts))
-            weights[name] = weight if factor == 1 else ScaledWeight(weight, factors)
+        if name.endswith(ROTATED) and weight.shape[:1] in ((q,), (kv,)):  # `mismatches` reports others
+            rows = torch.arange(weight.shape[0]).view(-1, D)[:, order].flatten()
+            weights[name] = ScaledWeight(ReorderedWeight(weight, rows), factors.flatten().repeat(len(rows) // D))
     return weights
 
 
