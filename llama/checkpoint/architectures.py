@@ -64,6 +64,8 @@ MODEL_TYPES = {
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
 # Hugging Face's permutation for all but qwen2 and phi3. Mistral's files have the architecture llama.
 GGUF_LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved", "phi3": "half"}
+# general.architecture of a GGUF file -> tensors that have another meaning than in the others
+GGUF_OWN_NAMES = {"phi3": {"ffn_up": "feed_forward.w_gate_up"}}
 MOST_LAYERS = 2**16  # the largest models have about 100
 
 # Meta's use_scaled_rope (llama-models, apply_scaling), without its factor

@@ -25,7 +25,7 @@ from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from . import base
-from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
+from .architectures import GGUF_LAYOUTS, GGUF_OWN_NAMES, INTERVAL, SCALED_ROPE, every, known
 from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
@@ -147,14 +147,16 @@ class GGUFCheckpoint(Checkpoint):
         if len(stored) < len(found):
             raise DamagedError(f"{path}: two of its {len(files)} files have the same tensor")
         tables = {name: stored.pop(name).floats().double().flatten().tolist() for name in TABLES if name in stored}
-        self._weights: dict[str, GGUFWeight] = {}
+        weights: dict[str, Weight] = {}
+        names = names_of(self.metadata)
         for file_name, tensor in stored.items():
-            name = base.to_model_name(file_name, NAMES, LAYERS)
+            name = base.to_model_name(file_name, names, LAYERS)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
-            self._weights[name] = tensor
-        self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
-        self.config = _config(self.metadata, self.shapes, tables)
+            weights[name] = tensor
+        self.config = _config(self.metadata, {name: weight.shape for name, weight in weights.items()}, tables)
+        self._weights = base.model_weights(weights, self.config)
+        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
@@ -169,6 +171,11 @@ class GGUFCheckpoint(Checkpoint):
         from ..tokenizer.gguf import from_metadata
 
         return from_metadata(self.metadata, str(self.path))
+
+
+def names_of(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    """The names of tensors in a file with this metadata -> the model's."""
+    return NAMES | GGUF_OWN_NAMES.get(str(metadata.get("general.architecture")), {})
 
 
 def _open_files(path: Path) -> list[GGUFFile]:
@@ -203,12 +210,17 @@ def _config(
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
-    same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    rotated = fields.get("rope.dimension_count", int, head_dim) if architecture == "phi3" else head_dim
+    same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": rotated}
     for key, expected in (PLAIN_VALUES | same).items():
         if (value := fields.get(key, type(expected), expected)) != expected:
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
     theta = _decimal(fields.get("rope.freq_base", float, 10000.0))
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
+    scaling = _rope_scaling(fields, tables, head_dim, theta)
+    if rotated != head_dim:
+        part = {"partial_rotary_factor": rotated / max(head_dim, 1)}
+        scaling = {"rope_type": "default", **part} if scaling is None else {**scaling, **part}
     return ModelConfig(
         dim=dim,
         n_layers=n_layers,
@@ -219,7 +231,7 @@ def _config(
         vocab_size=shapes["tok_embeddings.weight"][0],
         norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(fields, tables, head_dim, theta),
+        rope_scaling=scaling,
         max_seq_len=fields.get("context_length", int),
         tie_embeddings="output.weight" not in shapes,
         attention_bias=o_bias,

@@ -13,13 +13,16 @@ from ..checks import dtype_name
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout, to_layout
-from ..rope_scaling import kind_of
+from ..rope_scaling import kind_of, rotated_entries
 from .architectures import FULL, MODEL_TYPES, SLIDING
 from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .weight import FLOATS
 from .write import Model, raw_bytes
 
+PARTIAL = (
+    "only some entries of each head rotate (partial_rotary_factor), which no writer expresses; keep the source's files"
+)
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 
 
@@ -40,6 +43,8 @@ class Entry(NamedTuple):
 
 def write(folder: Path, model: Model, shards: int = 0) -> None:
     """Fill an empty folder with `shards` files of weights; 0 means as many as needed for about 5 GB each."""
+    if family_keys(model.config)[0] == "phi3":
+        raise ConfigError(PARTIAL)
     write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
     write_json(folder / "config.json", config_json(model))
     write_tokenizer(folder, model)
@@ -126,6 +131,7 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """
     windowed = config.sliding_window is not None
     kind = "smollm3" if config.no_rope_layers else "qwen2" if config.qkv_bias else "mistral" if windowed else "llama"
+    kind = "phi3" if rotated_entries(config.head_dim, config.rope_scaling) < config.head_dim else kind
     family, biases = MODEL_TYPES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     if config.qkv_bias != family.qkv_bias or (any(biases.values()) and not family.bias_keys):
         raise ConfigError(f"Hugging Face's model type {kind} has other biases than this model; convert it to gguf")
