@@ -25,7 +25,7 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class Base:
-    """The input of a scaling: dim of D entries rotate; seq_len is the length of the text, max_seq_len the trained one."""
+    """The input of a scaling: the entries of a head that rotate, the length of the text, and the trained length."""
 
     dim: int
     theta: float

@@ -43,8 +43,8 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """
     one = isinstance(adapters, str | os.PathLike) or (len(adapters) == 2 and isinstance(adapters[1], int | float))
     chosen = [_parse(each) for each in cast("Sequence[OneAdapter]", [adapters] if one else adapters)]
-    adapters = [(of_model(read(path), base.config), scale) for path, scale in chosen]
-    return AdaptedCheckpoint(base, adapters) if chosen else base
+    found = [(of_model(read(path), base.config), scale) for path, scale in chosen]
+    return AdaptedCheckpoint(base, found) if found else base
 
 
 def of_model(adapter: Adapter, config: ModelConfig) -> Adapter:

@@ -30,6 +30,8 @@ NAMES = {
     "attention.wk": ("attention.wk", "self_attn.k_proj", "attn_k"),
     "attention.wv": ("attention.wv", "self_attn.v_proj", "attn_v"),
     "attention.wo": ("attention.wo", "self_attn.o_proj", "attn_output"),
+    "attention.q_norm": ("attention.q_norm", "self_attn.q_norm", "attn_q_norm"),
+    "attention.k_norm": ("attention.k_norm", "self_attn.k_norm", "attn_k_norm"),
     "ffn_norm": ("ffn_norm", "post_attention_layernorm", "ffn_norm"),
     "feed_forward.w_gate": ("feed_forward.w1", "mlp.gate_proj", "ffn_gate"),
     "feed_forward.w_up": ("feed_forward.w3", "mlp.up_proj", "ffn_up"),
@@ -126,10 +128,11 @@ def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
 
 
 def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """The model's weights from those of a file in the half layout: matrices stored as one are split.
+    """The model's weights from those that a file has in the half layout: matrices that are stored as one are split.
 
-    If only some entries of a head rotate, the file has them first; here all pairs are (i, i + D/2), and the first of
-    them rotate. Every pair is multiplied by the scaling's attention factor, so the rows of the others are divided by it.
+    If only a part of a head rotates, it comes first in the file. Here every head has D/2 pairs (i, i + D/2), of which
+    the first rotate. cos and sin are multiplied by an attention factor in all pairs, so the rows of wq and wk that do
+    not rotate are divided by it.
     """
     q, kv, F = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.hidden_dim
     fused = {"wqkv": {"wq": q, "wk": kv, "wv": kv}, "w_gate_up": {"w_gate": F, "w_up": F}}
@@ -152,8 +155,8 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
     factors[:, rotated // 2 :] /= factor
     for name, weight in weights.items():
         if name.endswith(ROTATED) and weight.shape[:1] in ((q,), (kv,)):  # `mismatches` reports others
-            rows = torch.arange(weight.shape[0]).view(-1, D)[:, order].flatten()
-            weights[name] = ScaledWeight(ReorderedWeight(weight, rows), factors.flatten().repeat(len(rows) // D))
+            index = torch.arange(weight.shape[0]).view(-1, D)[:, order].flatten()
+            weights[name] = ScaledWeight(ReorderedWeight(weight, index), factors.flatten().repeat(len(index) // D))
     return weights
 
 

@@ -49,11 +49,11 @@ NO_EFFECT = {
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"), "lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "qk_layernorm": (False,), "use_qk_norm": (False,),
+    "hidden_act": ("silu", "swish"), "qk_layernorm": (False,), "use_qk_norm": (False,),
     "num_local_experts": (0,), "num_experts": (0,), "logit_scale": (1,), "logits_scaling": (1,),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "rope_interleaved": (False,),
-    "use_mrope": (False,),
+    "use_mrope": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,),
 }  # fmt: skip
 # torch's dtypes -> their names in safetensors files
 STORED = {
@@ -190,7 +190,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=fields.get("num_key_value_heads", int, kv_heads),
-        head_dim=fields.get("head_dim", int, dim // n_heads),
+        head_dim=fields.get("head_dim", int, defaults.head_dim or dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
         norm_eps=fields.get("rms_norm_eps", float, defaults.norm_eps),
@@ -198,9 +198,9 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         rope_scaling=scaling,
         max_seq_len=fields.get("max_position_embeddings", int, defaults.context),
         tie_embeddings=fields.get("tie_word_embeddings", bool, defaults.tied),
-        attention_bias=defaults.bias_keys and fields.get("attention_bias", bool, False),
         qkv_bias=defaults.qkv_bias,
-        mlp_bias=defaults.bias_keys and fields.get("mlp_bias", bool, False),
+        qk_norm=defaults.qk_norm,
+        **{key: fields.get(key, bool, False) for key in defaults.bias_keys},
         no_rope_layers=no_rope_layers(fields, kind, n_layers),
         sliding_window=sliding_window(fields, kind, n_layers),
     )
