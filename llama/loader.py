@@ -289,10 +289,7 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
                 raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type, such as 'yarn'")
             given = {key: value for key, value in scaling.items() if value is not None}
             if rotated_entries(config.head_dim, config.rope_scaling) < config.head_dim:
-                raise ConfigError(
-                    "the weights of a model in which only some entries of a head rotate are for its own"
-                    " rope scaling; leave out rope_scaling (--rope-scaling)"
-                )
+                raise ConfigError("a model that rotates only a part of each head runs only with its own rope scaling")
             kind, spelling = kind_of(given), "type" if "rope_type" not in given else "rope_type"
             theta = given.pop("rope_theta", None) if theta is None else theta
             if unknown := given.keys() - {spelling, *PARAMETERS[kind]}:  # unlike in a file, a typo is an error

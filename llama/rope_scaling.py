@@ -244,8 +244,7 @@ def inverse_frequencies(
         raise ConfigError(f"rope scaling {kind}: numbers out of range ({error})") from None
     if not bool(torch.isfinite(inv_freq).all()):
         raise ConfigError(f"rope scaling {kind} gives frequencies that are not finite")
-    inv_freq = torch.nn.functional.pad(inv_freq, (0, (dim - rotated) // 2))  # (D/2,): 0 does not rotate
-    return inv_freq.float(), attention_factor
+    return torch.nn.functional.pad(inv_freq.float(), (0, (dim - rotated) // 2)), attention_factor
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:

@@ -34,8 +34,7 @@ class ModelType(NamedTuple):
     n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
     no_rope_interval      the default of no_rope_layer_interval; None: every layer has RoPE
     norm_eps              the default of rms_norm_eps
-    trained               the default of original_max_position_embeddings. If there is one, as in Phi-3, yarn is a name
-                          of longrope, and partial_rotary_factor has an effect
+    trained               the default of original_max_position_embeddings, if RoPE follows the rules of Phi-3
     """
 
     architecture: str
@@ -72,8 +71,6 @@ MODEL_TYPES = {
 GGUF_LAYOUTS: dict[str, Layout] = {
     "llama": "interleaved", "qwen2": "half", "qwen3": "half", "smollm3": "interleaved", "phi3": "half",
 }  # fmt: skip
-# general.architecture of a GGUF file -> its own meaning of names of tensors
-GGUF_OWN_NAMES = {"phi3": {"ffn_up": "feed_forward.w_gate_up"}}
 MOST_LAYERS = 2**16  # the largest models have about 100
 
 # Meta's use_scaled_rope (llama-models, apply_scaling), without its factor

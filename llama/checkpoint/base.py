@@ -138,13 +138,12 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
     fused = {"wqkv": {"wq": q, "wk": kv, "wv": kv}, "w_gate_up": {"w_gate": F, "w_up": F}}
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
-        stem, end = name.split(".")[-2], 0
-        for part, rows in fused.get(stem, {}).items():
-            weights[name.replace(stem, part)] = weight[end : end + rows]
-            end += rows
-        if stem not in fused:
-            weights[name] = weight
-        elif weight.shape[:1] != (end,):
+        stem, rows, end = name.split(".")[-2], sum(weight.shape[:1]), 0
+        both = stem == "w_up" and rows == 2 * F and name.replace("w_up", "w_gate") not in stored  # as in GGUF
+        for part, count in fused.get("w_gate_up" if both else stem, {stem: rows}).items():
+            weights[name.replace(stem, part)] = weight[end : end + count]
+            end += count
+        if end != rows:
             raise DamagedError(f"{weight.name} has shape {weight.shape}, but the configuration requires {end} rows")
     D, rotated = config.head_dim, rotated_entries(config.head_dim, config.rope_scaling)
     if rotated == D:

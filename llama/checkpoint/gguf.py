@@ -25,7 +25,7 @@ from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from . import base
-from .architectures import GGUF_LAYOUTS, GGUF_OWN_NAMES, INTERVAL, SCALED_ROPE, every, known
+from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
 from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
@@ -148,9 +148,8 @@ class GGUFCheckpoint(Checkpoint):
             raise DamagedError(f"{path}: two of its {len(files)} files have the same tensor")
         tables = {name: stored.pop(name).floats().double().flatten().tolist() for name in TABLES if name in stored}
         weights: dict[str, Weight] = {}
-        names = names_of(self.metadata)
         for file_name, tensor in stored.items():
-            name = base.to_model_name(file_name, names, LAYERS)
+            name = base.to_model_name(file_name, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
             weights[name] = tensor
@@ -171,11 +170,6 @@ class GGUFCheckpoint(Checkpoint):
         from ..tokenizer.gguf import from_metadata
 
         return from_metadata(self.metadata, str(self.path))
-
-
-def names_of(metadata: Mapping[str, Any]) -> Mapping[str, str]:
-    """The names of tensors in a file with this metadata -> the model's."""
-    return NAMES | GGUF_OWN_NAMES.get(str(metadata.get("general.architecture")), {})
 
 
 def _open_files(path: Path) -> list[GGUFFile]:
@@ -217,10 +211,9 @@ def _config(
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
     theta = _decimal(fields.get("rope.freq_base", float, 10000.0))
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
-    scaling = _rope_scaling(fields, tables, head_dim, theta)
+    scaling, part = _rope_scaling(fields, tables, head_dim, theta), rotated / max(head_dim, 1)
     if rotated != head_dim:
-        part = {"partial_rotary_factor": rotated / max(head_dim, 1)}
-        scaling = {"rope_type": "default", **part} if scaling is None else {**scaling, **part}
+        scaling = {"rope_type": "default", **(scaling or {}), "partial_rotary_factor": part}
     return ModelConfig(
         dim=dim,
         n_layers=n_layers,

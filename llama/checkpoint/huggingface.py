@@ -45,7 +45,7 @@ NO_EFFECT = {
     "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
-    "embd_pdrop", "resid_pdrop",
+    "embd_pdrop", "resid_pdrop", "attention_bias", "mlp_bias",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -204,8 +204,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         no_rope_layers=no_rope_layers(fields, kind, n_layers),
         sliding_window=sliding_window(fields, kind, n_layers),
     )
-    off = {key for key in ("attention_bias", "mlp_bias") if settings.get(key) is False}
-    return config, [*warnings, *base.unknown_keys(fields, NO_EFFECT | off)]
+    return config, [*warnings, *base.unknown_keys(fields, NO_EFFECT)]
 
 
 def _read_rope(fields: Fields, family: ModelType) -> tuple[float, dict[str, Any] | None, list[str]]:
@@ -228,11 +227,10 @@ def _read_rope(fields: Fields, family: ModelType) -> tuple[float, dict[str, Any]
     if kind not in SCALINGS:
         raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
-    if used.get("partial_rotary_factor") == 1:
-        del used["partial_rotary_factor"]
-    elif "partial_rotary_factor" in used and not family.trained and kind != "proportional":
-        found = shown(used["partial_rotary_factor"])
-        raise ConfigError(f"{where}: partial_rotary_factor is {found}, which no LLaMA has; try transformers or vLLM")
+    if (part := used.pop("partial_rotary_factor", 1)) != 1:
+        if not family.trained and kind != "proportional":
+            raise ConfigError(f"{where}: partial_rotary_factor is {shown(part)}, which no LLaMA has; try transformers")
+        used["partial_rotary_factor"] = part
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
     return theta, {"rope_type": kind, **used} if used or kind != "default" else None, base.unknown_keys(scaling, ())

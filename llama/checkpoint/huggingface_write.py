@@ -20,9 +20,7 @@ from .huggingface import INDEX, LAYERS, NAMES
 from .weight import FLOATS
 from .write import Model, raw_bytes
 
-PARTIAL = (
-    "only some entries of each head rotate (partial_rotary_factor), which no writer expresses; keep the source's files"
-)
+PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't be written; keep the source's files"
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 
 
@@ -130,11 +128,9 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises ConfigError if there is none: each family has its own biases, norms, windows and layers without RoPE.
     """
     windowed = config.sliding_window is not None
-    kind = "mistral" if windowed else "llama"
     partial = rotated_entries(config.head_dim, config.rope_scaling) < config.head_dim
-    for other, needed in (
-        ("qwen2", config.qkv_bias), ("smollm3", config.no_rope_layers), ("qwen3", config.qk_norm), ("phi3", partial)
-    ):  # fmt: skip
+    kind = "phi3" if partial else "mistral" if windowed else "llama"
+    for other, needed in (("qwen2", config.qkv_bias), ("smollm3", config.no_rope_layers), ("qwen3", config.qk_norm)):
         kind = other if needed else kind
     family, biases = MODEL_TYPES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     wrong = [key for key, biased in biases.items() if biased and key not in family.bias_keys]

@@ -102,7 +102,7 @@ def _read_gguf(path: Path) -> Adapter:
         raise CheckpointError(f"adapter {path} applies only after certain tokens (aLoRA); run it with llama.cpp")
     alpha, low_rank = fields.get("adapter.lora.alpha", float, 0.0), {}
     for weight in dict.fromkeys(re.sub(r"\.lora_[ab]$", "", name) for name in file.tensors):
-        name = to_model_name(weight, gguf.names_of(file.metadata), gguf.LAYERS)
+        name = to_model_name(weight, gguf.NAMES, gguf.LAYERS)
         a, b = (file.tensors.get(f"{weight}.lora_{end}") for end in "ab")
         if name is None or a is None or b is None:
             raise DamagedError(f"adapter {path}: expected two matrices for each weight of a LLaMA, found {weight:.80}")
