@@ -89,7 +89,8 @@ def test_chat_templates_with_names_survive_every_conversion(source: Path, tmp_pa
     assert [open_checkpoint(path).chat_template for path in (folder, file, back)] == [named] * 3
 
 
-NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
+         "phi3": "Phi3"}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [None, *MIXES])

@@ -81,7 +81,7 @@ class AdaptedWeight(DerivedWeight):
     def __init__(self, base: Weight, whole: Tensor | None, low_rank: Sequence[LowRank]):
         super().__init__(base)
         self.source, self.low_rank = base if whole is None else MemoryWeight(whole), low_rank
-        self.ranges = self.source.ranges
+        self.ranges = tuple(map(range, self.source.shape))  # the source may be a part
 
     def floats(self) -> Tensor:
         weight = self.source[self.part].floats()
