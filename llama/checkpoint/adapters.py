@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
 from ..rope import Layout, to_layout
 from ..tokenizer import Named, Tokenizer
@@ -43,15 +42,14 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """
     one = isinstance(adapters, str | os.PathLike) or (len(adapters) == 2 and isinstance(adapters[1], int | float))
     chosen = [_parse(each) for each in cast("Sequence[OneAdapter]", [adapters] if one else adapters)]
-    found = [(of_model(read(path), base.config), scale) for path, scale in chosen]
-    return AdaptedCheckpoint(base, found) if found else base
+    return AdaptedCheckpoint(base, [(of_model(read(path), base), scale) for path, scale in chosen]) if chosen else base
 
 
-def of_model(adapter: Adapter, config: ModelConfig) -> Adapter:
+def of_model(adapter: Adapter, base: Checkpoint) -> Adapter:
     """The adapter with changes of the model's weights in place of those that files store: see `model_weights`."""
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        weights = model_weights({name: MemoryWeight(tensor, name) for name, tensor in tensors.items()}, config)
+        weights = model_weights({name: MemoryWeight(tensor, name) for name, tensor in tensors.items()}, base.config)
         return {name: weight.floats() for name, weight in weights.items()}
 
     changes = [(low, whole({name: low.up})) for name, low in adapter.low_rank.items()]

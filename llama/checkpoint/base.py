@@ -128,11 +128,10 @@ def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
 
 
 def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """The model's weights from those that a file has in the half layout: matrices that are stored as one are split.
+    """The model's weights from those of a file in the half layout: matrices that are stored as one are split.
 
-    If only a part of a head rotates, it comes first in the file. Here every head has D/2 pairs (i, i + D/2), of which
-    the first rotate. cos and sin are multiplied by an attention factor in all pairs, so the rows of wq and wk that do
-    not rotate are divided by it.
+    Rows that do not rotate are last in a head. They become pairs too, the last ones of the half layout, and are divided
+    by the attention factor, since cos and sin of every pair are multiplied by it.
     """
     q, kv, F = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.hidden_dim
     fused = {"wqkv": {"wq": q, "wk": kv, "wv": kv}, "w_gate_up": {"w_gate": F, "w_up": F}}

@@ -18,9 +18,8 @@ from .architectures import FULL, MODEL_TYPES, SLIDING
 from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .weight import FLOATS
-from .write import Model, raw_bytes
+from .write import PARTIAL, Model, raw_bytes
 
-PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't be written; keep the source's files"
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 
 
