@@ -38,12 +38,12 @@ NAMES = {
     "feed_forward.w_down": ("feed_forward.w2", "mlp.down_proj", "ffn_down"),
 }
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't be written; keep the source's files"
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items()} for column in range(3)
 )
-# Several matrices stored as one, their rows one after the other: see `model_weights`
 HUGGING_FACE_NAMES |= {"self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up"}
-GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}
+GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}  # matrices that are stored as one: see `model_weights`
 
 
 class Checkpoint(ABC):
@@ -149,12 +149,12 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
         return weights
     _, factor = inverse_frequencies(D, config.rope_theta, config.rope_scaling, max_seq_len=config.max_seq_len)
     (a, b), (c, d) = torch.arange(rotated).chunk(2), torch.arange(rotated, D).chunk(2)
-    order, factors = torch.cat((a, c, b, d)), torch.ones(2, D // 2)  # (D,), and for both entries of each pair
-    factors[:, rotated // 2 :] /= factor
+    order = torch.cat((a, c, b, d))  # (D,): the entries in the file, in the order of the half layout
+    factors = torch.where(order < rotated, 1.0, 1 / factor)  # (D,)
     for name, weight in weights.items():
         if name.endswith(ROTATED) and weight.shape[:1] in ((q,), (kv,)):  # `mismatches` reports others
             index = torch.arange(weight.shape[0]).view(-1, D)[:, order].flatten()
-            weights[name] = ScaledWeight(ReorderedWeight(weight, index), factors.flatten().repeat(len(index) // D))
+            weights[name] = ScaledWeight(ReorderedWeight(weight, index), factors.repeat(len(index) // D))
     return weights
 
 

@@ -16,10 +16,10 @@ from ..errors import ConfigError
 from ..rope import to_layout
 from ..rope_scaling import inverse_frequencies, kind_of, rotated_entries, stretched, trained_length
 from .architectures import GGUF_LAYOUTS, INTERVAL, every
-from .base import to_file_name
+from .base import PARTIAL, to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .weight import FLOATS
-from .write import PARTIAL, Model, raw_bytes
+from .write import Model, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
 

@@ -55,7 +55,6 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "rope_interleaved": (False,),
     "use_mrope": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,),
 }  # fmt: skip
-PART = "partial_rotary_factor"
 # torch's dtypes -> their names in safetensors files
 STORED = {
     **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
@@ -215,11 +214,12 @@ def _read_rope(fields: Fields, family: ModelType) -> tuple[float, dict[str, Any]
     """
     merged: dict[str, Any] = {}
     old, new = fields.get("rope_scaling", dict, None), fields.get("rope_parameters", dict, None)
-    outside = {key: fields.get(key, object, None) for key in ("rope_theta", PART)}
+    outside = {key: fields.get(key, object, None) for key in ("rope_theta", "partial_rotary_factor")}
     for source in (outside, old or {}, new or {}):
         for key, value in source.items():
             key = "rope_type" if key == "type" else key  # of transformers before 4.43
-            if value is not None and (key, value) != (PART, 1) and merged.setdefault(key, value) != value:
+            nothing = value is None or (key, value) == ("partial_rotary_factor", 1)
+            if not nothing and merged.setdefault(key, value) != value:
                 raise ConfigError(f"{fields.where}: {key} is both {shown(merged[key])} and {shown(value)}")
     length = fields.get("original_max_position_embeddings", object, family.trained)  # transformers prefers it
     scaling, where = Fields(merged, fields.where), fields.where
@@ -228,8 +228,8 @@ def _read_rope(fields: Fields, family: ModelType) -> tuple[float, dict[str, Any]
     if kind not in SCALINGS:
         raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
-    if PART in used and not family.trained and kind != "proportional":
-        raise ConfigError(f"{where}: {PART} is {shown(used[PART])}, which no LLaMA has; try transformers")
+    if (part := used.get("partial_rotary_factor")) and not family.trained and kind != "proportional":
+        raise ConfigError(f"{where}: partial_rotary_factor is {shown(part)}, which no LLaMA has; try transformers")
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
     return theta, {"rope_type": kind, **used} if used or kind != "default" else None, base.unknown_keys(scaling, ())

@@ -15,10 +15,10 @@ from ..errors import ConfigError
 from ..rope import Layout, to_layout
 from ..rope_scaling import kind_of, rotated_entries, trained_length
 from .architectures import FULL, MODEL_TYPES, SLIDING
-from .base import to_file_name
+from .base import PARTIAL, to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .weight import FLOATS
-from .write import PARTIAL, Model, raw_bytes
+from .write import Model, raw_bytes
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 
@@ -142,8 +142,7 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if kind == "smollm3":
         keys["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]
         keys["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
-    if partial:
-        keys["original_max_position_embeddings"] = int(trained_length(config))  # its default has priority
+    keys |= {"original_max_position_embeddings": int(trained_length(config))} if partial else {}
     if kind in ("smollm3", "qwen2", "qwen3"):
         keys |= {"use_sliding_window": windowed, "layer_types": [SLIDING if windowed else FULL] * config.n_layers}
     return kind, keys if kind == "llama" else {**keys, "sliding_window": config.sliding_window}

@@ -15,8 +15,6 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..tokenizer import Tokenizer
 
-PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't be written; keep the source's files"
-
 
 @dataclass(frozen=True)
 class Model:
