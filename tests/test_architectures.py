@@ -229,6 +229,8 @@ def test_older_names_of_longrope(tmp_path: Path, name: str) -> None:
     scaling = {"type": name, "original_max_position_embeddings": 32, **PARTIAL["rope_parameters"]}
     scaling.pop("rope_type")
     edit(tmp_path, remove=("rope_parameters",), rope_scaling=scaling, rope_theta=5000.0, partial_rotary_factor=0.75)
+    without_effect = {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "embd_pdrop": 0.0}
+    edit(tmp_path, full_attn_mod=1, interpolate_factor=1, **without_effect)  # as in Phi-4-mini
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert gap(load(tmp_path), model, 64) < 1e-4
     assert open_checkpoint(tmp_path).warnings == []
