@@ -121,6 +121,14 @@ class GroupedWeight(NamedTuple):
         """A selection of the rows, in the order of `index`."""
         return self._map(lambda tensor: tensor[index])
 
+    def scaled(self, factors: Tensor) -> GroupedWeight:
+        """The weight with each row times one of the factors (R,); the integers stay."""
+        return self._replace(
+            scale=self.scale * factors[:, None],
+            offset=None if self.offset is None else self.offset * factors[:, None],
+            factors=None if self.factors is None else self.factors * factors[:, None, None],
+        )
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Change every tensor; each has the rows of the weight."""
         changed: dict[str, Any] = {name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)}
