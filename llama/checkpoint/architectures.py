@@ -1,17 +1,20 @@
 """The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
 Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, and SmolLM3 has layers without
-RoPE. Sources: transformers' configuration and modeling files of these families; llama.cpp 0.3.36 in llama-cpp-python,
-src/models/ and conversion/.
+RoPE. Granite multiplies by constants, Ministral 3 scales queries in long texts, and EXAONE has names of its own.
+Sources: transformers' configuration, modeling and conversion files of these families; llama.cpp 0.3.36 in
+llama-cpp-python, src/models/ and conversion/.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Literal, NamedTuple
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from ..checks import integer, is_integer, shown
+from ..checks import integer, is_integer, number, shown
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
@@ -54,10 +57,14 @@ MODEL_TYPES = {
                        last_layers=True, n_kv_heads=32),
     "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
                          no_rope_interval=INTERVAL),
+    "granite": ModelType("GraniteForCausalLM", 2048),
+    "ministral3": ModelType("Ministral3ForCausalLM", 262144, bias_keys=False, slides="always", n_kv_heads=8),
+    "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
-# Hugging Face's permutation for all but qwen2. Mistral's files have the architecture llama.
+# Hugging Face's permutation for all but qwen2 and exaone. Mistral's files have the architecture llama or mistral3.
 GGUF_LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved"}
+GGUF_LAYOUTS |= {"granite": "interleaved", "mistral3": "interleaved", "exaone": "half"}
 MOST_LAYERS = 2**16  # the largest models have about 100
 
 # Meta's use_scaled_rope (llama-models, apply_scaling), without its factor
@@ -65,6 +72,63 @@ SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor"
                "original_max_position_embeddings": 8192}  # fmt: skip
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+# What other families need, which is not implemented
+NEEDS = {
+    "experts": "mixtral qwen2_moe qwen2moe qwen3_moe qwen3moe gpt_oss gpt-oss granitemoe phimoe deepseek_v3 deepseek2",
+    "norms after the sublayers": "olmo2 olmo3 exaone4 gemma2 gemma3 gemma3_text glm4",
+    "norms of 1 + weight and GELU": "gemma",
+    "Mamba layers": "mamba2 granitehybrid granitemoehybrid jamba falcon_h1 falcon-h1 nemotron_h",
+    "attention beside the feed-forward network": "phi phi2 gpt_neox gptneox falcon cohere command-r",
+}
+
+# The keys of `Multipliers` in config.json and in GGUF
+MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+GGUF_MULTIPLIERS = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
+EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
+               "activation_function": "hidden_act"}  # fmt: skip
+EXAONE_NAMES = {
+    "transformer.wte": "model.embed_tokens", "transformer.h": "model.layers", "transformer.ln_f": "model.norm",
+    "attn.attention": "self_attn", "out_proj": "o_proj", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
+    "c_fc_0": "gate_proj", "c_fc_1": "up_proj", "c_proj": "down_proj",
+}  # fmt: skip
+
+
+class Multipliers(NamedTuple):
+    """Granite's constants, which are folded into weights.
+
+    embedding  multiplies the embedding
+    attention  multiplies the scores, in place of 1 / sqrt(D)
+    residual   multiplies what attention and feed-forward networks add to the residual stream
+    logits     divides the logits
+    """
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits: float = 1.0
+
+    def factor(self, name: str, config: ModelConfig) -> float:
+        """What a weight is multiplied by.
+
+        The residual stream is divided by `residual`: wo and w_down need no factor, and norms, with their epsilon
+        divided by its square, give the same. The last norm has the factors of the logits.
+        """
+        stream = self.embedding / self.residual
+        if name == "tok_embeddings.weight":
+            return stream
+        if name == "norm.weight":
+            return 1 / (self.logits * (stream if config.tie_embeddings else 1))
+        return self.attention * math.sqrt(config.head_dim) if self.attention and ".wq." in name else 1.0
+
+
+def multipliers(fields: Fields, kind: str, keys: Sequence[str] = MULTIPLIERS) -> Multipliers:
+    """The multipliers of a model. Raises ConfigError."""
+    found = Multipliers(attention=1.0 if keys == MULTIPLIERS else None)  # by default
+    for own, key in zip(found._fields, keys if kind == "granite" else (), strict=False):
+        if (value := fields.get(key, float, None)) is not None:
+            number(f"{fields.where}: {key}", value, 0, 1e30, ConfigError, above=True)
+            found = found._replace(**{own: value})
+    return found if kind == "granite" else Multipliers()
 
 
 def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
@@ -72,8 +136,26 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
     kind = fields.get(key, object, None)
     if not isinstance(kind, str) or kind not in kinds:
         found = f"{fields.where}: {key} is {shown(kind)}"
+        found += next((f", which needs {what}" for what, names in NEEDS.items() if kind in names.split()), "")
         raise ConfigError(f"{found}; only {', '.join(kinds)} can be run; try transformers, vLLM or llama.cpp")
     return kind
+
+
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json with the usual keys; of a language model beside a vision model, its part."""
+    if settings.get("model_type") == "mistral3":
+        own = Fields(settings, "config.json").get("text_config", dict)
+        return {"model_type": "mistral", **own, "tie_word_embeddings": settings.get("tie_word_embeddings", True)}
+    exaone = settings.get("model_type") == "exaone"
+    return {EXAONE_KEYS.get(key, key): value for key, value in settings.items()} if exaone else settings
+
+
+def usual_name(name: str) -> str:
+    """A tensor's name in a Llama of transformers, for one of EXAONE, of a part, or without the prefix "model."."""
+    name = re.sub(r"^(model\.)?language_model\.", "", name)
+    for theirs, usual in EXAONE_NAMES.items() if name.startswith("transformer.") else ():
+        name = name.replace(f"{theirs}.", f"{usual}.")
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:

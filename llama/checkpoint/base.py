@@ -17,7 +17,8 @@ from ..errors import CheckpointError, TokenizerError
 from ..rope import ROTATED, Layout, to_layout
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
-from .weight import ReorderedWeight, Weight
+from .architectures import Multipliers
+from .weight import ReorderedWeight, ScaledWeight, Weight
 
 # The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's and GGUF's
 NAMES = {
@@ -50,6 +51,7 @@ class Checkpoint(ABC):
     _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
     layers: str = "layers"  # what the files call the layers
+    multipliers: Multipliers = Multipliers()  # which are folded into the weights
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
@@ -71,6 +73,11 @@ class Checkpoint(ABC):
 
     def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
         """A weight by the model's name for it. `layout` is the order of the rows of wq and wk."""
+        unscaled, factor = self.unscaled(name, layout), self.multipliers.factor(name, self.config)
+        return unscaled if factor == 1 else ScaledWeight(unscaled, factor)
+
+    def unscaled(self, name: str, layout: Layout) -> Weight:
+        """A weight without the factor of the multipliers."""
         weight = self._weights[name]
         if layout == self.layout or not name.endswith(ROTATED):
             return weight

@@ -27,7 +27,7 @@ from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..tokenizer import Named, Tokenizer
 from . import base
-from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
+from .architectures import MODEL_TYPES, known, multipliers, no_rope_layers, sliding_window, text_settings, usual_name
 from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
 from .torchfile import read_torch
 from .weight import DTYPES, FLOATS, Weight
@@ -173,10 +173,10 @@ def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
 # --------------------------------------------------------------------------------------------------- configuration
 def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, list[str]]:
     """The architecture that a config.json describes, and warnings. Raises ConfigError."""
-    fields = Fields(settings, where)
+    fields = Fields(text_settings(settings), where)
     kind = known(fields, "model_type", MODEL_TYPES)
-    defaults = MODEL_TYPES[kind]
-    for key, allowed in MUST_BE.items():
+    defaults, residual = MODEL_TYPES[kind], multipliers(fields, kind).residual
+    for key, allowed in MUST_BE.items() - fields.keys_read:
         if (value := fields.get(key, object, None)) not in (None, *allowed):
             raise ConfigError(f"{where}: {key} is {shown(value)}, which no LLaMA has; try transformers or vLLM")
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
@@ -192,7 +192,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         head_dim=fields.get("head_dim", int, dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
-        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        norm_eps=fields.get("rms_norm_eps", float, 1e-6) / residual**2,
         rope_theta=theta,
         rope_scaling=scaling,
         max_seq_len=fields.get("max_position_embeddings", int, defaults.context),
@@ -241,9 +241,10 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         """settings: the content of config.json."""
-        self.path, self.settings = folder, settings
+        self.path, self.settings = folder, text_settings(settings)
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
+        self.multipliers = multipliers(Fields(self.settings, CONFIG), self.settings["model_type"])
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
@@ -270,8 +271,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
             if tensor.name.endswith(self.unused):
                 continue
-            # In a model that was saved without its head, names lack the prefix "model."
-            full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
+            full = usual_name(source)
             name = base.to_model_name(full, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
