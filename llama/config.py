@@ -32,6 +32,7 @@ class ModelConfig:
     attention_bias  True if wq, wk, wv and wo add a bias; no official LLaMA does
     qkv_bias        True if wq, wk and wv add a bias, whether or not wo does; Qwen2's wo does not
     mlp_bias        True if w_gate, w_up and w_down add a bias; no official LLaMA does
+    qk_norm         True if each head of q and k is normalized before it is rotated (Qwen3, arXiv:2505.09388)
     no_rope_layers  indices of the layers that do not rotate queries and keys, ascending (SmolLM3; arXiv:2305.19466)
     sliding_window  None, or how many tokens attention looks back (Mistral 7B v0.1); it limits the context
     """
@@ -51,6 +52,7 @@ class ModelConfig:
     attention_bias: bool = False
     qkv_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     no_rope_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
 
@@ -59,7 +61,7 @@ class ModelConfig:
             checks.integer(name, getattr(self, name), 1, LARGEST_SIZE, ConfigError)
         for name, high in (("norm_eps", 1), ("rope_theta", 1e300)):
             checks.number(name, getattr(self, name), 0, high, ConfigError, above=True)
-        for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias"):
+        for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
             checks.boolean(name, getattr(self, name), ConfigError)
         if self.sliding_window is not None:
             checks.integer("sliding_window", self.sliding_window, 1, LARGEST_SIZE, ConfigError)
@@ -79,7 +81,7 @@ class ModelConfig:
         """Exact number of parameters; a tied output projection counts once."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         attention = 2 * self.dim * (q + kv) + self.attention_bias * self.dim
-        attention += (self.attention_bias or self.qkv_bias) * (q + 2 * kv)
+        attention += (self.attention_bias or self.qkv_bias) * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
         feed_forward = 3 * self.dim * self.hidden_dim + self.mlp_bias * (2 * self.hidden_dim + self.dim)
         block = attention + feed_forward + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)

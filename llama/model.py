@@ -64,14 +64,17 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.attention_bias)
+        # Qwen3 normalizes each head of q and k, with one weight (D,) for all heads; a Llama does not.
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.apply_rotary_emb = RotaryEmb(rope, rotates=layer not in config.no_rope_layers)
         self.attend = Attend(ATTENTION[checks.choice("attention", attention, ATTENTION)])
 
     def forward(
         self, x: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: LayerCache | None
     ) -> Tensor:
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
+        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, T, H, D)
+        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, T, KV, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
         q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position affects only the weights
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
@@ -83,7 +86,7 @@ class Attention(nn.Module):
     def key_offset(self, rope: Rope) -> Tensor | None:
         """wk's bias, rotated and averaged over positions: (KV, 1, D). None without one. See QuantizedLayerCache."""
         bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack it
-        if bias is None:
+        if bias is None or isinstance(self.k_norm, RMSNorm):  # normalized keys do not contain the bias
             return None
         k = bias.float().view(1, 1, -1, self.head_dim)  # (1, 1, KV, D)
         _, k = self.apply_rotary_emb(k, k, rope.mean_freqs_cis(k.device))  # (1, 1, KV, D)

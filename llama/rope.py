@@ -30,7 +30,9 @@ from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
 Layout = Literal["interleaved", "half"]
-ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")  # ends of the names whose rows RoPE rotates
+# Ends of the names whose rows RoPE rotates. Reordering a head's entries does not change its norm, but a norm's weight
+# belongs to an entry, so it is reordered, too.
+ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias", ".q_norm.weight", ".k_norm.weight")
 
 
 # ---------------------------------------------------------------------------------------- complex: the definition
@@ -151,7 +153,8 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     """Rotate in the half layout, then return the entries in the interleaved order.
 
     q and k are reordered alike, so the scores would be the same without the second step. With it the products are also
-    summed in the same order, and cached keys are the same, bit for bit, as in the other forms.
+    summed in the same order, and cached keys are the same, bit for bit, as in the other forms (except in Qwen3, whose
+    norm of q and k sums in the order of the layout).
     """
     q, k = apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)  # (B, T, H, D), (B, T, KV, D)
     return half_to_interleaved(q), half_to_interleaved(k)

@@ -161,6 +161,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         **linear("attention.wk", kv, C, qkv_bias),
         **linear("attention.wv", kv, C, qkv_bias),
         **linear("attention.wo", C, q, config.attention_bias),
+        **(
+            dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), (config.head_dim,))
+            if config.qk_norm
+            else {}
+        ),
         "ffn_norm.weight": (C,),
         **linear("feed_forward.w_gate", F, C, config.mlp_bias),
         **linear("feed_forward.w_up", F, C, config.mlp_bias),

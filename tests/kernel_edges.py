@@ -19,12 +19,11 @@ from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.cpu_runner import KernelRunner
 from llama.engine.linears import make_linear
-from llama.model import RMSNorm, Runner, Transformer
+from llama.model import Runner, Transformer
 from llama.quant.gguf_types import block_of
 from llama.quant.groups import READERS
 from llama.quant.schemes import pick_scheme
 from llama.quant.tiles import pack, scales_of, unpack
-from llama.rope import RotaryEmb
 
 from . import tiny
 from .test_kernels import KINDS, PLAIN_KINDS, attention, causal, layer, normal, product, random_blocks
@@ -192,25 +191,7 @@ def prompts() -> None:
         assert bool(y.isfinite().all())
 
 
-class HeadNorms(nn.Module):
-    """The rotation of a layer, after a norm of queries and one of keys."""
-
-    def __init__(self, rotary: RotaryEmb, norms: Sequence[RMSNorm]):
-        super().__init__()
-        self.rotary, self.rotates, self.norms = rotary, rotary.rotates, nn.ModuleList(norms)
-
-    def forward(self, q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = self.rotary(self.norms[0](q), self.norms[1](k), freqs_cis)
-        return rotated
-
-
-def random_norm(size: int, dtype: torch.dtype, seed: int) -> RMSNorm:
-    norm = RMSNorm(size, 1e-5).requires_grad_(False)
-    norm.weight.copy_(1 + normal(size, seed=seed) / 4)
-    return norm.to(dtype)
-
-
-def random_model(config: ModelConfig, schemes: Sequence[str | None], dtype: torch.dtype, norms: bool) -> Transformer:
+def random_model(config: ModelConfig, schemes: Sequence[str | None], dtype: torch.dtype) -> Transformer:
     """A model whose linear layers take the schemes in turn (None: 16 bits), on the kernels."""
     net, kinds = tiny.model(config, attention="kernel").to(dtype), itertools.cycle(schemes)
     for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
@@ -218,12 +199,7 @@ def random_model(config: ModelConfig, schemes: Sequence[str | None], dtype: torc
         format = torch.bfloat16 if scheme is None else pick_scheme(scheme).format
         weight = MemoryWeight(linear.weight.bfloat16(), name)
         net.set_submodule(name, make_linear(weight, torch.device("cpu"), format, linear.bias))
-    of_heads = [[random_norm(config.head_dim, dtype, 2 * i + j) for j in range(2)] for i in range(config.n_layers)]
-    for i, pair in enumerate(of_heads if norms else ()):
-        rotary = net.get_submodule(f"layers.{i}.attention.apply_rotary_emb")
-        net.set_submodule(f"layers.{i}.attention.apply_rotary_emb", HeadNorms(rotary, pair))
     net.runner = KernelRunner(net)
-    net.runner.head_norms = [norm.weight for pair in of_heads for norm in pair] if norms else []
     return net
 
 
@@ -235,14 +211,15 @@ def layers() -> None:
     dtypes = (torch.float32, torch.bfloat16) if kernels.widen() else (torch.bfloat16,)
     cases = itertools.product(SIZES, ((None,), ("int8",), ("int4", "int4", "int8", None)), dtypes, ("model", "int8"))
     for number, ((C, H, KV, D, F_), schemes, dtype, cache_kind) in enumerate(cases):
-        norms, skipped = number % 3 == 0, (1,) * (number % 2)
+        skipped = (1,) * (number % 2)
         biases: dict[str, Any] = {
             "attention_bias": number % 4 == 1,
             "mlp_bias": number % 4 == 1,
             "qkv_bias": number % 4 == 2,
+            "qk_norm": number % 3 == 0,
         }
         config = ModelConfig(C, 2, H, KV, D, F_, 50, norm_eps=1e-5, max_seq_len=90, no_rope_layers=skipped, **biases)
-        net = random_model(config, schemes, dtype, norms)
+        net = random_model(config, schemes, dtype)
         net.cache_kind, runner, found = cache_kind, net.runner, []
         ids = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(number))
         for net.runner in (runner, Runner()):

@@ -1,4 +1,4 @@
-"""Mistral, Qwen2 and SmolLM3: the logits of transformers from every format, limits of windows, clear refusals."""
+"""Mistral, Qwen2, Qwen3 and SmolLM3: the logits of transformers from every format, limits of windows, clear refusals."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from llama.errors import ConfigError, LlamaError, UsageError
 from llama.inside.explain import random_model
 from llama.rope_scaling import reach
 from llama.tools.convert import convert
+from llama.tools.families import official
 
 from . import test_huggingface, tiny
 from .test_huggingface import edit, load, tokens
@@ -44,6 +45,19 @@ MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, False),
     ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, False),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, False),
+    ("Qwen3", {"head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}, False),
+    ("Qwen3", {"head_dim": 16, "num_key_value_heads": 4, "rope_parameters": YARN}, False),
+    (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 3,
+        },
+        True,
+    ),
     ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, False),
     ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, True),
     ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, True),
@@ -69,23 +83,46 @@ def test_logits_equal_transformers_in_every_format(
     assert float((theirs(tokens(context)).logits - model(tokens(context)).logits).abs().max()) < 5e-5
 
 
-@pytest.mark.parametrize(("family", "architecture"), [("Mistral", "llama"), ("Qwen2", "qwen2"), ("SmolLM3", "smollm3")])
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("Mistral", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3"), ("SmolLM3", "smollm3")],
+)
 @pytest.mark.parametrize("form", ["real", "half"])
 def test_a_gguf_file_has_the_architecture_and_rows_that_llama_cpp_expects(
     tmp_path: Path, family: str, architecture: str, form: str
 ) -> None:
-    model = write(tmp_path / "hf", family)
+    model = write(tmp_path / "hf", family, head_dim=16)
     convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
     checkpoint: Any = open_checkpoint(tmp_path / "x.gguf")
     assert checkpoint.metadata["general.architecture"] == architecture
     assert checkpoint.metadata[f"{architecture}.rope.dimension_count"] == 16
     q = model.model.layers[0].self_attn.q_proj.weight  # (H D, C) in Hugging Face's order
     pairs = q.unflatten(0, (4, 2, 8)).transpose(1, 2).flatten(0, 2)
-    name, in_file = "layers.0.attention.wq.weight", q if architecture == "qwen2" else pairs
+    name, in_file = "layers.0.attention.wq.weight", q if architecture in ("qwen2", "qwen3") else pairs
     assert torch.equal(checkpoint.weight(name, checkpoint.layout).floats(), in_file)
     assert torch.equal(checkpoint.weight(name).floats(), pairs)
     assert torch.equal(checkpoint.weight(name)[3:9, 5:].floats(), pairs[3:9, 5:])
     assert gap(load(tmp_path / "x.gguf", rope=form), model, 64) < 5e-4
+
+
+def test_the_weight_of_a_head_s_norm_has_the_order_of_the_head_s_rows(tmp_path: Path) -> None:
+    model, name = write(tmp_path, "Qwen3", head_dim=16), "layers.0.attention.q_norm.weight"
+    in_file = model.model.layers[0].self_attn.q_norm.weight
+    checkpoint = open_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.weight(name, "half").floats(), in_file)
+    assert torch.equal(checkpoint.weight(name).floats(), in_file.view(2, 8).T.flatten())
+    net: Any = load(tmp_path)
+    with torch.no_grad():
+        net.layers[0].attention.q_norm.weight.copy_(in_file)
+    assert gap(net, model, 64) > 0.01
+
+
+def test_sizes_of_qwen3_are_the_published_ones() -> None:
+    sizes = {name: config.n_params for name, config in official().items() if config.qk_norm}
+    assert sizes == {
+        "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+        "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    }  # fmt: skip
 
 
 def test_a_zero_in_no_rope_layers_is_a_layer_without_rope(tmp_path: Path) -> None:
@@ -114,6 +151,8 @@ def test_logits_and_cached_keys_are_the_same_in_every_form_of_rope(form: str) ->
     assert torch.equal(expected(ids, cache=caches[0]), found(ids, cache=caches[1]))
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         assert torch.equal(one.floats()[0], other.floats()[0])
+    config = dataclasses.replace(config, qk_norm=True)  # a norm adds the squares of a head in the order of its entries
+    assert torch.allclose(random_model(config)(ids), random_model(config, form)(ids), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------- sliding windows
@@ -154,7 +193,7 @@ def test_a_window_applies_as_in_transformers(family: str, changes: dict[str, Any
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """The classes of transformers have the defaults; keys that a file leaves out have these values."""
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
     assert names.keys() == MODEL_TYPES.keys()
     for kind, family in MODEL_TYPES.items():
         theirs = getattr(transformers, f"{names[kind]}Config")()
@@ -162,7 +201,9 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         assert theirs.max_position_embeddings == family.context
         assert theirs.rope_parameters["rope_theta"] == family.theta
         assert theirs.tie_word_embeddings == family.tied
-        assert hasattr(theirs, "attention_bias") == hasattr(theirs, "mlp_bias") == family.bias_keys
+        biases = [key for key in ("attention_bias", "mlp_bias") if hasattr(theirs, key)]
+        assert (*biases,) == family.bias_keys
+        assert getattr(type(theirs), "head_dim", None) == family.head_dim
         assert family.window == getattr(type(theirs), "sliding_window", None)
         assert theirs.num_key_value_heads == (family.n_kv_heads or theirs.num_attention_heads)
         assert hasattr(transformers, family.architecture)

@@ -89,13 +89,13 @@ def test_chat_templates_with_names_survive_every_conversion(source: Path, tmp_pa
     assert [open_checkpoint(path).chat_template for path in (folder, file, back)] == [named] * 3
 
 
-NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 
 
 @pytest.mark.parametrize("kind", [None, *MIXES])
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
-    model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4)
+    model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4, head_dim=16)
     path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path
     expected = model(test_huggingface.tokens(40)).logits
     error = (logits(path, test_huggingface.tokens(40)) - expected).norm() / expected.norm()

@@ -27,7 +27,7 @@ QKV_BIASED = dataclasses.replace(tiny.WIDE, qkv_bias=True)
 SOME_ROPE = dataclasses.replace(tiny.WIDE, n_layers=3, no_rope_layers=(0, 2))
 CONFIGS = {
     "wide": tiny.WIDE, "small": tiny.CONFIG, "with biases": BIASED, "biases of q, k, v": QKV_BIASED,
-    "layers without RoPE": SOME_ROPE,
+    "layers without RoPE": SOME_ROPE, "norms of q and k": dataclasses.replace(QKV_BIASED, qk_norm=True),
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def logits(net: Transformer, runner: Runner) -> Tensor:
     ("int8", torch.float32, "complex", "wide", "model"), ("int8", torch.bfloat16, "real", "wide", "model"),
     ("int8", torch.bfloat16, "real", "layers without RoPE", "int8"),
     (None, torch.bfloat16, "complex", "with biases", "model"), (None, torch.bfloat16, "complex", "wide", "int8"),
-    (None, torch.bfloat16, "real", "layers without RoPE", "model"),
+    (None, torch.bfloat16, "real", "layers without RoPE", "model"), (None, torch.bfloat16, "real", "norms of q and k", "model"),
 ])  # fmt: skip
 def test_the_logits_are_those_of_model_py(
     scheme: str | None, dtype: torch.dtype, rope: str, config: str, kind: str

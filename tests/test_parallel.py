@@ -36,6 +36,7 @@ CONFIGS = {
     "tied": dataclasses.replace(CONFIG, tie_embeddings=True),
     "biases": dataclasses.replace(CONFIG, attention_bias=True, mlp_bias=True, n_kv_heads=2),
     "biases of q, k, v": dataclasses.replace(CONFIG, qkv_bias=True),
+    "norms of q and k": dataclasses.replace(CONFIG, qk_norm=True, n_kv_heads=2),
 }
 # Wide enough for complete quantization groups in a quarter of the inputs, and for 8 shards.
 WIDE = ModelConfig(

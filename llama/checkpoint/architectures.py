@@ -1,9 +1,9 @@
 """The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
-Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, and SmolLM3 has layers without
-RoPE. Granite multiplies by constants, Ministral 3 scales queries in long texts, and EXAONE has names of its own.
-Sources: transformers' configuration, modeling and conversion files of these families; llama.cpp 0.3.36 in
-llama-cpp-python, src/models/ and conversion/.
+Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, Qwen3 normalizes the heads of q
+and k, and SmolLM3 has layers without RoPE. Granite multiplies by constants, Ministral 3 scales queries in long texts,
+and EXAONE has names of its own. Sources: transformers' configuration, modeling and conversion files of these families;
+llama.cpp 0.3.36 in llama-cpp-python, src/models/ and conversion/.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class ModelType(NamedTuple):
 
     architecture          the only entry of `architectures`
     context, theta, tied  the defaults of max_position_embeddings, rope_theta and tie_word_embeddings
-    bias_keys             whether attention_bias and mlp_bias have an effect
+    bias_keys             those of attention_bias and mlp_bias that have an effect
     qkv_bias              whether q_proj, k_proj and v_proj always add a bias
+    qk_norm               whether q_norm and k_norm normalize each head
+    head_dim              the default of head_dim; None: hidden_size / num_attention_heads
     slides                whether sliding_window has an effect: never, always, or if use_sliding_window is set
     window                the default of sliding_window
     last_layers           whether only the layers from max_window_layers on have a window
@@ -40,8 +42,10 @@ class ModelType(NamedTuple):
     context: int
     theta: float = 10000.0
     tied: bool = False
-    bias_keys: bool = True
+    bias_keys: tuple[str, ...] = ("attention_bias", "mlp_bias")
     qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
     slides: Literal["never", "always", "if used"] = "never"
     window: int | None = None
     last_layers: bool = False
@@ -52,19 +56,24 @@ class ModelType(NamedTuple):
 INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fixed, in config.json it is the default
 MODEL_TYPES = {
     "llama": ModelType("LlamaForCausalLM", 2048),
-    "mistral": ModelType("MistralForCausalLM", 131072, bias_keys=False, slides="always", window=4096, n_kv_heads=8),
-    "qwen2": ModelType("Qwen2ForCausalLM", 32768, bias_keys=False, qkv_bias=True, slides="if used", window=4096,
+    "mistral": ModelType("MistralForCausalLM", 131072, bias_keys=(), slides="always", window=4096, n_kv_heads=8),
+    "qwen2": ModelType("Qwen2ForCausalLM", 32768, bias_keys=(), qkv_bias=True, slides="if used", window=4096,
                        last_layers=True, n_kv_heads=32),
+    "qwen3": ModelType("Qwen3ForCausalLM", 32768, bias_keys=("attention_bias",), qk_norm=True, head_dim=128,
+                       slides="if used", window=4096, last_layers=True, n_kv_heads=32),
     "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
                          no_rope_interval=INTERVAL),
     "granite": ModelType("GraniteForCausalLM", 2048),
-    "ministral3": ModelType("Ministral3ForCausalLM", 262144, bias_keys=False, slides="always", n_kv_heads=8),
+    "ministral3": ModelType("Ministral3ForCausalLM", 262144, bias_keys=(), head_dim=128, slides="always",
+                            n_kv_heads=8),
     "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
-# Hugging Face's permutation for all but qwen2 and exaone. Mistral's files have the architecture llama or mistral3.
-GGUF_LAYOUTS: dict[str, Layout] = {"llama": "interleaved", "qwen2": "half", "smollm3": "interleaved"}
-GGUF_LAYOUTS |= {"granite": "interleaved", "mistral3": "interleaved", "exaone": "half"}
+# Hugging Face's permutation for all but qwen2, qwen3 and exaone. Mistral's have the architecture llama or mistral3.
+GGUF_LAYOUTS: dict[str, Layout] = {
+    "llama": "interleaved", "qwen2": "half", "qwen3": "half", "smollm3": "interleaved", "granite": "interleaved",
+    "mistral3": "interleaved", "exaone": "half",
+}  # fmt: skip
 MOST_LAYERS = 2**16  # the largest models have about 100
 
 # Meta's use_scaled_rope (llama-models, apply_scaling), without its factor
@@ -197,7 +206,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         if types is not None and any(type not in (FULL, SLIDING) for type in types):
             raise ConfigError(f"{fields.where}: layer_types must be {FULL} or {SLIDING}, got {shown(types)}")
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
-        # With types, transformers ignores use_sliding_window, except for Qwen2.
+        # With types, transformers ignores use_sliding_window, except for Qwen2 and Qwen3.
         window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 

@@ -30,6 +30,8 @@ NAMES = {
     "attention.wk": ("attention.wk", "self_attn.k_proj", "attn_k"),
     "attention.wv": ("attention.wv", "self_attn.v_proj", "attn_v"),
     "attention.wo": ("attention.wo", "self_attn.o_proj", "attn_output"),
+    "attention.q_norm": ("attention.q_norm", "self_attn.q_norm", "attn_q_norm"),
+    "attention.k_norm": ("attention.k_norm", "self_attn.k_norm", "attn_k_norm"),
     "ffn_norm": ("ffn_norm", "post_attention_layernorm", "ffn_norm"),
     "feed_forward.w_gate": ("feed_forward.w1", "mlp.gate_proj", "ffn_gate"),
     "feed_forward.w_up": ("feed_forward.w3", "mlp.up_proj", "ffn_up"),

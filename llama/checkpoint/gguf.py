@@ -225,6 +225,7 @@ def _config(
         attention_bias=o_bias,
         qkv_bias=q_bias and not o_bias,
         mlp_bias="layers.0.feed_forward.w_gate.bias" in shapes,
+        qk_norm=architecture == "qwen3",
         no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
         sliding_window=fields.get("attention.sliding_window", int, 0) or None,
     )

@@ -63,9 +63,16 @@ def write(
 def architecture(config: ModelConfig, has_tables: bool) -> str:
     """The architecture of GGUF_LAYOUTS under which llama.cpp can run the model.
 
-    llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no tables of RoPE divisors. Raises
+    llama.cpp's architecture llama has optional biases; its other ones have no tables of RoPE divisors. Raises
     ConfigError if none of them fits.
     """
+    if config.qk_norm:
+        if has_tables or config.mlp_bias or config.attention_bias or config.no_rope_layers:
+            raise ConfigError(
+                "in GGUF, only qwen3 has norms of queries and keys: with plain RoPE in all layers, and without mlp_bias"
+                " and attention_bias; convert the model to hf"
+            )
+        return "qwen3"
     if config.no_rope_layers:
         others = has_tables or config.mlp_bias or config.attention_bias
         if others or config.no_rope_layers != every(INTERVAL, config.n_layers):

@@ -122,18 +122,24 @@ def config_json(model: Model) -> dict[str, Any]:
 def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """The model_type under which transformers computes the model, and the keys of config.json that depend on it.
 
-    Raises ConfigError if there is none: each family has its own biases, windows and layers without RoPE.
+    Raises ConfigError if there is none: each family has its own biases, norms, windows and layers without RoPE.
     """
     windowed = config.sliding_window is not None
-    kind = "smollm3" if config.no_rope_layers else "qwen2" if config.qkv_bias else "mistral" if windowed else "llama"
+    kind = "mistral" if windowed else "llama"
+    for other, needed in (("qwen2", config.qkv_bias), ("smollm3", config.no_rope_layers), ("qwen3", config.qk_norm)):
+        kind = other if needed else kind
     family, biases = MODEL_TYPES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    if config.qkv_bias != family.qkv_bias or (any(biases.values()) and not family.bias_keys):
-        raise ConfigError(f"Hugging Face's model type {kind} has other biases than this model; convert it to gguf")
-    keys: dict[str, Any] = dict(biases) if family.bias_keys else {}
+    wrong = [key for key, biased in biases.items() if biased and key not in family.bias_keys]
+    if wrong or config.qkv_bias != family.qkv_bias or (config.no_rope_layers and family.no_rope_interval is None):
+        raise ConfigError(
+            f"Hugging Face's model type {kind} has other biases or layers without RoPE than this model; convert it to"
+            " gguf"
+        )
+    keys: dict[str, Any] = {key: biases[key] for key in family.bias_keys}
     if kind == "smollm3":
         keys["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]
         keys["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
-    if kind in ("smollm3", "qwen2"):
+    if kind in ("smollm3", "qwen2", "qwen3"):
         keys |= {"use_sliding_window": windowed, "layer_types": [SLIDING if windowed else FULL] * config.n_layers}
     return kind, keys if kind == "llama" else {**keys, "sliding_window": config.sliding_window}
 

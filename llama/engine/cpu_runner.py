@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cache import KVCache
 from ..errors import UsageError
-from ..model import Runner, Transformer
+from ..model import RMSNorm, Runner, Transformer
 from ..rope import FreqsCis
 from . import kernels
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
@@ -48,7 +48,8 @@ class KernelRunner(Runner):
         biased = any(x.bias is not None for x in layers)
         self.biases = [none if x.bias is None else x.bias for x in layers] if biased else []
         self.norms = [norm.weight for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
-        self.head_norms: list[Tensor] = []  # of queries and of keys, for each layer; none in a Llama
+        heads = [norm for block in blocks for norm in (block.attention.q_norm, block.attention.k_norm)]
+        self.head_norms = [norm.weight for norm in heads if isinstance(norm, RMSNorm)]
         self.rotates = [int(block.attention.apply_rotary_emb.rotates) for block in blocks]
         self.eps, self.dtype = model.config.norm_eps, model.norm.weight.dtype
         self.watch = ModelWatch(model.layers)

@@ -15,8 +15,8 @@ passes a long one. At most PASSES chunks in succession pass the oldest prompt, s
 chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
 tokens: their keys are copied as soon as they are computed. Until then, the turns of both go to the one being fed.
 
-Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long. `between`
-is called after each chunk and each step, and may run the model with a cache of its own.
+Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long.
+`between` is called after each chunk and each step, and may run the model with a cache of its own.
 
 A step has one row for each slot up to the last one in use, and all positions for which the cache has memory, with a
 mask. On a GPU, where few shapes are faster, the rows are rounded up to a power of two. While no prompt waits, the rows
@@ -283,7 +283,7 @@ class Batch:
         return len(prompt.ids) - (len(slot.ids) if prompt.begun else self._source(prompt, [slot])[1])
 
     def _leader(self, slot: Slot) -> Slot:
-        """The slot to feed in place of a slot: one whose prompt begins alike and is being read, else the slot itself."""
+        """The slot to feed for a slot: one whose prompt begins alike and is being read, else the slot itself."""
         prompt = self.prompts[slot]
         if not prompt.begun and not prompt.request.params.prompt_logprobs:
             worth = len(prompt.ids) - self._rest(slot) + SHORTEST_PREFIX

@@ -42,6 +42,7 @@ LONGEST = 256  # tokens; all steps are stored, including the scores of all heads
 # Relative to the scale of a number (`reference`). In float32 a sum of thousands of terms has an error of about 1e-6 of
 # the sum of their absolute values.
 TOLERANCE = 1e-5
+ZERO = np.zeros(1)
 
 
 def random_model(config: ModelConfig = TINY, rope: str = "complex", **options: Any) -> Transformer:
@@ -74,16 +75,22 @@ def reference(
         computed = ours.get(letter)
         return result if computed is None or computed.shape != result.shape else computed
 
-    def norm(x: Array, weight: Array) -> tuple[Array, Array]:  # RMSNorm, arXiv:1910.07467
-        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
-        return y, np.abs(y)
+    def norm(x: Array, weight: Array, errors: Array = ZERO) -> tuple[Array, Array]:  # RMSNorm, arXiv:1910.07467
+        rms = np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps)
+        y = x / rms * weight
+        return y, np.abs(y) + (errors * np.abs(weight) + errors.max(-1, keepdims=True) * np.abs(y)) / rms
 
     def project(x: Array, name: str) -> tuple[Array, Array]:
-        weight, bias = w[f"{name}.weight"].T, w.get(f"{name}.bias", np.zeros(1))
+        weight, bias = w[f"{name}.weight"].T, w.get(f"{name}.bias", ZERO)
         return x @ weight + bias, np.abs(x) @ np.abs(weight) + np.abs(bias)
 
     def split(x: Array) -> Array:  # (T, heads * D) -> (heads, T, D)
         return x.reshape(T, -1, D).swapaxes(0, 1)
+
+    def heads(name: str) -> tuple[Array, Array]:
+        result, scale = map(split, project(x, f"attention.w{name}"))  # (heads, T, D) twice
+        weight = w.get(f"attention.{name}_norm.weight")  # of Qwen3's norm of each head
+        return (result, scale) if weight is None else norm(result, weight, scale)
 
     def rotate(x: Array) -> tuple[Array, Array]:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point
         a, b = x[..., 0::2], x[..., 1::2]
@@ -92,8 +99,7 @@ def reference(
         return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape), np.repeat(scale, 2, -1)
 
     x = step("x", *norm(h, w["attention_norm.weight"]))  # (T, C)
-    # (H, T, D), (KV, T, D) twice
-    q, k, v = (step(name, *map(split, project(x, f"attention.w{name}"))) for name in "qkv")
+    q, k, v = (step(name, *heads(name)) for name in "qkv")  # (H, T, D), (KV, T, D) twice
     rotated_q, rotated_k = step("q'", *rotate(q)), np.repeat(step("k'", *rotate(k)), group, 0)  # (H, T, D) twice
     scores, scale = (f(rotated_q) @ f(rotated_k).swapaxes(1, 2) / np.sqrt(D) for f in (np.array, np.abs))  # (H, T, T)
     scores = step("s", np.where(np.tri(T, dtype=bool), scores, -np.inf), scale)
@@ -170,8 +176,7 @@ def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
     """The block's weights in float64, with wq and wk in the interleaved layout, which `reference` uses."""
     found = {}
     for name, weight in net.layers[layer].named_parameters():
-        rotated = name.startswith(("attention.wq", "attention.wk")) and net.rope.layout == "half"
-        plain = rope.to_interleaved_layout(weight, net.config.head_dim) if rotated else weight
+        plain = rope.to_layout(name, weight, net.config.head_dim, net.rope.layout, "interleaved")
         found[name] = plain.double().cpu().numpy()
     return found
 
@@ -202,7 +207,7 @@ ROTATIONS = {
 }
 
 
-def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list[Recipe]:
+def recipes(form: str, apply: Callable[..., Any], kind: str = "default", qk_norm: bool = False) -> list[Recipe]:
     """The twelve steps, for a form of rope.FORMS with its function `apply`, and a kind of rope_scaling.SCALINGS.
 
     Functions are looked up at each call and not at import, so that the quoted code is the code that runs.
@@ -215,6 +220,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
     )
     normed = "y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)"
     projections = [(forward, f"self.w{name}(x).unflatten(-1, (-1, self.head_dim))") for name in "qkv"]
+    of_heads = ",  then RMSNorm of each head of q and k" if qk_norm else ""
     attended = "h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)"
     rotations: Code = [
         (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
@@ -228,7 +234,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> list
          [(model.Transformer.states, "self.tok_embeddings(tokens)")]),
         ("RMSNorm", "x = h / sqrt(mean(h²) + eps) · w_norm", f"h {T}; x {T}",
          [(norm, normed), (norm, "y.type_as(x) * self.weight")]),
-        ("projections", "q = W_q x,  k = W_k x,  v = W_v x, cut into heads of D",
+        ("projections", f"q = W_q x,  k = W_k x,  v = W_v x, cut into heads of D{of_heads}",
          f"q {D}; k (KV, T, D); v (KV, T, D)", projections),
         ("RoPE", f"q'_i = q_i e^(j m ω_i),  k'_i = k_i e^(j m ω_i),  ω_i = θ^(-2i/D){scaled}: pair i at position m;"
          " v is unchanged", f"q' {D}; k' (KV, T, D)", rotations),
@@ -292,7 +298,9 @@ def explain(
     right["e"] = embedded, np.abs(embedded)
 
     steps = []
-    for name, equation, results, code in recipes(net.rope.form, rotary.rotate, kind_of(config.rope_scaling)):
+    for name, equation, results, code in recipes(
+        net.rope.form, rotary.rotate, kind_of(config.rope_scaling), config.qk_norm
+    ):
         shapes = [result.split(" ", 1) for result in results.split("; ")]
         compared = [letter for letter, _ in shapes if letter != "h"]  # an input
         # numpy's maximum returns NaN if there is one; Python's may not

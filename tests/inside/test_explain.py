@@ -39,6 +39,7 @@ STEPS = [
         {},
         {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
         {"qkv_bias": True, "no_rope_layers": (1,)},
+        {"qkv_bias": True, "qk_norm": True, "norm_eps": 1e-2},
         {"n_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 1e-2},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_seq_len": 4},
