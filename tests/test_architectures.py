@@ -28,8 +28,22 @@ BASE = {**test_huggingface.BASE, "num_hidden_layers": 5, "bos_token_id": 1, "eos
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e6,
+          "original_max_position_embeddings": 32}  # fmt: skip
+MULTIPLIERS = {"embedding_multiplier": 3.5, "attention_multiplier": 0.4, "residual_multiplier": 0.22,
+               "logits_scaling": 1.7}  # fmt: skip
+SCALED = {**YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0,
+          "beta_slow": 1.0}  # fmt: skip
+VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16,
+          "num_attention_heads": 2, "patch_size": 4, "image_size": 16}  # fmt: skip
+
+
 def write(folder: Path, family: str, **changes: Any) -> Any:
-    return test_huggingface.write(folder, family=family, **{**BASE, **changes})
+    changes = {**BASE, **changes}
+    if family == "Mistral3":
+        changes = {"text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 16, **changes},
+                   "vision_config": VISION, "tie_word_embeddings": changes["tie_word_embeddings"]}  # fmt: skip
+    return test_huggingface.write(folder, family=family, **changes)
 
 
 def gap(ours: Any, theirs: Any, length: int) -> float:
@@ -61,6 +75,14 @@ MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, False),
     ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, True),
     ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, True),
+    ("Granite", {**MULTIPLIERS, "tie_word_embeddings": True}, False),
+    ("Granite", {**MULTIPLIERS, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, False),
+    ("Granite", {"attention_multiplier": 0.2, "logits_scaling": 0.5, "head_dim": 24, "rope_parameters": YARN}, False),
+    ("Ministral3", {"head_dim": 24, "rope_parameters": SCALED, "tie_word_embeddings": True}, False),
+    ("Mistral3", {"model_type": "ministral3", "rope_parameters": {**SCALED, "mscale_all_dim": 0.7}}, False),
+    ("Mistral3", {"num_key_value_heads": 4, "tie_word_embeddings": True}, False),
+    ("Exaone", {"num_key_value_heads": 4, "tie_word_embeddings": True}, False),
+    ("Exaone", {"head_dim": 24, "rope_parameters": LLAMA3}, False),
 ]
 
 
@@ -167,7 +189,7 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
         load(tmp_path, max_seq_len=17)
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
     assert open_checkpoint(tmp_path).warnings == [
-        "the context is limited to 16 of 64 tokens: sliding windows are not implemented"
+        "the context is limited to 16 of 64 tokens: sliding windows and queries scaled by position are not implemented"
     ]
 
 
@@ -194,6 +216,7 @@ def test_a_window_applies_as_in_transformers(family: str, changes: dict[str, Any
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """The classes of transformers have the defaults; keys that a file leaves out have these values."""
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+    names |= {"granite": "Granite", "ministral3": "Ministral3", "exaone": "Exaone"}
     assert names.keys() == MODEL_TYPES.keys()
     for kind, family in MODEL_TYPES.items():
         theirs = getattr(transformers, f"{names[kind]}Config")()

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..checks import integer, is_integer, number, shown
-from ..config import ModelConfig
+from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
 from ..rope_scaling import reach
@@ -64,7 +64,7 @@ MODEL_TYPES = {
     "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
                          no_rope_interval=INTERVAL),
     "granite": ModelType("GraniteForCausalLM", 2048),
-    "ministral3": ModelType("Ministral3ForCausalLM", 262144, bias_keys=(), head_dim=128, slides="always",
+    "ministral3": ModelType("Ministral3ForCausalLM", 262144, theta=1e6, bias_keys=(), head_dim=128, slides="always",
                             n_kv_heads=8),
     "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8),
 }  # fmt: skip
@@ -80,6 +80,7 @@ MOST_LAYERS = 2**16  # the largest models have about 100
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
 
+UNSUPPORTED = "sliding windows and queries scaled by position"
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 # What other families need, which is not implemented
 NEEDS = {
@@ -92,7 +93,9 @@ NEEDS = {
 
 # The keys of `Multipliers` in config.json and in GGUF
 MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
-GGUF_MULTIPLIERS = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
+GGUF_MULTIPLIERS = tuple(
+    f"granite.{key}" for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+)
 EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
                "activation_function": "hidden_act"}  # fmt: skip
 EXAONE_NAMES = {
@@ -153,8 +156,7 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json with the usual keys; of a language model beside a vision model, its part."""
     if settings.get("model_type") == "mistral3":
-        own = Fields(settings, "config.json").get("text_config", dict)
-        return {"model_type": "mistral", **own, "tie_word_embeddings": settings.get("tie_word_embeddings", True)}
+        return {"model_type": "mistral", **Fields(settings, "config.json").get("text_config", dict)}
     exaone = settings.get("model_type") == "exaone"
     return {EXAONE_KEYS.get(key, key): value for key, value in settings.items()} if exaone else settings
 
@@ -208,12 +210,16 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
         # With types, transformers ignores use_sliding_window, except for Qwen2 and Qwen3.
         window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
+    if kind == "ministral3":  # it scales the queries from this position on, if llama_4_scaling_beta is not 0
+        scaling = Fields(fields.get("rope_parameters", dict), f"{fields.where}: rope_parameters")
+        if scaling.get("llama_4_scaling_beta", float):
+            window = min(window or LARGEST_SIZE, scaling.get("original_max_position_embeddings", int))
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 
 def window_warnings(config: ModelConfig) -> list[str]:
-    """A warning if a sliding window ends the context early."""
+    """A warning if a sliding window, or a position from which queries are scaled, ends the context early."""
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []
-    return [f"the context is limited to {window:,} of {context:,} tokens: sliding windows are not implemented"]
+    return [f"the context is limited to {window:,} of {context:,} tokens: {UNSUPPORTED} are not implemented"]

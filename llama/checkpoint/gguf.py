@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import ModelConfig
+from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..quant.groups import READERS, GroupedWeight, GroupFormat, dequantize
 from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from . import base
-from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
+from .architectures import GGUF_LAYOUTS, GGUF_MULTIPLIERS, INTERVAL, SCALED_ROPE, every, known, multipliers
 from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
@@ -40,6 +40,7 @@ PLAIN_VALUES = {
     "residual_scale": 0.0, "use_parallel_residual": False,
 }  # fmt: skip
 SCALING = "rope.scaling."
+YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": "mscale_all_dim"}
 # Extra tensors: divisors of the RoPE frequencies
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -155,7 +156,9 @@ class GGUFCheckpoint(Checkpoint):
             self._weights[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
         self.config = _config(self.metadata, self.shapes, tables)
-        self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
+        kind = self.metadata["general.architecture"]
+        self.layout = GGUF_LAYOUTS[kind]
+        self.multipliers = multipliers(Fields(self.metadata, "metadata"), kind, GGUF_MULTIPLIERS)
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
             self.warnings = ["no key tokenizer.ggml.pre; using llama.cpp's default, with which answers may be poor"]
@@ -204,10 +207,20 @@ def _config(
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
     same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    if architecture == "granite":
+        same["rope.scaling.finetuned"] = True  # false: no layer has RoPE
+    window = fields.get("attention.sliding_window", int, 0) or None
+    if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # queries are scaled
+        window = min(window or LARGEST_SIZE, fields.get("rope.scaling.original_context_length", int))
     for key, expected in (PLAIN_VALUES | same).items():
+        if prefix + key in GGUF_MULTIPLIERS:
+            continue
         if (value := fields.get(key, type(expected), expected)) != expected:
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
-    theta = _decimal(fields.get("rope.freq_base", float, 10000.0))
+    theta, scale = (
+        _decimal(fields.get("rope.freq_base", float, 10000.0)),
+        multipliers(Fields(metadata, "metadata"), architecture, GGUF_MULTIPLIERS),
+    )
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
     return ModelConfig(
         dim=dim,
@@ -217,7 +230,7 @@ def _config(
         head_dim=head_dim,
         hidden_dim=fields.get("feed_forward_length", int),
         vocab_size=shapes["tok_embeddings.weight"][0],
-        norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)),
+        norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)) / scale.residual**2,
         rope_theta=theta,
         rope_scaling=_rope_scaling(fields, tables, head_dim, theta),
         max_seq_len=fields.get("context_length", int),
@@ -227,7 +240,7 @@ def _config(
         mlp_bias="layers.0.feed_forward.w_gate.bias" in shapes,
         qk_norm=architecture == "qwen3",
         no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
-        sliding_window=fields.get("attention.sliding_window", int, 0) or None,
+        sliding_window=window,
     )
 
 
@@ -263,6 +276,9 @@ def _rope_scaling(
         return _as_llama3(divisors, head_dim, theta) or {"rope_type": "divisors", "divisors": divisors}
     if kind == "linear" and plain and not tables:
         return {"rope_type": kind, "factor": factor}
+    if fields.where == "mistral3" and attention == 1:  # the only architecture in which llama.cpp reads them
+        original |= {name: _decimal(scaling.get(key, float)) for key, name in YARN.items() if key in own}
+        original |= {"mscale": 1.0} if "mscale_all_dim" in original else {}
     if kind == "yarn" and not scaling.unknown() and not tables:
         if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
             original["attention_factor"] = attention * (0.1 * math.log(factor) + 1)

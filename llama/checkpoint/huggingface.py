@@ -6,6 +6,7 @@ The safetensors library checks the headers: the tensors of a file cover it witho
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -37,15 +38,18 @@ INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json
 
 NAMES = HUGGING_FACE_NAMES
 LAYERS = "model.layers"
+VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 # Keys of config.json that do not affect inference
 NO_EFFECT = {
     "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "pad_token_id",
     "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map", "max_sequence_length", "model_type",
     "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
-    "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
-    "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
+    "label2id", "embed_dropout", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
+    "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
+    "quantization_config",
 }  # fmt: skip
+ROPE_NO_EFFECT = {"llama_4_scaling_beta", "max_position_embeddings"}  # of Ministral 3, within its context
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1,), "qk_layernorm": (False,), "use_qk_norm": (False,),
@@ -176,8 +180,8 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     fields = Fields(text_settings(settings), where)
     kind = known(fields, "model_type", MODEL_TYPES)
     defaults, residual = MODEL_TYPES[kind], multipliers(fields, kind).residual
-    for key, allowed in MUST_BE.items() - fields.keys_read:
-        if (value := fields.get(key, object, None)) not in (None, *allowed):
+    for key in sorted(MUST_BE.keys() - fields.keys_read):
+        if (value := fields.get(key, object, None)) not in (None, *MUST_BE[key]):
             raise ConfigError(f"{where}: {key} is {shown(value)}, which no LLaMA has; try transformers or vLLM")
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
@@ -226,7 +230,7 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
-    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ())
+    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ROPE_NO_EFFECT)
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
@@ -250,6 +254,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
         self.chat_template = read_chat_template(folder)
         tensors = open_weights(folder)
+        if settings.get("model_type") == "mistral3":
+            text = [tensor for tensor in tensors if not VISION.match(tensor.name)]
+            self.notes = [f"{len(tensors) - len(text)} tensors of the vision model are left out"]
+            tied = not any("lm_head." in tensor.name for tensor in text)  # as in transformers, whatever the key is
+            tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._weights = self._collect(tensors)
         self.shapes = {name: weight.shape for name, weight in self._weights.items()}
