@@ -92,7 +92,7 @@ class AdaptedCheckpoint(Checkpoint):
         self.base, self._adapters = base, adapters
         self.path, self.format, self.config = base.path, base.format, base.config
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
-        self.warnings, self.notes, self.multipliers = base.warnings, base.notes, base.multipliers
+        self.warnings, self.notes, self.factors = base.warnings, base.notes, base.factors
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
             self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..checks import integer, is_integer, number, shown
-from ..config import LARGEST_SIZE, ModelConfig
+from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
 from ..rope_scaling import reach
@@ -80,7 +79,6 @@ MOST_LAYERS = 2**16  # the largest models have about 100
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
 
-UNSUPPORTED = "sliding windows and queries scaled by position"
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 # What other families need, which is not implemented
 NEEDS = {
@@ -91,56 +89,31 @@ NEEDS = {
     "attention beside the feed-forward network": "phi phi2 gpt_neox gptneox falcon cohere command-r",
 }
 
-# The keys of `Multipliers` in config.json and in GGUF
+# Granite's multipliers of the embedding, the scores and what is added to the residual stream, and a divisor of logits
 MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
-GGUF_MULTIPLIERS = tuple(
-    f"granite.{key}" for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
-)
+GGUF_MULTIPLIERS = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
 EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
                "activation_function": "hidden_act"}  # fmt: skip
-EXAONE_NAMES = {
-    "transformer.wte": "model.embed_tokens", "transformer.h": "model.layers", "transformer.ln_f": "model.norm",
-    "attn.attention": "self_attn", "out_proj": "o_proj", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
-    "c_fc_0": "gate_proj", "c_fc_1": "up_proj", "c_proj": "down_proj",
-}  # fmt: skip
 
 
-class Multipliers(NamedTuple):
-    """Granite's constants, which are folded into weights.
+def folded(config: ModelConfig, fields: Fields, kind: str, keys: Sequence[str]) -> tuple[ModelConfig, dict[str, float]]:
+    """Granite's multipliers under four keys: the configuration with them, and the factors of weights by their names.
 
-    embedding  multiplies the embedding
-    attention  multiplies the scores, in place of 1 / sqrt(D)
-    residual   multiplies what attention and feed-forward networks add to the residual stream
-    logits     divides the logits
+    The residual stream is divided by the residual multiplier: wo and w_down need no factor then, and norms give the
+    same, with their epsilon divided by its square. The last norm divides the logits. A tied output has the factor of
+    the embedding. Raises ConfigError.
     """
-
-    embedding: float = 1.0
-    attention: float | None = None
-    residual: float = 1.0
-    logits: float = 1.0
-
-    def factor(self, name: str, config: ModelConfig) -> float:
-        """What a weight is multiplied by.
-
-        The residual stream is divided by `residual`: wo and w_down need no factor, and norms, with their epsilon
-        divided by its square, give the same. The last norm has the factors of the logits.
-        """
-        stream = self.embedding / self.residual
-        if name == "tok_embeddings.weight":
-            return stream
-        if name == "norm.weight":
-            return 1 / (self.logits * (stream if config.tie_embeddings else 1))
-        return self.attention * math.sqrt(config.head_dim) if self.attention and ".wq." in name else 1.0
-
-
-def multipliers(fields: Fields, kind: str, keys: Sequence[str] = MULTIPLIERS) -> Multipliers:
-    """The multipliers of a model. Raises ConfigError."""
-    found = Multipliers(attention=1.0 if keys == MULTIPLIERS else None)  # by default
-    for own, key in zip(found._fields, keys if kind == "granite" else (), strict=False):
-        if (value := fields.get(key, float, None)) is not None:
-            number(f"{fields.where}: {key}", value, 0, 1e30, ConfigError, above=True)
-            found = found._replace(**{own: value})
-    return found if kind == "granite" else Multipliers()
+    if kind != "granite":
+        return config, {}
+    attention = 1.0 if keys == MULTIPLIERS else config.head_dim**-0.5  # by default
+    embedding, attention, residual, logits = (
+        number(f"{fields.where}: {key}", fields.get(key, float, default), 0, 1e30, ConfigError, above=True)
+        for key, default in zip(keys, (1.0, attention, 1.0, 1.0), strict=True)
+    )
+    stream, scores = embedding / residual, attention * math.sqrt(config.head_dim)
+    output = stream if config.tie_embeddings else 1.0
+    factors = {"tok_embeddings": stream, "attention.wq": scores, "norm": 1 / (logits * output), "output": output}
+    return dataclasses.replace(config, norm_eps=config.norm_eps / residual**2), factors
 
 
 def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
@@ -154,19 +127,11 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
 
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json with the usual keys; of a language model beside a vision model, its part."""
+    """config.json with the usual keys; of a model that also sees images, the part of the language model."""
     if settings.get("model_type") == "mistral3":
-        return {"model_type": "mistral", **Fields(settings, "config.json").get("text_config", dict)}
-    exaone = settings.get("model_type") == "exaone"
-    return {EXAONE_KEYS.get(key, key): value for key, value in settings.items()} if exaone else settings
-
-
-def usual_name(name: str) -> str:
-    """A tensor's name in a Llama of transformers, for one of EXAONE, of a part, or without the prefix "model."."""
-    name = re.sub(r"^(model\.)?language_model\.", "", name)
-    for theirs, usual in EXAONE_NAMES.items() if name.startswith("transformer.") else ():
-        name = name.replace(f"{theirs}.", f"{usual}.")
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+        settings = Fields(settings, "config.json").get("text_config", dict)
+    keys = EXAONE_KEYS if settings.get("model_type") == "exaone" else {}
+    return {keys.get(key, key): value for key, value in settings.items()}
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:
@@ -213,7 +178,8 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
     if kind == "ministral3":  # it scales the queries from this position on, if llama_4_scaling_beta is not 0
         scaling = Fields(fields.get("rope_parameters", dict), f"{fields.where}: rope_parameters")
         if scaling.get("llama_4_scaling_beta", float):
-            window = min(window or LARGEST_SIZE, scaling.get("original_max_position_embeddings", int))
+            length = scaling.get("original_max_position_embeddings", int)
+            window = min(window or length, length)
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 
@@ -222,4 +188,5 @@ def window_warnings(config: ModelConfig) -> list[str]:
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []
-    return [f"the context is limited to {window:,} of {context:,} tokens: {UNSUPPORTED} are not implemented"]
+    what = "sliding windows and queries scaled by position are not implemented"
+    return [f"the context is limited to {window:,} of {context:,} tokens: {what}"]

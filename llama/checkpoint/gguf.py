@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import LARGEST_SIZE, ModelConfig
+from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
 from ..quant.groups import READERS, GroupedWeight, GroupFormat, dequantize
 from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from . import base
-from .architectures import GGUF_LAYOUTS, GGUF_MULTIPLIERS, INTERVAL, SCALED_ROPE, every, known, multipliers
+from .architectures import GGUF_LAYOUTS, GGUF_MULTIPLIERS, INTERVAL, SCALED_ROPE, every, folded, known
 from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
@@ -156,9 +156,10 @@ class GGUFCheckpoint(Checkpoint):
             self._weights[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
         self.config = _config(self.metadata, self.shapes, tables)
-        kind = self.metadata["general.architecture"]
+        fields, kind = Fields(self.metadata, "metadata"), self.metadata["general.architecture"]
+        keys = [f"{kind}.{key}" for key in GGUF_MULTIPLIERS]
+        self.config, self.factors = folded(self.config, fields, kind, keys)
         self.layout = GGUF_LAYOUTS[kind]
-        self.multipliers = multipliers(Fields(self.metadata, "metadata"), kind, GGUF_MULTIPLIERS)
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
             self.warnings = ["no key tokenizer.ggml.pre; using llama.cpp's default, with which answers may be poor"]
@@ -207,20 +208,16 @@ def _config(
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
     same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
-    if architecture == "granite":
-        same["rope.scaling.finetuned"] = True  # false: no layer has RoPE
-    window = fields.get("attention.sliding_window", int, 0) or None
-    if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # queries are scaled
-        window = min(window or LARGEST_SIZE, fields.get("rope.scaling.original_context_length", int))
-    for key, expected in (PLAIN_VALUES | same).items():
-        if prefix + key in GGUF_MULTIPLIERS:
-            continue
+    plain = PLAIN_VALUES | same
+    if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE
+        plain = {key: plain[key] for key in plain.keys() - {*GGUF_MULTIPLIERS}} | {"rope.scaling.finetuned": True}
+    window = fields.get("attention.sliding_window", int, 0)
+    if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # scales queries from here
+        window = fields.get("rope.scaling.original_context_length", int)
+    for key, expected in plain.items():
         if (value := fields.get(key, type(expected), expected)) != expected:
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
-    theta, scale = (
-        _decimal(fields.get("rope.freq_base", float, 10000.0)),
-        multipliers(Fields(metadata, "metadata"), architecture, GGUF_MULTIPLIERS),
-    )
+    theta = _decimal(fields.get("rope.freq_base", float, 10000.0))
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
     return ModelConfig(
         dim=dim,
@@ -230,7 +227,7 @@ def _config(
         head_dim=head_dim,
         hidden_dim=fields.get("feed_forward_length", int),
         vocab_size=shapes["tok_embeddings.weight"][0],
-        norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)) / scale.residual**2,
+        norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)),
         rope_theta=theta,
         rope_scaling=_rope_scaling(fields, tables, head_dim, theta),
         max_seq_len=fields.get("context_length", int),
@@ -240,7 +237,7 @@ def _config(
         mlp_bias="layers.0.feed_forward.w_gate.bias" in shapes,
         qk_norm=architecture == "qwen3",
         no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
-        sliding_window=window,
+        sliding_window=window or None,
     )
 
 
@@ -277,8 +274,8 @@ def _rope_scaling(
     if kind == "linear" and plain and not tables:
         return {"rope_type": kind, "factor": factor}
     if fields.where == "mistral3" and attention == 1:  # the only architecture in which llama.cpp reads them
-        original |= {name: _decimal(scaling.get(key, float)) for key, name in YARN.items() if key in own}
-        original |= {"mscale": 1.0} if "mscale_all_dim" in original else {}
+        yarn = {name: _decimal(scaling.get(key, float)) for key, name in YARN.items() if key in own}
+        original |= {"mscale": 1.0, **yarn}
     if kind == "yarn" and not scaling.unknown() and not tables:
         if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
             original["attention_factor"] = attention * (0.1 * math.log(factor) + 1)

@@ -28,8 +28,8 @@ from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..tokenizer import Named, Tokenizer
 from . import base
-from .architectures import MODEL_TYPES, known, multipliers, no_rope_layers, sliding_window, text_settings, usual_name
-from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
+from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
+from .base import EMBEDDING, EXAONE_NAMES, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
 from .torchfile import read_torch
 from .weight import DTYPES, FLOATS, Weight
 
@@ -49,7 +49,6 @@ NO_EFFECT = {
     "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
     "quantization_config",
 }  # fmt: skip
-ROPE_NO_EFFECT = {"llama_4_scaling_beta", "max_position_embeddings"}  # of Ministral 3, within its context
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1,), "qk_layernorm": (False,), "use_qk_norm": (False,),
@@ -63,6 +62,15 @@ STORED = {
     **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
+
+
+def model_name(name: str) -> str | None:
+    """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
+    name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
+    if name.startswith("transformer."):
+        return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
+    # In a model that was saved without its head, names lack the prefix "model."
+    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", NAMES, LAYERS)
 
 
 def recognizes(folder: Path) -> bool:
@@ -179,9 +187,10 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     """The architecture that a config.json describes, and warnings. Raises ConfigError."""
     fields = Fields(text_settings(settings), where)
     kind = known(fields, "model_type", MODEL_TYPES)
-    defaults, residual = MODEL_TYPES[kind], multipliers(fields, kind).residual
-    for key in sorted(MUST_BE.keys() - fields.keys_read):
-        if (value := fields.get(key, object, None)) not in (None, *MUST_BE[key]):
+    defaults = MODEL_TYPES[kind]
+    for key, allowed in MUST_BE.items():
+        value = fields.get(key, object, None)
+        if value not in (None, *allowed) and not (kind == "granite" and key in MULTIPLIERS):
             raise ConfigError(f"{where}: {key} is {shown(value)}, which no LLaMA has; try transformers or vLLM")
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
@@ -196,7 +205,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         head_dim=fields.get("head_dim", int, defaults.head_dim or dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
-        norm_eps=fields.get("rms_norm_eps", float, 1e-6) / residual**2,
+        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         max_seq_len=fields.get("max_position_embeddings", int, defaults.context),
@@ -230,7 +239,8 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
-    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ROPE_NO_EFFECT)
+    warnings = base.unknown_keys(scaling, ("llama_4_scaling_beta", "max_position_embeddings"))  # of Ministral 3
+    return theta, None if kind == "default" else {"rope_type": kind, **used}, warnings
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
@@ -248,7 +258,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.path, self.settings = folder, text_settings(settings)
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
-        self.multipliers = multipliers(Fields(self.settings, CONFIG), self.settings["model_type"])
+        fields = Fields(self.settings, CONFIG)
+        self.config, self.factors = folded(self.config, fields, self.settings["model_type"], MULTIPLIERS)
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
@@ -280,11 +291,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
             if tensor.name.endswith(self.unused):
                 continue
-            full = usual_name(source)
-            name = base.to_model_name(full, NAMES, LAYERS)
+            name = model_name(source)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
-            other = found.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
+            other = found.setdefault(name, {}).setdefault(suffix or source.rpartition(".")[2], tensor)
             if other is not tensor:
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
         if self.config.tie_embeddings and EMBEDDING not in found and OUTPUT in found:

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError
 from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
-from .architectures import GGUF_LAYOUTS, known, usual_name
+from .architectures import GGUF_LAYOUTS, known
 from .base import EMBEDDING, to_file_name, to_model_name
 from .huggingface import LAYERS, NAMES
 
@@ -154,7 +154,7 @@ def _read_parts(folder: Path) -> dict[str, dict[str, Tensor]]:
     for key, stored in huggingface.open_file(path).items():
         match = KEY.fullmatch(key)
         kind = "bias" if key.endswith(".bias") else "weight"
-        name = to_model_name(usual_name(f"{match[1]}.{kind}"), NAMES, LAYERS) if match else None
+        name = huggingface.model_name(f"{match[1]}.{kind}") if match else None
         if match is None or name is None:
             raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix or weight of a LLaMA; {MERGE}")
         tensor = stored.read()

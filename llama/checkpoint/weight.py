@@ -197,8 +197,8 @@ class ScaledWeight(DerivedWeight):
 
     def __init__(self, base: Weight, factor: float | Tensor):
         super().__init__(base)
-        factors = torch.as_tensor(factor, dtype=torch.float32)
-        self.factors, self.changed = factors.expand(base.shape[0]), base.changed or base.stored in DTYPES
+        self.factors = torch.as_tensor(factor, dtype=torch.float32).expand(base.shape[0])
+        self.changed = base.changed or base.stored in DTYPES
 
     def row_format(self) -> GroupFormat | None:
         found = self.base.row_format()
