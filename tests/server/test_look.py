@@ -212,6 +212,8 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-3)
     assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
     assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
+    assert sum(found["layers"]) == pytest.approx(found["effects"]["mlps"], abs=1e-4)
+    assert sum(found["by_token"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)
     best = max(found["heads"], key=lambda one: one["effect"])
     assert found["head"]["head"] == best["head"] == found["heads"][0]["head"]
     weights = found["head"]["weights"]
