@@ -1,16 +1,14 @@
 """The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
 Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, Qwen3 normalizes the heads of q
-and k, and SmolLM3 has layers without RoPE. Granite multiplies by constants, Ministral 3 scales queries in long texts,
-and EXAONE has names of its own. Sources: transformers' configuration, modeling and conversion files of these families;
-llama.cpp 0.3.36 in llama-cpp-python, src/models/ and conversion/.
+and k, SmolLM3 has layers without RoPE, Granite has multipliers, Ministral 3 scales queries, and EXAONE has other names.
+Sources: transformers' configuration and modeling files of the families; llama.cpp 0.3.36, src/models/ and conversion/.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ..checks import integer, is_integer, number, shown
@@ -88,7 +86,6 @@ NEEDS = {
     "Mamba layers": "mamba2 granitehybrid granitemoehybrid jamba falcon_h1 falcon-h1 nemotron_h",
     "attention beside the feed-forward network": "phi phi2 gpt_neox gptneox falcon cohere command-r",
 }
-
 # Granite's multipliers of the embedding, the scores and what is added to the residual stream, and a divisor of logits
 MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
 GGUF_MULTIPLIERS = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
@@ -96,23 +93,23 @@ EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_nor
                "activation_function": "hidden_act"}  # fmt: skip
 
 
-def folded(config: ModelConfig, fields: Fields, kind: str, keys: Sequence[str]) -> tuple[ModelConfig, dict[str, float]]:
-    """Granite's multipliers under four keys: the configuration with them, and the factors of weights by their names.
+def folded(config: ModelConfig, fields: Fields, kind: str) -> tuple[ModelConfig, dict[str, float]]:
+    """The configuration of a model with its multipliers, and the factors of weights that stand for them.
 
-    The residual stream is divided by the residual multiplier: wo and w_down need no factor then, and norms give the
-    same, with their epsilon divided by its square. The last norm divides the logits. A tied output has the factor of
-    the embedding. Raises ConfigError.
+    The residual stream is divided by its multiplier, so wo and w_down need no factor, and a norm gives the same if its
+    epsilon is divided by the square. The last norm also divides the logits.
     """
     if kind != "granite":
         return config, {}
-    attention = 1.0 if keys == MULTIPLIERS else config.head_dim**-0.5  # by default
+    in_gguf, usual = "general.architecture" in fields.values, config.head_dim**-0.5
+    keys = [f"{kind}.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
     embedding, attention, residual, logits = (
         number(f"{fields.where}: {key}", fields.get(key, float, default), 0, 1e30, ConfigError, above=True)
-        for key, default in zip(keys, (1.0, attention, 1.0, 1.0), strict=True)
+        for key, default in zip(keys, (1.0, usual if in_gguf else 1.0, 1.0, 1.0), strict=True)
     )
-    stream, scores = embedding / residual, attention * math.sqrt(config.head_dim)
+    stream = embedding / residual
     output = stream if config.tie_embeddings else 1.0
-    factors = {"tok_embeddings": stream, "attention.wq": scores, "norm": 1 / (logits * output), "output": output}
+    factors = {"tok_embeddings": stream, "wq": attention / usual, "norm": 1 / (logits * output), "output": output}
     return dataclasses.replace(config, norm_eps=config.norm_eps / residual**2), factors
 
 
@@ -175,11 +172,9 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
         # With types, transformers ignores use_sliding_window, except for Qwen2 and Qwen3.
         window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
-    if kind == "ministral3":  # it scales the queries from this position on, if llama_4_scaling_beta is not 0
-        scaling = Fields(fields.get("rope_parameters", dict), f"{fields.where}: rope_parameters")
-        if scaling.get("llama_4_scaling_beta", float):
-            length = scaling.get("original_max_position_embeddings", int)
-            window = min(window or length, length)
+    if kind == "ministral3":  # it scales the queries from this position on
+        length = Fields(fields.get("rope_parameters", dict), fields.where).get("original_max_position_embeddings", int)
+        window = min(window or length, length)
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 

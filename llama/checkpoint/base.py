@@ -40,7 +40,6 @@ EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items() if theirs[column:]} for column in range(4)
 )
-WITHIN = r"layers\.\d+\.|\.(weight|bias)$"  # the parts of a model's name that are not in NAMES
 
 
 class Checkpoint(ABC):
@@ -53,7 +52,7 @@ class Checkpoint(ABC):
     _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
     layers: str = "layers"  # what the files call the layers
-    factors: Mapping[str, float] = MappingProxyType({})  # of weights, by names without the layer
+    factors: Mapping[str, float] = MappingProxyType({})  # of layers' weights and biases, as "wq": 0.5
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
@@ -75,7 +74,7 @@ class Checkpoint(ABC):
 
     def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
         """A weight by the model's name for it. `layout` is the order of the rows of wq and wk."""
-        unscaled, factor = self.unscaled(name, layout), self.factors.get(re.sub(WITHIN, "", name), 1.0)
+        unscaled, factor = self.unscaled(name, layout), self.factors.get(name.split(".")[-2], 1.0)
         return unscaled if factor == 1 else ScaledWeight(unscaled, factor)
 
     def unscaled(self, name: str, layout: Layout) -> Weight:

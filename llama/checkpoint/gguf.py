@@ -156,9 +156,8 @@ class GGUFCheckpoint(Checkpoint):
             self._weights[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
         self.config = _config(self.metadata, self.shapes, tables)
-        fields, kind = Fields(self.metadata, "metadata"), self.metadata["general.architecture"]
-        keys = [f"{kind}.{key}" for key in GGUF_MULTIPLIERS]
-        self.config, self.factors = folded(self.config, fields, kind, keys)
+        kind = self.metadata["general.architecture"]
+        self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"), kind)
         self.layout = GGUF_LAYOUTS[kind]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
@@ -208,13 +207,12 @@ def _config(
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
     same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
-    plain = PLAIN_VALUES | same
-    if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE
-        plain = {key: plain[key] for key in plain.keys() - {*GGUF_MULTIPLIERS}} | {"rope.scaling.finetuned": True}
+    if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE; `folded` reads the others
+        same |= {"rope.scaling.finetuned": True, **{key: own.get(key, 0.0) for key in GGUF_MULTIPLIERS}}
     window = fields.get("attention.sliding_window", int, 0)
     if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # scales queries from here
         window = fields.get("rope.scaling.original_context_length", int)
-    for key, expected in plain.items():
+    for key, expected in (PLAIN_VALUES | same).items():
         if (value := fields.get(key, type(expected), expected)) != expected:
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
     theta = _decimal(fields.get("rope.freq_base", float, 10000.0))

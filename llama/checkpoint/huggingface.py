@@ -44,10 +44,9 @@ VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 NO_EFFECT = {
     "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "pad_token_id",
     "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map", "max_sequence_length", "model_type",
-    "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
-    "label2id", "embed_dropout", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
-    "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
-    "quantization_config",
+    "embed_dropout", "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict",
+    "id2label", "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
+    "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -258,8 +257,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.path, self.settings = folder, text_settings(settings)
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
-        fields = Fields(self.settings, CONFIG)
-        self.config, self.factors = folded(self.config, fields, self.settings["model_type"], MULTIPLIERS)
+        self.config, self.factors = folded(self.config, Fields(self.settings, CONFIG), self.settings["model_type"])
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
