@@ -10,6 +10,7 @@ Letters: S keys, H heads, D head_dim, C model dim, L layers, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from ..generate import next_logits, prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
+from ..inside.ablation import ablation_grid
 from ..inside.intervene import ablated
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
@@ -242,6 +244,19 @@ class Looks:
         found = {"weights": [_short(x) for x in row.tolist()], "scores": [_short(x) for x in scores.tolist()]}
         found |= {"q": q.tolist(), "k": k[key].tolist(), "frequencies": frequencies.tolist()}
         return {"head": [layer, head], "key": key, **found}
+
+    def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
+        """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
+        steps = ablation_grid(self.model, ids, **options)
+        while True:
+            try:
+                with self._switched(off):
+                    done, count = next(steps)
+            except StopIteration as end:
+                grid = dataclasses.asdict(end.value)
+                yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in grid.items()}
+                return
+            yield {"done": done, "of": count}
 
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:
