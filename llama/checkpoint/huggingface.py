@@ -46,7 +46,8 @@ NO_EFFECT = {
     "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map", "max_sequence_length", "model_type",
     "embed_dropout", "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict",
     "id2label", "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
-    "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
+    "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
+    "quantization_config",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
