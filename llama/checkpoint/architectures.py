@@ -80,10 +80,10 @@ SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor"
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 # What other families need, which is not implemented
 NEEDS = {
-    "experts": "mixtral qwen2_moe qwen2moe qwen3_moe qwen3moe gpt_oss gpt-oss granitemoe phimoe deepseek_v3 deepseek2",
+    "experts": "mixtral llama4 qwen2_moe qwen3_moe qwen3moe gpt_oss gpt-oss granitemoe phimoe deepseek_v3 deepseek2",
     "norms after the sublayers": "olmo2 olmo3 exaone4 gemma2 gemma3 gemma3_text glm4",
     "norms of 1 + weight and GELU": "gemma",
-    "Mamba layers": "mamba2 granitehybrid granitemoehybrid jamba falcon_h1 falcon-h1 nemotron_h",
+    "Mamba layers or a fused feed-forward network": "granitehybrid granitemoehybrid jamba falcon_h1 nemotron_h",
     "attention beside the feed-forward network": "phi phi2 gpt_neox gptneox falcon cohere command-r",
 }
 # Granite's multipliers of the embedding, the scores and what is added to the residual stream, and a divisor of logits
