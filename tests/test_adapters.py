@@ -372,11 +372,11 @@ def test_an_adapter_is_merged_in_the_names_and_before_the_factors_of_its_family(
     test_architectures.write(base, family, tie_word_embeddings=tied, **multipliers)
     lora, inputs = Lora(base), ("embed_tokens.weight", "wte.weight", "lm_head.weight")
     for name in [name for name, tensor in lora.state.items() if tensor.dim() == 2 and not name.endswith(inputs)]:
-        lora.low_rank(name.removesuffix(".weight"), 4, 2.0)
+        lora.low_rank(name.removesuffix(".weight"), 4, 3.0 if ".out_proj." in name else 2.0)  # alpha / r
     if family == "Granite":
         lora.low_rank(EMBED, 4, 2.0)
         lora.whole("model.norm")
-    path = lora.write(tmp_path / "adapter")
+    path = lora.write(tmp_path / "adapter", alpha_pattern={"out_proj": 12})
     shutil.copytree(base, merged)
     save_file(lora.state, merged / "model.safetensors")
     test_huggingface.edit(merged, tie_word_embeddings=False)
