@@ -297,7 +297,7 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
         load(tmp_path, max_seq_len=17)
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
     assert open_checkpoint(tmp_path).warnings == [
-        "the context is limited to 16 of 64 tokens: sliding windows and queries scaled by position are not implemented"
+        "the context is limited to 16 of 64 tokens: windows and scaled queries are not implemented"
     ]
 
 

@@ -93,16 +93,16 @@ EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_nor
                "activation_function": "hidden_act"}  # fmt: skip
 
 
-def folded(config: ModelConfig, fields: Fields, kind: str) -> tuple[ModelConfig, dict[str, float]]:
+def folded(config: ModelConfig, fields: Fields) -> tuple[ModelConfig, dict[str, float]]:
     """The configuration of a model with its multipliers, and the factors of weights that stand for them.
 
     The residual stream is divided by its multiplier, so wo and w_down need no factor, and a norm gives the same if its
     epsilon is divided by the square. The last norm also divides the logits.
     """
-    if kind != "granite":
-        return config, {}
     in_gguf, usual = "general.architecture" in fields.values, config.head_dim**-0.5
-    keys = [f"{kind}.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
+    if fields.values["general.architecture" if in_gguf else "model_type"] != "granite":
+        return config, {}
+    keys = [f"granite.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
     embedding, attention, residual, logits = (
         number(f"{fields.where}: {key}", fields.get(key, float, default), 0, 1e30, ConfigError, above=True)
         for key, default in zip(keys, (1.0, usual if in_gguf else 1.0, 1.0, 1.0), strict=True)
@@ -183,5 +183,6 @@ def window_warnings(config: ModelConfig) -> list[str]:
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []
-    what = "sliding windows and queries scaled by position are not implemented"
-    return [f"the context is limited to {window:,} of {context:,} tokens: {what}"]
+    return [
+        f"the context is limited to {window:,} of {context:,} tokens: windows and scaled queries are not implemented"
+    ]

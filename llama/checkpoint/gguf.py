@@ -156,9 +156,8 @@ class GGUFCheckpoint(Checkpoint):
             self._weights[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
         self.config = _config(self.metadata, self.shapes, tables)
-        kind = self.metadata["general.architecture"]
-        self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"), kind)
-        self.layout = GGUF_LAYOUTS[kind]
+        self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"))
+        self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
             self.warnings = ["no key tokenizer.ggml.pre; using llama.cpp's default, with which answers may be poor"]

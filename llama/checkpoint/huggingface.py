@@ -47,7 +47,7 @@ NO_EFFECT = {
     "embed_dropout", "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict",
     "id2label", "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
     "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
-    "quantization_config",
+    "quantization_config", "llama_4_scaling_beta", "max_position_embeddings",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -239,8 +239,7 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
-    warnings = base.unknown_keys(scaling, ("llama_4_scaling_beta", "max_position_embeddings"))  # of Ministral 3
-    return theta, None if kind == "default" else {"rope_type": kind, **used}, warnings
+    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, NO_EFFECT)
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
@@ -258,7 +257,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.path, self.settings = folder, text_settings(settings)
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
-        self.config, self.factors = folded(self.config, Fields(self.settings, CONFIG), self.settings["model_type"])
+        self.config, self.factors = folded(self.config, Fields(self.settings, CONFIG))
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
