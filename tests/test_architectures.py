@@ -40,6 +40,8 @@ MULTIPLIERS = {"embedding_multiplier": 3.5, "attention_multiplier": 0.4, "residu
                "logits_scaling": 1.7}  # fmt: skip
 SCALED = {**YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0,
           "beta_slow": 1.0}  # fmt: skip
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
+            "granite": "Granite", "ministral3": "Ministral3", "exaone": "Exaone"}  # fmt: skip
 VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16,
           "num_attention_heads": 2, "patch_size": 4, "image_size": 16}  # fmt: skip
 
@@ -323,11 +325,9 @@ def test_a_window_applies_as_in_transformers(family: str, changes: dict[str, Any
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """The classes of transformers have the defaults; keys that a file leaves out have these values."""
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
-    names |= {"granite": "Granite", "ministral3": "Ministral3", "exaone": "Exaone"}
-    assert names.keys() == MODEL_TYPES.keys()
+    assert FAMILIES.keys() == MODEL_TYPES.keys()
     for kind, family in MODEL_TYPES.items():
-        theirs = getattr(transformers, f"{names[kind]}Config")()
+        theirs = getattr(transformers, f"{FAMILIES[kind]}Config")()
         assert theirs.model_type == kind
         assert theirs.max_position_embeddings == family.context
         assert theirs.rope_parameters["rope_theta"] == family.theta

@@ -158,7 +158,7 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
 
 
 def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
-    """The sliding window in tokens; None if no layer has one."""
+    """The tokens up to which full attention gives the same: those of a sliding window, if a layer has one, or None."""
     model_type = MODEL_TYPES[kind]
     if model_type.slides == "never":
         return None
@@ -179,7 +179,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
 
 
 def window_warnings(config: ModelConfig) -> list[str]:
-    """A warning if a sliding window, or a position from which queries are scaled, ends the context early."""
+    """A warning if a sliding window ends the context early, or a position from which queries are scaled."""
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []
