@@ -219,13 +219,15 @@ def test_quantized_files_of_granite(tmp_path: Path, type: str, tied: bool, monke
             assert float((layer.weight - expected).norm() / expected.norm()) < 2**-10
 
 
-def test_a_key_of_the_multipliers_that_is_missing_or_not_positive(tmp_path: Path) -> None:
+def test_a_multiplier_that_is_missing_or_out_of_range(tmp_path: Path) -> None:
     model = write(tmp_path, "Granite", attention_multiplier=1.0, embedding_multiplier=2.0)
     edit(tmp_path, remove=("attention_multiplier", "logits_scaling", "residual_multiplier"))
     assert gap(load(tmp_path), model, 16) < 1e-4
-    for value in (0.0, -1.0):
+    for value in (0.0, -1.0, 1e-200, 1e200):
         edit(tmp_path, residual_multiplier=value)
-        with pytest.raises(LlamaError, match=f"residual_multiplier must be a number above 0.*got {value}"):
+        with pytest.raises(
+            LlamaError, match=re.escape(f"residual_multiplier must be a number from 1e-06 to 1e+06, got {value}")
+        ):
             load(tmp_path)
 
 

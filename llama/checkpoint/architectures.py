@@ -97,14 +97,14 @@ def folded(config: ModelConfig, fields: Fields) -> tuple[ModelConfig, dict[str, 
     """The configuration of a model with its multipliers, and the factors of weights that stand for them.
 
     The residual stream is divided by its multiplier, so wo and w_down need no factor, and a norm gives the same if its
-    epsilon is divided by the square. The last norm also divides the logits.
+    epsilon is divided by the square. The last norm also divides the logits. Raises ConfigError.
     """
     in_gguf, usual = "general.architecture" in fields.values, config.head_dim**-0.5
     if fields.values["general.architecture" if in_gguf else "model_type"] != "granite":
         return config, {}
     keys = [f"granite.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
     embedding, attention, residual, logits = (
-        number(f"{fields.where}: {key}", fields.get(key, float, default), 0, 1e30, ConfigError, above=True)
+        number(f"{fields.where}: {key}", fields.get(key, float, default), 1e-6, 1e6, ConfigError)
         for key, default in zip(keys, (1.0, usual if in_gguf else 1.0, 1.0, 1.0), strict=True)
     )
     stream = embedding / residual
