@@ -52,9 +52,9 @@ GPT4O = (
     r"\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Letters with case, without those that DeepSeek LLM's expression does not list
+# Letters with case (U+0295 was one until Unicode 16), without those that DeepSeek LLM's expression does not list
 CASED = (
-    r"[[\p{Lu}\p{Ll}\p{Lt}]--[\u0560-\u0588\u10C7\u10CD\u10D0-\u10FF\u1C80-\u1C8A\u2D00-\u2D2D\uA790-\uAB68"
+    r"[[\p{Lu}\p{Ll}\p{Lt}\u0295]--[\u0560-\u0588\u10C7\u10CD\u10D0-\u10FF\u1C80-\u1C8A\u2D00-\u2D2D\uA790-\uAB68"
     r"\U00010570-\U000105BC\U00010D50-\U00010D85\U00016E40-\U00016E7F\U0001D400-\U0001DF2A]]"
 )
 CJK = "[一-龥ࠀ-一가-퟿]+"
