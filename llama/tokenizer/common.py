@@ -34,7 +34,7 @@ MARKS = frozenset({EOT, "<step>"}.union(*INFILL) - {PREFIX, SUFFIX})
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, besides "special"
 
-# Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
+# Control strings that end an answer even if the file does not name their ids. Most are llama.cpp's names.
 END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>", EOT, "<step>",
     "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<fim_pad>", "<reponame>", "<file_sep>",  # after a file of code
