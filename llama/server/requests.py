@@ -275,7 +275,7 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
             _check_size(len(one) + len(suffix or ""), llm, "characters", LONGEST_TOKEN)
-            found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
+            found = llm.tokenizer.encode_prompt(one, suffix=suffix)
             _check_size(len(found), llm)
             ids.append(found)
         elif suffix is None:
