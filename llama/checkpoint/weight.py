@@ -197,14 +197,13 @@ class ScaledWeight(DerivedWeight):
 
     def __init__(self, base: Weight, factor: float | Tensor):
         super().__init__(base)
-        factors = torch.as_tensor(factor, dtype=torch.float32)
-        self.factors, self.changed = factors.expand(base.shape[0]), base.changed or base.stored in DTYPES
+        self.factors = torch.as_tensor(factor, dtype=torch.float32).expand(base.shape[0])
+        self.changed = base.changed or base.stored in DTYPES
 
     def row_format(self) -> GroupFormat | None:
         found = self.base.row_format()
         # The factors of two levels of scales are so small that in float16 smaller ones have only a few digits.
-        smaller = found is not None and found.levels and bool((self.factors.abs() < 1).any())
-        return found.simple if found is not None and smaller else found
+        return found.simple if found and found.levels and bool((self.factors.abs() < 1).any()) else found
 
     def floats(self) -> Tensor:
         rows = self.factors[self.part[0]]

@@ -123,11 +123,7 @@ class GroupedWeight(NamedTuple):
 
     def scaled(self, factors: Tensor) -> GroupedWeight:
         """The weight with each row times one of the factors (R,); the integers stay."""
-        return self._replace(
-            scale=self.scale * factors[:, None],
-            offset=None if self.offset is None else self.offset * factors[:, None],
-            factors=None if self.factors is None else self.factors * factors[:, None, None],
-        )
+        return self._map(lambda x: x if x is self.quants else x * factors.view(-1, *[1] * (x.dim() - 1)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Change every tensor; each has the rows of the weight."""
