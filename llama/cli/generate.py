@@ -21,7 +21,7 @@ OPTIONS = [
     *arguments.PROMPT,
     ("--system TEXT", str, "a system message"),
     ("--raw", bool, "continue the prompt without a chat template"),
-    ("--json", bool, "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"),
+    ("--json", bool, "write one JSON object: prompt, text, reasoning, tokens, prompt_tokens, finish_reason, logprobs, stats"),
     ("--logprobs", bool, "with --json or --prompts: add the log-probability of each new token", RARE),
     ("--parse-special", bool, "with --raw: read strings such as <|im_end|> in the prompt as control tokens", RARE),
     ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (infilling, for Code Llama)", RARE),
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
+    continues = raw or args.suffix is not None
+    options |= {} if continues else {"thoughts": llm.thoughts(ids)}
     output.check_model(args, llm, ids, options)
     options |= {"draft": loading.load_draft(args, llm)}
     read_weights(len(ids) + args.max_new_tokens)
@@ -64,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
         session.messages = []
     terminal.info(form)
     with output.saving(args, lambda: session, llm.model):
-        continues = raw or args.suffix is not None
         output.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 
