@@ -21,7 +21,7 @@ OPTIONS = [
     *arguments.PROMPT,
     ("--system TEXT", str, "a system message"),
     ("--raw", bool, "continue the prompt without a chat template"),
-    ("--json", bool, "write one JSON object: prompt, text, reasoning, tokens, prompt_tokens, finish_reason, logprobs, stats"),
+    ("--json", bool, "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"),
     ("--logprobs", bool, "with --json or --prompts: add the log-probability of each new token", RARE),
     ("--parse-special", bool, "with --raw: read strings such as <|im_end|> in the prompt as control tokens", RARE),
     ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (infilling, for Code Llama)", RARE),

@@ -83,12 +83,12 @@ def as_dict(completion: Completion) -> dict[str, Any]:
     logprobs = completion.logprobs
     return {
         "text": completion.text,
-        "reasoning": completion.reasoning,
         "tokens": completion.tokens,
         "prompt_tokens": completion.stats.prompt_tokens,
         "finish_reason": completion.finish_reason,
         "logprobs": logprobs and [x if math.isfinite(x) else None for x in logprobs],  # JSON has no infinity
         "stats": completion.stats.as_dict(),
+        **({} if completion.reasoning is None else {"reasoning": completion.reasoning}),
     }
 
 
