@@ -17,7 +17,7 @@ from . import checks
 from .chat import TEMPLATES, encode_chat
 from .chat.functions import Tools
 from .chat.messages import Message, check_messages, check_tools, continues_answer
-from .chat.thoughts import NO_THOUGHTS, Thoughts, find_thoughts
+from .chat.thoughts import Thoughts, find_thoughts
 from .checkpoint import huggingface_write
 from .checkpoint.write import Model
 from .engine.linears import describe_quantization
@@ -151,8 +151,7 @@ class Llama:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or to one text of the user.
 
         The model's template formats them, or the built-in format named by `chat_format`. If the last message is the
-        assistant's, the answer continues its text. The completion has the thought of a model that thinks apart from the
-        text, as `reasoning`. Besides the options of the class:
+        assistant's, the answer continues its text. Besides the options of the class:
 
         tools        functions that the assistant may call: Python functions, or their JSON schemas. The calls are part
                      of the text; `llama.chat.parse_tool_calls` finds them
@@ -178,8 +177,8 @@ class Llama:
             options["grammar"] = grammar
         tools = None if tool_choice == "none" else tools
         ids = self.encode_chat(messages, tools, template_options, forced=grammar is not None)
-        thoughts = self.thoughts(ids, messages)
-        return self.stream_ids(ids, continues=continues_answer(messages), thoughts=thoughts, **options)
+        options |= {"continues": continues_answer(messages), "thoughts": self.thoughts(ids, messages)}
+        return self.stream_ids(ids, **options)
 
     def encode_chat(
         self,
@@ -294,8 +293,7 @@ class Llama:
         nonfinite = False
         try:
             for token in tokens:
-                fed = answer.feed(token)
-                if fed is not None and (fed.text or fed.reasoning):
+                if (fed := answer.feed(token)) and (fed.text or fed.reasoning):
                     yield fed
                 if answer.done:
                     break
@@ -314,7 +312,7 @@ class Llama:
         Raises UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
-        thoughts = checks.instance("thoughts", options.get("thoughts", NO_THOUGHTS), Thoughts, "from Llama.thoughts")
+        thoughts = checks.instance("thoughts", options.get("thoughts", Thoughts()), Thoughts, "from Llama.thoughts")
         given = {name: value for name, value in options.items() if name not in ("continues", "thoughts")}
         checks.known_options(given, SamplingParams, "llama.SamplingParams")
         params = SamplingParams(**{**self.sampling, **given})
@@ -323,10 +321,7 @@ class Llama:
         grammar = grammar and after_thought(grammar, self.tokenizer, thoughts)
         budget = self.thinking_budget if params.thinking_budget is None else params.thinking_budget
         if params.thinking_budget is not None and not thoughts.closing:
-            raise UsageError(
-                "thinking_budget needs a chat with a model that thinks, whose chat template has marks such as </think>:"
-                " leave it out"
-            )
+            raise UsageError("thinking_budget needs a chat whose template has marks such as </think>: leave it out")
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]

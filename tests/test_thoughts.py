@@ -405,7 +405,7 @@ def test_a_budget_waits_for_the_end_of_a_character_and_needs_a_model_that_thinks
         done, _ = answer(llm, "whole", "€uro</think>x", thinking_budget=most)
         assert (done.reasoning, done.text) == ("€", "x")
     for model in (built("unknown")[0], llm):
-        with pytest.raises(UsageError, match="thinking_budget needs a chat with a model that thinks"):
+        with pytest.raises(UsageError, match="thinking_budget needs a chat whose template"):
             model.chat(USER, thinking_budget=3) if model is not llm else model.generate("Hello", thinking_budget=3)
     with pytest.raises(UsageError, match="thinking_budget must be an integer from 0"):
         llm.chat(USER, thinking_budget=-1)

@@ -1,8 +1,4 @@
-"""The thought that a model writes before its answer.
-
-A thought is recognized only at the start of an answer, or if the prompt opens it, as some templates do. The white space
-around it is dropped, as in DeepSeek's API and in llama.cpp.
-"""
+"""The thought that a model writes before its answer. The white space around it is dropped, as in DeepSeek's API."""
 
 from __future__ import annotations
 
@@ -31,9 +27,6 @@ class Thoughts(NamedTuple):
     state: Literal["open", "free", "closed"] = "closed"
 
 
-NO_THOUGHTS = Thoughts()
-
-
 def find_thoughts(
     tokenizer: Tokenizer, template: str | Mapping[str, str] | None, prompt: Sequence[int], answer: str = ""
 ) -> Thoughts:
@@ -44,7 +37,7 @@ def find_thoughts(
     source = "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
     opening, closing = next((pair for pair in PAIRS if pair[1] in source), ("", ""))
     if not closing:
-        return NO_THOUGHTS
+        return Thoughts()
     ids = [id for id in prompt[-64 - 4 * len(answer) :] if id < tokenizer.n_vocab]  # a character has up to 4 ids
     spelled = b"".join(tokenizer.token_bytes(id) or (tokenizer.name(id) or "").encode() for id in ids)
     before = spelled.decode(errors="replace").rstrip().removesuffix(answer.rstrip()).rstrip()
@@ -55,9 +48,7 @@ def find_thoughts(
 
 
 class ThoughtStream:
-    """Splits an answer into its thought and its text, one token at a time.
-
-    The joined results do not depend on how the answer is divided into tokens.
+    """Splits an answer into its thought, which is at the start, and its text, whatever its division into tokens.
 
     before    ids whose text the answer continues, as for `Decoder`
     thinking  whether the thought is open
@@ -74,9 +65,8 @@ class ThoughtStream:
 
     def feed(self, id: int) -> tuple[str | None, str]:
         """The thought and the text that are certain after a token. The thought is None outside of it."""
-        inside, text = self.thinking, self.decoder.feed(id)
-        thought, text = self._split(text or self._names.get(id, ""))
-        self.fed += 1
+        inside, self.fed = self.thinking, self.fed + 1
+        thought, text = self._split(self.decoder.feed(id) or self._names.get(id, ""))
         if not (inside or self.thinking):
             return None, text
         self.count = self.fed
@@ -87,7 +77,7 @@ class ThoughtStream:
         return self._split(self.decoder.end(), end=True)
 
     def _split(self, text: str, end: bool = False) -> tuple[str, str]:
-        held, self._held, thought = self._held + text, "", ""
+        held, self._held = self._held + text, ""
         if self._may_open:
             begun = held.lstrip()
             if not end and len(begun) < len(self._opening) and self._opening.startswith(begun):
@@ -99,14 +89,13 @@ class ThoughtStream:
         if self._strips:
             held = held.lstrip()
             self._strips = not held
-        if self.thinking:
-            thought, mark, rest = held.partition(self._closing)
-            if not (mark or end):  # the end may be the beginning of the mark
-                part = next(n for n in range(len(self._closing), -1, -1) if held.endswith(self._closing[:n]))
-                thought = held[: len(held) - part]
-            thought = thought.rstrip()
-            if mark:
-                held, self.thinking, self._strips = rest.lstrip(), False, not rest.strip()
-            else:
-                held, self._held = "", held[len(thought) :]
-        return thought, held
+        if not self.thinking:
+            return "", held
+        thought, mark, rest = held.partition(self._closing)
+        if mark:
+            self.thinking, self._strips = False, not rest.strip()
+            return thought.rstrip(), rest.lstrip()
+        part = next(n for n in range(len(self._closing), -1, -1) if held.endswith(self._closing[:n]))  # of the mark
+        thought = held[: len(held) - (0 if end else part)].rstrip()
+        self._held = held[len(thought) :]
+        return thought, ""

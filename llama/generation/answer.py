@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..chat.thoughts import NO_THOUGHTS, Thoughts, ThoughtStream
+from ..chat.thoughts import Thoughts, ThoughtStream
 from ..sampling import Constraint, Processor, Token
 from ..tokenizer import Tokenizer
 from .batch import Request
@@ -147,32 +147,25 @@ def exclude_until(length: int, ids: Sequence[int]) -> Processor:
 
 
 class ThinkingBudget:
-    """The constraint of an answer whose thought is closed after `most` tokens; otherwise that of `inner`, if any.
+    """A constraint that closes the thought after `left` tokens, at the end of a character. inner: another one."""
 
-    The closing mark is forced when the last character of the thought is complete.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, most: int, inner: Constraint | None):
-        self._stream, self._left, self._inner = ThoughtStream(tokenizer, thoughts), most, inner
-        self._every = torch.ones(tokenizer.n_vocab, dtype=torch.bool)  # (V,)
-        self._closing = tokenizer.encode(thoughts.closing, parse_special=True)
-
-    @property
-    def _forces(self) -> bool:
-        return self._stream.thinking and self._left <= 0 and not self._stream.decoder.is_partial
+    def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, left: int, inner: Constraint | None):
+        self.stream, self.left, self.inner = ThoughtStream(tokenizer, thoughts), left, inner
+        self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the mark that are to come
+        self.every = torch.ones(tokenizer.n_vocab, dtype=torch.bool)  # (V,)
 
     def allowed(self) -> Tensor:
-        if self._forces:
-            return torch.zeros_like(self._every).index_fill_(0, torch.tensor(self._closing[:1]), True)  # (V,)
-        return self._every if self._inner is None else self._inner.allowed()
+        if self.stream.thinking and self.left <= 0 and not self.stream.decoder.is_partial:
+            return torch.zeros_like(self.every).index_fill_(0, torch.tensor(self.closing[:1]), True)  # (V,)
+        return self.every if self.inner is None else self.inner.allowed()
 
     def advance(self, id: int) -> None:
-        if self._forces:
-            del self._closing[0]
-        self._left -= self._stream.thinking
-        self._stream.feed(id)
-        if self._inner is not None:
-            self._inner.advance(id)
+        if self.stream.thinking and self.left <= 0 and self.closing[:1] == [id]:
+            del self.closing[0]
+        self.left -= self.stream.thinking
+        self.stream.feed(id)
+        if self.inner is not None:
+            self.inner.advance(id)
 
 
 @dataclass(eq=False)
@@ -185,7 +178,7 @@ class Job(Request):
     """
 
     continues: bool = True
-    thoughts: Thoughts = NO_THOUGHTS
+    thoughts: Thoughts = field(default_factory=Thoughts)
 
 
 class Answer:

@@ -261,13 +261,13 @@ def after_thought(grammar: Grammar, tokenizer: Tokenizer, thoughts: Thoughts) ->
     """
     if thoughts.state == "closed":
         return grammar
-    ids = [tokenizer.control.get(mark) for mark in (thoughts.opening, thoughts.closing)]
-    opening, closing = ("" if id is None else f"<[{id}]>" for id in ids)  # a mark may also come as text
+    ids = [(tokenizer.control.get(mark), mark) for mark in thoughts[:2]]
+    opening, closing = (json.dumps(mark) if id is None else f"<[{id}]>" for id, mark in ids)  # or as text
     end = re.escape(thoughts.closing).replace("/", r"\/")
     lark = rf"""{EXACT}
 start: {"thought" if thoughts.state == "open" else "(SPACE? opening thought)?"} @constrained
-opening: {json.dumps(thoughts.opening)} {opening and f"| {opening}"}
-thought: (until_text {closing and f"| TEXT? {closing}"}) SPACE?
+opening: {json.dumps(thoughts.opening)} | {opening}
+thought: (until_text | TEXT? {closing}) SPACE?
 until_text[lazy]: /(?s:.*){end}/
 TEXT: /(?s:.*)/ & ~/(?s:.*){end}(?s:.*)/
 SPACE: /[ \t\r\n]{{1,64}}/"""

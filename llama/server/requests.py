@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import checks
 from ..chat.messages import continues_answer, deeper
-from ..chat.thoughts import NO_THOUGHTS
+from ..chat.thoughts import Thoughts
 from ..checks import shown
 from ..errors import ContextLengthError, UsageError
 from ..generation.answer import Job
@@ -156,7 +156,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
             raise UsageError("expected one of messages, prompt and ids")
     answer = _ids("answer", body["answer"], llm) if "answer" in body else []
     _check_look([*ids, *answer], LONGEST_LOOK - 1)
-    options["thoughts"] = NO_THOUGHTS if "prompt" in body else llm.thoughts(ids)
+    options["thoughts"] = Thoughts() if "prompt" in body else llm.thoughts(ids)
     (job,) = llm.prepare(ids, options)
     return {"job": job, "answer": answer, "off": _heads("off", body, llm), "top": body.get("top", SHOWN_TOP)}
 

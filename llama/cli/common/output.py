@@ -32,8 +32,7 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     stream  begins the answer; `progress` is called while the model reads the prompt
     before  written before the text, but not in JSON
 
-    Thoughts are shown only on a terminal. Ctrl-C ends only the answer in a chat, and the text returned may be empty. In
-    generate, it ends the program.
+    Only a terminal shows the thought. Ctrl-C ends only the answer in a chat, maybe without text, but all of generate.
     """
     chat, text, thought, completion = args.command == "chat", "", "", None
     bar = terminal.progress("tok", leave=False, delay=DELAY)  # it is removed when the answer begins
