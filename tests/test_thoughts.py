@@ -76,10 +76,11 @@ def build(folder: Path, name: str, kind: str) -> tuple[Llama, Any]:
     """A tiny model with a template, and transformers' tokenizer of the same files."""
     from transformers import PreTrainedTokenizerFast
 
-    backend = Backend(models.BPE({c: id for id, c in enumerate(BYTE_OF)}, []))
+    merges = [(">", "Ċ"), (">", "a")] if kind == "merged" else []
+    backend = Backend(models.BPE({c: id for id, c in enumerate([*BYTE_OF, *map("".join, merges)])}, merges))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(list(TURNS))
-    marks = [] if kind == "spelled" else ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    marks = [] if kind in ("spelled", "merged") else ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     backend.add_tokens([AddedToken(one, special=kind == "special", normalized=False) for one in marks])
     file = folder / f"{kind}.json"
     backend.save(str(file))
@@ -224,6 +225,7 @@ def test_every_mark_of_the_table_is_found_in_a_template_and_at_the_end_of_a_prom
         ):
             found = find_thoughts(tokenizer, source, encode(tokenizer, f"x {opening} y {end}"))
             assert found == (opening, closing, state)
+        assert find_thoughts(tokenizer, source, encode(tokenizer, f"{opening}\nLet é"), "Let é ").state == "open"
         assert closing.count(closing[0]) == 1 or closing.find(closing[0], 1) == -1
     assert find_thoughts(tokenizer, None, [1]) == find_thoughts(tokenizer, TEMPLATES["unknown"], [1]) == Thoughts()
 
@@ -237,7 +239,7 @@ SPLIT = {  # of a whole answer: (thought, text)
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "merged"])  # merged: the end of a mark may be a token with what follows
 @pytest.mark.parametrize("state", ["open", "free", "closed"])
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=9), as_text=st.booleans())
 @settings(max_examples=80)
@@ -340,7 +342,7 @@ def free(llm: Llama, way: str, **options: Any) -> Completion:
 
 def test_a_grammar_admits_no_answer_that_ends_in_the_thought(built: Any) -> None:
     """The masks of a wrapped grammar are those of a text up to the mark, then those of the grammar."""
-    for kind in KINDS:
+    for kind, as_text in (*((kind, False) for kind in KINDS), ("special", True)):
         llm, _ = built("QwQ", kind)
         tokenizer, ids = llm.tokenizer, llm.encode_chat(USER)
         (job,) = llm.prepare(ids, {"schema": SCHEMA, "continues": False, "thoughts": llm.thoughts(ids)})
@@ -349,12 +351,12 @@ def test_a_grammar_admits_no_answer_that_ends_in_the_thought(built: Any) -> None
         assert plain.constraint is not None
         text = [tokenizer.token_bytes(id) for id in range(tokenizer.n_vocab)]
         letters = [id for id in range(tokenizer.n_vocab) if text[id].isascii() and len(text[id]) == 1]
-        for id in encode(tokenizer, 'a {"n": 1}\n</think'[: 11 if kind != "spelled" else None]):
+        for id in encode(tokenizer, 'a {"n": 1}\n</think'[: None if kind == "spelled" or as_text else 11]):
             allowed = job.constraint.allowed()
             assert bool(allowed[letters].all())
             assert not any(bool(allowed[id]) for id in tokenizer.stop_ids)
             job.constraint.advance(id)
-        for id in encode(tokenizer, ">" if kind == "spelled" else "</think>"):
+        for id in encode(tokenizer, ">" if kind == "spelled" or as_text else "</think>"):
             job.constraint.advance(id)
         begun = plain.constraint.allowed() | torch.tensor([one in (b" ", b"\n", b"\r", b"\t") for one in text])
         assert job.constraint.allowed().equal(begun)
@@ -416,7 +418,7 @@ def test_a_stop_string_does_not_end_a_thought(built: Any, name: str) -> None:
     for way, kind in zip(WAYS, (*KINDS, "added"), strict=True):
         llm, _ = built(name, kind)
         done, _ = answer(
-            llm, way, written(name, "Question: END\n\nno", "Yes.END of it"), stop=["END", "\n\n", "<|User|>"]
+            llm, way, written(name, "Question: <|User|>END\n\nno", "Yes.END of it"), stop=["END", "\n\n", "<|User|>"]
         )
         assert (done.reasoning, done.text, done.finish_reason) == ("Question: END\n\nno", "Yes.", "stop")
 
@@ -424,15 +426,13 @@ def test_a_stop_string_does_not_end_a_thought(built: Any, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- the server
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_official_client_reads_the_thought(built: Any, name: str) -> None:
-    plain, _ = built(name, "special" if name != "unknown" else "added")
-    llm = Llama(plain.model, plain.tokenizer, plain.chat_template)
-    call = (
-        '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
-        if name == "unknown"
-        else '{"name": "f", "arguments": {"n": 1}}'
-    )
+    """The marks have no text here. Those of a call in the thought do not get into the text, and those after it do."""
     thinks = name != "unknown"
-    text = written(name, f"Hm: {call}", call) if thinks else call
+    plain, _ = built(name, "special")
+    llm = Llama(plain.model, plain.tokenizer, plain.chat_template)
+    call = '{"name": "f", "arguments": {"n": 1}}'
+    marked = f"<tool_call>{call}</tool_call>"
+    text = written(name, f"Hm: {marked}", f"Now {marked}") if thinks else f"Now {marked}"
     llm.sampling = {"processors": [Script(llm, text, tools=TOOLS)]}
     with running(llm) as server:
         client = server.client()
@@ -448,7 +448,7 @@ def test_the_official_client_reads_the_thought(built: Any, name: str) -> None:
             assert found.usage.completion_tokens == 2 * len(ids)
         for i, choice in enumerate(done.choices):
             assert (choice.message.model_extra or {}).get("reasoning_content") == (f"Hm: {call}" if thinks else None)
-            assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+            assert (choice.message.content, choice.finish_reason) == ("Now", "tool_calls")
             assert choice.message.tool_calls is not None
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
@@ -456,7 +456,7 @@ def test_the_official_client_reads_the_thought(built: Any, name: str) -> None:
             deltas = [part.delta for chunk in chunks for part in chunk.choices if part.index == i]
             streamed = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
             assert streamed == (f"Hm: {call}" if thinks else "")
-            assert not any(delta.content for delta in deltas)
+            assert "".join(delta.content or "" for delta in deltas) == "Now"
             assert [one.function.arguments for delta in deltas for one in delta.tool_calls or [] if one.function] != []
         again = [*USER, done.choices[0].message.model_dump(exclude_none=True), {"role": "tool", "content": "3"}]
         assert client.chat.completions.create(model="tiny", messages=again, max_tokens=1).choices
