@@ -78,7 +78,10 @@ def build(folder: Path, name: str, kind: str) -> tuple[Llama, Any]:
 
     merges = [(">", "Ċ"), (">", "a")] if kind == "merged" else []
     backend = Backend(models.BPE({c: id for id, c in enumerate([*BYTE_OF, *map("".join, merges)])}, merges))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(False, use_regex=kind != "merged"),
+        decoders.ByteLevel(),
+    )
     backend.add_special_tokens(list(TURNS))
     marks = [] if kind in ("spelled", "merged") else ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     backend.add_tokens([AddedToken(one, special=kind == "special", normalized=False) for one in marks])

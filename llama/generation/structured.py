@@ -269,7 +269,7 @@ start: {"thought" if thoughts.state == "open" else "(SPACE? opening thought)?"} 
 opening: {json.dumps(thoughts.opening)} | {opening}
 thought: (until_text | TEXT? {closing}) SPACE?
 until_text[lazy]: /(?s:.*){end}/
-TEXT: /(?s:.*)/ & ~/(?s:.*){end}(?s:.*)/
+TEXT: /(?s:.*)/
 SPACE: /[ \t\r\n]{{1,64}}/"""
     first, *rest = json.loads(grammar.text)["grammars"]
     grammars = [{"lark_grammar": lark}, {"name": "constrained", **first}, *rest]
