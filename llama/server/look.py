@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..cache import KVCache
+from ..chat.thoughts import ThoughtStream
 from ..checks import dtype_name
 from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
@@ -132,6 +133,9 @@ class Looks:
             yield {"end": "stop"}
             return
         kept, hidden = yield from self._feed(ids, off)
+        stream = ThoughtStream(tokenizer, job.thoughts)
+        for id in answer:
+            stream.feed(id)
         common = tokenizer.stop_ids, self.n_vocab, constraint, None, partial(locate, model)
         chooser = Chooser(ids, params, kept.cache.device, *common, start)
         logits = model.output(hidden)[0].float()  # (V,)
@@ -142,7 +146,9 @@ class Looks:
                 report = chooser.stages(logits)
                 token = chooser.choose(logits)
             kept.ids = chooser.text[: kept.cache.length]
-            yield self._drawn(token.id, report, top, greedy=params.greedy)
+            thought, _ = stream.feed(token.id)
+            drawn = self._drawn(token.id, report, top, greedy=params.greedy)
+            yield drawn if thought is None else {**drawn, "thought": True}
             if token.stop:
                 yield {"end": "stop"}
                 return

@@ -36,6 +36,8 @@ const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
+/** The text of an answer without its thought. */
+const said = (turn) => (turn.tokens.some((one) => one.thought) ? textOf(turn.tokens.filter((one) => !one.thought)).trimStart() : textOf(turn.tokens));
 const seed = () => Number(id("set-seed").value || crypto.getRandomValues(new Uint32Array(1))[0] % 10000);
 const thousands = (n) => n.toLocaleString("en");
 const say = (text) => put("status", text);
@@ -133,7 +135,7 @@ function add(parent, fields) {
 
 /** The messages of a turn that is shown, up to its question. */
 function messages(turn) {
-  const system = id("system").value, all = path().flatMap((one) => [["user", one.question, one], ["assistant", textOf(one.tokens)]]);
+  const system = id("system").value, all = path().flatMap((one) => [["user", one.question, one], ["assistant", said(one)]]);
   const sent = [...(system ? [["system", system]] : []), ...all.slice(0, all.findIndex(([, , one]) => one === turn) + 1)];
   return sent.map(([role, content]) => ({ role, content }));
 }
@@ -266,8 +268,16 @@ function answerNode(turn) {
     answers.set(turn.n, { node, decode: decoder() });
   }
   const { node, decode } = answers.get(turn.n);
-  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i, decode));
+  for (let i = node.querySelectorAll(".t").length; i < turn.tokens.length; i++) {
+    (turn.tokens[i].thought ? folded(node) : node).append(tokenNode(turn, i, decode));
+  }
   return node;
+}
+
+/** The thought of an answer, above its text. */
+function folded(node) {
+  if (!node.querySelector("details")) node.prepend(make("details", {}, make("summary", {}, "thought")));
+  return node.querySelector("details");
 }
 
 /** What switching a head off did to the open token of the branch before, or to the first token that became another. */
@@ -292,7 +302,7 @@ function turnNode(turn) {
     make("span", { class: "place" }, place(turn)), move(1, "next branch", "›")];
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
   const buttons = busy ? [press("Stop", stop)] : [
-    press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
+    press("copy", () => navigator.clipboard.writeText(said(turn)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
@@ -353,10 +363,11 @@ function unselect() {
 
 function mark() {
   const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
+  open?.closest("details")?.setAttribute("open", "");
   for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
     node.classList.toggle("chosen", node === open);
     node.setAttribute("aria-selected", node === open);
-    node.parentElement.setAttribute("aria-activedescendant", node === open ? node.id : "");
+    node.closest(".answer").setAttribute("aria-activedescendant", node === open ? node.id : "");
   }
 }
 
@@ -395,7 +406,7 @@ function drawWords() {
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, forced: true }], { first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, thought: one.thought, forced: true }], { first: chosen.i });
 }
 
 let request = null; // the pending request to /look/inside, if any
@@ -583,7 +594,7 @@ function save() {
 // [name, content, type] of an export; last is the last turn that is shown
 const EXPORTS = {
   json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
-  md: () => ["clearllama.md", path().map((one) => `**${one.question}**\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"),
+  md: () => ["clearllama.md", path().map((one) => `**${one.question}**\n\n${said(one)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"),
     "text/markdown"],
   curl(last) {
     const body = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
