@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, 
 from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import compile_grammar, forced_call
+from .generation.structured import Calls, Grammar, compile_grammar, forced_call
 from .model import Transformer
 from .rope import to_layout
 from .sampling import LARGEST_SEED, SamplingParams, option_names
@@ -172,9 +173,9 @@ class Llama:
             if any(options.get(name) is not None for name in option_names("grammar")):
                 raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
             options["grammar"] = grammar
-        tools = None if tool_choice == "none" else tools
+        tools = None if tool_choice == "none" else check_tools(tools)
         ids = self.encode_chat(messages, tools, template_options, forced=grammar is not None)
-        return self.stream_ids(ids, continues=continues_answer(messages), **options)
+        return self.stream_ids(ids, continues=continues_answer(messages), tools=tools, **options)
 
     def encode_chat(
         self,
@@ -298,14 +299,18 @@ class Llama:
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
         """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
 
+        continues and tools are those of `stream_ids` and `chat`.
+
         Raises UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
-        given = {name: value for name, value in options.items() if name != "continues"}
+        given = {name: value for name, value in options.items() if name not in ("continues", "tools")}
         checks.known_options(given, SamplingParams, "llama.SamplingParams")
         params = SamplingParams(**{**self.sampling, **given})
         sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
-        grammar = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
+        grammar: Grammar | Calls | None = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
+        if grammar is None and (tools := options.get("tools")) and importlib.util.find_spec("llguidance"):
+            grammar = Calls(self.tokenizer, tools)
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]

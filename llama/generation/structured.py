@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import logging
 import re
 import threading
 import weakref
@@ -33,14 +34,16 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..chat.tool_calls import ToolCallStream, call_marks
 from ..errors import UsageError
 from ..system.child import Child, ChildError
-from ..tokenizer import Tokenizer, token_ids
+from ..tokenizer import Decoder, Tokenizer, token_ids
 from ..tokenizer.base import LONGEST_PARTIAL
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+log = logging.getLogger(__name__)
 LONGEST = 2**20  # characters of a schema, regular expression or grammar
 KEPT = 64  # compiled grammars of a tokenizer
 LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
@@ -131,6 +134,16 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
     return f"start: {' | '.join(calls)}"
 
 
+def _arguments(function: Mapping[str, Any]) -> str:
+    """A Lark grammar for the rest of a call: the arguments after ":"; after ",", with their key. Then all text."""
+    schema = _spelled({"type": "object", **(function.get("parameters") or {})}, whitespace_pattern=WHITE_SPACE)
+    return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS ("}}" | ",")) REST?
+        WS: /[\\x20\\n\\r\\t]{{0,64}}/
+        KEY: "\\"arguments\\"" | "\\"parameters\\""
+        REST: ~""
+        arguments: %json {json.dumps(schema)}"""
+
+
 def _text(what: str, source: Any) -> str:
     checks.instance(f"a {what}", source, str, "a string")
     try:
@@ -180,6 +193,7 @@ class Vocabulary:
             tokens[id] = b"\xff" + name.encode()
         spaced = [id for id, token in enumerate(tokens) if self.strips and token.startswith(b" ")]
         self.tokens = tokens + [tokens[id][1:] for id in spaced]
+        self.single = {token[0]: id for id, token in enumerate(tokens) if len(token) == 1}  # the token of a byte
         self.without_space = {id: self.n_vocab + i for i, id in enumerate(spaced)}
         self.spaced = torch.tensor(spaced, dtype=torch.long)  # (n_spaced,)
         self.only_space = torch.tensor([id for id in spaced if tokens[id] == b" "], dtype=torch.long)
@@ -283,6 +297,13 @@ class Grammar:
             )
         return Constraint(vocabulary, vocabulary.matcher(self._text), vocabulary.strips and not last)
 
+    def after(self, text: str) -> Constraint | None:
+        """The constraint of an answer that has begun with a text; None if no answer begins so."""
+        ids = [self._vocabulary.single.get(byte, -1) for byte in text.encode()]
+        matcher = self._vocabulary.matcher(self._text)
+        fits = -1 not in ids and matcher.try_consume_tokens(ids) == len(ids)
+        return Constraint(self._vocabulary, matcher, False) if fits else None
+
 
 class Constraint:
     """The tokens that may come next in one answer. Not thread-safe.
@@ -335,3 +356,57 @@ class Constraint:
         if vocabulary.tokens[token] and not self._matcher.consume_token(token):
             raise UsageError(f"no token can continue the answer: {_reason(self._matcher.get_error())}")
         self._allowed = None
+
+
+# ------------------------------------------------------------------------------------------------- calls in an answer
+class Calls:
+    """Limits the arguments of calls in an answer to the schemas of the functions, with the interface of Grammar.
+
+    All tokens are allowed until `ToolCallStream` has found the name of a function. So free text costs nothing and stays
+    as it is, and every format that is parsed is constrained. The name comes before the arguments, so a token that
+    contains the beginning of the arguments is limited, too. If llguidance refuses a schema, the calls stay free.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]):
+        self.tokenizer, self.tools, self.grammars = tokenizer, tools, dict[str, Grammar]()
+        for function in (tool.get("function", tool) for tool in tools):
+            try:
+                self.grammars[function["name"]] = compile_grammar(tokenizer, "grammar", _arguments(function))
+            except UsageError as error:
+                _log_refused(_reason(str(error)) if log.isEnabledFor(logging.DEBUG) else "its schema is not supported")
+
+    def constraint(self, before: Sequence[int] = ()) -> CallConstraint:
+        """The constraint of a new answer; `before` is that of Grammar."""
+        return CallConstraint(self, before)
+
+
+@functools.lru_cache(KEPT)
+def _log_refused(reason: str) -> None:
+    """Log once that arguments are free."""
+    log.warning("the arguments of a function are not limited to its schema: %s", reason)
+
+
+class CallConstraint:
+    """The tokens that may come next in one answer with calls. Not thread-safe."""
+
+    def __init__(self, calls: Calls, before: Sequence[int]):
+        self._grammars, self._marks = calls.grammars, call_marks(calls.tokenizer)
+        self._stream, self._decoder = ToolCallStream(calls.tools), Decoder(calls.tokenizer, before)
+        self._free = torch.ones(calls.tokenizer.n_vocab, dtype=torch.bool)  # (n_vocab,)
+        self._called: tuple[str, str, int] | None = None
+        self._arguments: Constraint | None = None
+
+    def allowed(self) -> Tensor:
+        """The ids that may come next: (n_vocab,) bool, on the CPU. Do not modify it."""
+        return self._free if self._arguments is None else self._arguments.allowed()
+
+    def advance(self, id: int) -> None:
+        """Add an id to the answer. Raises UsageError if the id is not allowed."""
+        if self._arguments is not None:
+            self._arguments.advance(id)
+        self._stream.feed(self._marks.get(id, "") + self._decoder.feed(id))
+        if self._stream.called is not self._called:
+            self._called, self._arguments = self._stream.called, None
+            if self._called is not None and self._called[0] in self._grammars:
+                name, before, at = self._called
+                self._arguments = self._grammars[name].after(before + "".join(self._stream.pending[at:]))
