@@ -29,7 +29,7 @@ from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, 
 from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import Calls, Grammar, compile_grammar, forced_call
+from .generation.structured import CallConstraint, compile_grammar, forced_call
 from .model import Transformer
 from .rope import to_layout
 from .sampling import LARGEST_SEED, SamplingParams, option_names
@@ -308,9 +308,8 @@ class Llama:
         checks.known_options(given, SamplingParams, "llama.SamplingParams")
         params = SamplingParams(**{**self.sampling, **given})
         sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
-        grammar: Grammar | Calls | None = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
-        if grammar is None and (tools := options.get("tools")) and importlib.util.find_spec("llguidance"):
-            grammar = Calls(self.tokenizer, tools)
+        grammar = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
+        tools = options.get("tools") if grammar is None and importlib.util.find_spec("llguidance") else None
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
@@ -319,7 +318,9 @@ class Llama:
         jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
-            constraint = None if grammar is None else grammar.constraint(ids if continues else ())
+            before = ids if continues else ()
+            calls = CallConstraint(self.tokenizer, tools, before) if tools else None
+            constraint = calls if grammar is None else grammar.constraint(before)
             jobs.append(Job(ids, seeded, constraint, continues=continues))
         return jobs
 

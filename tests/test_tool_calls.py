@@ -100,7 +100,7 @@ TEXTS = [
     "[f(a='x\ny')]", "[f(a=1)}", "[]", "[g(a=1)]", "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=f'{x}')]", "f(a=1)",
     '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
     "<tool_call>f</tool_call>", '<tool_call>{"name": "f"</tool_call>', "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
-    "<tool_call>[]</tool_call>", '<function=f>{"a": 1}</function>', "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
+    "<tool_call>[]</tool_call>", "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
     '[TOOL_CALLS]f[CALL_ID]a"b[ARGS]{"a": 1}', "<|python_tag|>print(1)", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}',
     '{"a":' * 100, '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "-" * 20_000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
     "[f(a=" + "[" * 150 + "]" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\0')]",

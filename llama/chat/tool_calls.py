@@ -29,7 +29,7 @@ import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Collection, Generator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
@@ -52,16 +52,12 @@ functools
 <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME```json ```<｜tool▁call▁end｜> <｜tool▁calls▁end｜>
 """  # <|tool_call|>: Granite, Phi-4-mini; functools: Phi-4-mini; <tools> and blocks: Qwen2.5-Coder; the last: DeepSeek
 AFTER = {mark: after for mark, *after in map(str.split, FORMS.strip().splitlines())}
-BEFORE = [mark.partition("NAME")[0] for mark in AFTER]
 NAME_ENDS = (CALL_ID, ARGS, ">", "```json")  # an object with the arguments comes next
-CALL_MARKS = tuple(dict.fromkeys(re.findall(r"<[^<>=]+>|\[[A-Z_]+\]", FORMS + CALL_ID + ARGS)))
+CALL_MARKS = re.findall(r"<[^<>=]+>|\[[A-Z_]+\]", FORMS + CALL_ID + ARGS)
 MARKS = (*CALL_MARKS, "<think>", "</think>", "[THINK]", "[/THINK]")  # of calls and thoughts, in a model's own text
-BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
-# A declared name in an object, at the end of the text: the arguments come next, or begin
-HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]+)"\s*,'
-    r'(?:\s*"(?:arguments|parameters)"\s*:\s*\{)?$'
-)
+BEGIN = re.compile(rf"({'|'.join(re.escape(mark.partition('NAME')[0]) for mark in AFTER)}|;)?\s*")
+# The name in an object at the end of a text: the arguments come next, or begin
+HEAD = re.compile(r'"name"\s*:\s*"([^"\\]+)"\s*,(?:\s*"(?:arguments|parameters)"\s*:\s*\{)?$')
 LONGEST_HEAD = 256  # characters
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 
@@ -69,16 +65,7 @@ CLOSING = {"{": "}", "[": "]", "(": ")"}
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 
-class CallPart(NamedTuple):
-    """A part of a call: first its name, and its id if it has one; then JSON text of the arguments."""
-
-    name: str | None
-    id: str | None = None
-    arguments: str = ""
-
-
-Event = str | ToolCall | CallPart  # a part of the text, a call, or a part of one
-Forms = dict[str, tuple[str | None, list[str]]]  # beginning of a call -> its name if that is known, marks after it
+Event = str | ToolCall  # a part of the text, or a call; or a part of a call: its name and id, or text of its arguments
 
 
 def _value(begun: str) -> Generator[int, str, bool]:
@@ -167,21 +154,22 @@ class ToolCallStream:
     incomplete at the end, or invalid, is text.
 
     tools  the functions that may be called, as in `encode_chat`
-    parts  show a call in `CallPart`s as soon as its arguments begin, unless it is in a list or in Python's syntax. What
-           has been shown stays a call, even if it is incomplete or invalid
-    called  the function whose arguments come next or have begun: its name, "," if they are an item of an object, else
-            ":", and where in `pending` they come next
+    parts  divide each call into {"name", "id"} and any number of {"arguments"}, parts of JSON text. An object or named
+           call is shown from the beginning of its arguments on, and stays a call if it is incomplete or invalid
+    called  the function whose arguments come next or have begun: its name, "," if they are an item of an object or ":",
+            and where in `pending` they come next
     """
 
     def __init__(self, tools: Tools | None, parts: bool = False):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         self._anywhere, self._first, self._forms = _beginnings(self.names)
-        self.parts, self.shown, self.pending = parts, False, list[str]()
+        self.pending: list[str] = []  # characters of a possible call
         self.called: tuple[str, str, int] | None = None
-        self._begun = ""  # the pending text without white space, until its value has begun
+        self.parts, self.shown = parts, False  # whether parts of the pending text have been shown
+        self._begun = ""  # the same without white space, until its value has begun
         self._value: Generator[int, str, bool] | None = None
-        self._depth = self._base = 0  # brackets open now, negative in a string; and in front of the arguments
-        self._in_arguments = False  # of a call that is shown
+        self._depth = self._base = 0  # open brackets, negative in a string; those outside the arguments
+        self._in_arguments = False  # that are shown
         self._closing: list[str] = []  # marks that may follow the last call
         self._space = ""  # white space held back, since a call may follow
         self._only_calls = True  # there is no text yet
@@ -214,19 +202,19 @@ class ToolCallStream:
             begun = self._begun + character.strip()
             begins = self._first if self._only_calls or self._after_call else self._anywhere
             at = bisect_left(begins, begun)  # of the first that may begin so
-            may_begin = at < len(begins) and begins[at].startswith(begun)
-            if not begun or not (may_begin or any(mark.startswith(begun) for mark in self._closing)):
+            call_begins = at < len(begins) and begins[at].startswith(begun)
+            if not begun or not (call_begins or any(mark.startswith(begun) for mark in self._closing)):
                 return False
             self._begun = begun
             self.pending.append(character)
             if begun in self._closing:
                 self._closing, self._space = self._closing[self._closing.index(begun) + 1 :], ""
                 self._take()
-            elif may_begin and begun == begins[at]:
+            elif call_begins and begun == begins[at]:
                 self._value = _value(BEGIN.sub("", begun, count=1))
                 self._depth = next(self._value)
                 self._base = 0 if self._forms[begun][0] else abs(self._depth)
-                self._find_head()
+                self._find_name()
         else:
             try:
                 self._depth = self._value.send(character)
@@ -236,37 +224,35 @@ class ToolCallStream:
                 self._depth, ended = 0, True
             self.pending.append(character)
             if character in ",{]" and self._depth == self._base + (character == "{"):
-                self._find_head()
+                self._find_name()
         if self._in_arguments:
-            raw = self._depth < 0 and character < " "  # in a string of JSON it must be escaped
-            self._show(CallPart(None, None, json.dumps(character)[1:-1] if raw else character))
+            raw = self._depth < 0 and character < " "  # JSON must escape it
+            self._events.append({"arguments": json.dumps(character)[1:-1] if raw else character})
             self._in_arguments = abs(self._depth) > self._base
         if ended:
             self._finish()
         return True
 
-    def _find_head(self) -> None:
+    def _find_name(self) -> None:
         """Set `called` if the pending text ends with the name of a function; show the call if its arguments begin."""
-        text = "".join(self.pending[-LONGEST_HEAD:])
-        (name, _), id, begins = self._forms[self._begun], None, text.endswith("{")
-        if name is None:
+        text, name, id = "".join(self.pending[-LONGEST_HEAD:]), self._forms[self._begun][0], ""
+        if not name:
             found = HEAD.search(text)
-            name = found[1] if found and found[1] in self.names else None
+            name = found[1] if found and found[1] in self.names else ""
         elif CALL_ID in text:
             id, args, _ = text.partition(CALL_ID)[2].partition(ARGS)
-            name = name if args else None
-        if name is None:
-            return
-        if self.called is None or text.endswith(","):
-            self.called = name, ":" if self._base == 0 else ",", len(self.pending) - begins
-        if self.parts and begins and self._base < 2 and not self.shown:
+            name = name if args else ""
+        arguments_begin = text.endswith("{")
+        if name and (self.called is None or text.endswith(",")):
+            self.called = name, "," if self._base else ":", len(self.pending) - arguments_begin
+        if name and arguments_begin and self._base < 2 and self.parts and not self.shown:
             self.shown = self._in_arguments = True
-            self._show(CallPart(name, id and id.strip()))
+            self._events.append({"name": name, "id": id.strip()})
 
     def _take(self) -> str:
-        """Remove and return the pending text, unless it has been shown as a call."""
+        """Remove and return the pending text, unless it is shown as a call."""
         text = "" if self.shown else "".join(self.pending)
-        self.pending, self.called, self._begun, self._value = [], None, "", None
+        self.pending, self._begun, self._value, self.called = [], "", None, None
         self.shown = self._in_arguments = False
         return text
 
@@ -275,10 +261,14 @@ class ToolCallStream:
         shown, closing = self.shown, self._forms[self._begun][1]
         text = self._take()
         with contextlib.suppress(*ERRORS):
-            if not shown:
-                self._events += _calls(text, self.names)
-            self._space, self._after_call = "", True
-            self._closing = closing or self._closing
+            for call in [] if shown else _calls(text, self.names):
+                name, arguments = call["function"].values()
+                parts = (
+                    {"name": name, "id": call.get("id", "")},
+                    {"arguments": json.dumps(arguments, ensure_ascii=False)},
+                )
+                self._events += parts if self.parts else [call]
+            self._space, self._after_call, self._closing = "", True, closing or self._closing
             return
         self._text(text)
 
@@ -289,32 +279,29 @@ class ToolCallStream:
             self._space, self._only_calls, self._after_call, self._closing = "", False, False, []
         self._space += text[len(body) :]
 
-    def _show(self, event: str | CallPart) -> None:
-        """Add a part of the text or of a call to the events."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, str) and isinstance(last, str):
-            self._events[-1] = last + event
-        elif isinstance(event, CallPart) and event.name is None and isinstance(last, CallPart) and last.name is None:
-            self._events[-1] = last._replace(arguments=last.arguments + event.arguments)
-        elif event:
-            self._events.append(event)
+    def _show(self, text: str) -> None:
+        if self._events and isinstance(self._events[-1], str):
+            self._events[-1] += text
+        elif text:
+            self._events.append(text)
 
 
 @functools.lru_cache(16)
-def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str], Forms]:
-    """How a call may begin, without white space, in order: after text, and at the start or after a call."""
-    values: dict[str, str | None] = dict.fromkeys(('{"', '[{"', *(f"[{name}(" for name in names)))
-    named = {f"{name}{end}": name for name in names for end in ("{", ARGS, CALL_ID)}
-    kinds = [f'{begin}{kind}"name":' for begin in ("{", "[{") for kind in ("", '"type":"function",')]
-    in_block: dict[str, str | None] = {f'{kind}"{"".join(name.split())}",': None for kind in kinds for name in names}
-    forms: Forms = {}
+def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
+    """How a call may begin, without white space, in order: after text; at the start and after a call.
+
+    And for each of these the name of the function if it is known, and the marks that may follow the call.
+    """
+    values = dict.fromkeys(('{"', '[{"', *(f"[{name}(" for name in names)), "")
+    forms: dict[str, tuple[str, list[str]]] = dict.fromkeys((*values, ';{"'), ("", []))
+    named = {name + end: name for name in names for end in ("{", ARGS, CALL_ID)}
+    kinds = ['{"name":"', '{"type":"function","name":"', '[{"name":"', '[{"type":"function","name":"']
     for mark, after in AFTER.items():
         before, name_follows, end = mark.partition("NAME")
-        following = {name + end: name for name in names} if name_follows else values | named
-        following = in_block if before.startswith("```") else following
+        in_block = {f'{kind}{name}",': "" for kind in kinds for name in names} if "```" in mark else values | named
+        following = {name + end: name for name in names} if name_follows else in_block
         forms |= {before + value: (name, after) for value, name in following.items()}
-    alone: Forms = dict.fromkeys((*values, ';{"'), (None, []))
-    return sorted(forms), sorted([*forms, *alone]), forms | alone
+    return sorted(forms.keys() - {*values, ';{"'}), sorted(forms), forms
 
 
 def parse_tool_calls(text: str, tools: Tools | None) -> tuple[str, list[ToolCall]]:
@@ -323,7 +310,7 @@ def parse_tool_calls(text: str, tools: Tools | None) -> tuple[str, list[ToolCall
     events = stream.feed(text) + stream.end()
     return (
         "".join(event for event in events if isinstance(event, str)),
-        [event for event in events if isinstance(event, dict)],
+        [event for event in events if not isinstance(event, str)],
     )
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
 LONGEST = 2**20  # characters of a schema, regular expression or grammar
 KEPT = 64  # compiled grammars of a tokenizer
 LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
@@ -359,42 +360,34 @@ class Constraint:
 
 
 # ------------------------------------------------------------------------------------------------- calls in an answer
-class Calls:
-    """Limits the arguments of calls in an answer to the schemas of the functions, with the interface of Grammar.
+class CallConstraint:
+    """Limits the arguments of calls in one answer to the schemas of their functions. Not thread-safe.
 
-    All tokens are allowed until `ToolCallStream` has found the name of a function. So free text costs nothing and stays
-    as it is, and every format that is parsed is constrained. The name comes before the arguments, so a token that
-    contains the beginning of the arguments is limited, too. If llguidance refuses a schema, the calls stay free.
+    All ids are allowed until `ToolCallStream` has found the name of a function, and after its arguments. So free text
+    stays free and costs nothing, and every format that is parsed is constrained. The name comes before the arguments,
+    so a token with their beginning is limited, too. If llguidance refuses a schema, its arguments are free.
+
+    before  that of Grammar.constraint
     """
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]):
-        self.tokenizer, self.tools, self.grammars = tokenizer, tools, dict[str, Grammar]()
-        for function in (tool.get("function", tool) for tool in tools):
-            try:
-                self.grammars[function["name"]] = compile_grammar(tokenizer, "grammar", _arguments(function))
-            except UsageError as error:
-                _log_refused(_reason(str(error)) if log.isEnabledFor(logging.DEBUG) else "its schema is not supported")
-
-    def constraint(self, before: Sequence[int] = ()) -> CallConstraint:
-        """The constraint of a new answer; `before` is that of Grammar."""
-        return CallConstraint(self, before)
-
-
-@functools.lru_cache(KEPT)
-def _log_refused(reason: str) -> None:
-    """Log once that arguments are free."""
-    log.warning("the arguments of a function are not limited to its schema: %s", reason)
-
-
-class CallConstraint:
-    """The tokens that may come next in one answer with calls. Not thread-safe."""
-
-    def __init__(self, calls: Calls, before: Sequence[int]):
-        self._grammars, self._marks = calls.grammars, call_marks(calls.tokenizer)
-        self._stream, self._decoder = ToolCallStream(calls.tools), Decoder(calls.tokenizer, before)
-        self._free = torch.ones(calls.tokenizer.n_vocab, dtype=torch.bool)  # (n_vocab,)
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], before: Sequence[int] = ()):
+        self._stream, self._decoder, self._marks = (
+            ToolCallStream(tools),
+            Decoder(tokenizer, before),
+            call_marks(tokenizer),
+        )
+        self._free = torch.ones(tokenizer.n_vocab, dtype=torch.bool)  # (n_vocab,)
         self._called: tuple[str, str, int] | None = None
         self._arguments: Constraint | None = None
+        self._grammars: dict[str, Grammar] = {}
+        for function in (tool.get("function", tool) for tool in tools):
+            try:
+                self._grammars[function["name"]] = compile_grammar(tokenizer, "grammar", _arguments(function))
+            except UsageError as error:
+                log.debug("%s", error)
+                warn_once(
+                    "the arguments of a function are not limited to its schema, which llguidance does not support"
+                )
 
     def allowed(self) -> Tensor:
         """The ids that may come next: (n_vocab,) bool, on the CPU. Do not modify it."""
@@ -408,5 +401,5 @@ class CallConstraint:
         if self._stream.called is not self._called:
             self._called, self._arguments = self._stream.called, None
             if self._called is not None and self._called[0] in self._grammars:
-                name, before, at = self._called
-                self._arguments = self._grammars[name].after(before + "".join(self._stream.pending[at:]))
+                name, item, at = self._called
+                self._arguments = self._grammars[name].after(item + "".join(self._stream.pending[at:]))

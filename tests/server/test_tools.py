@@ -86,9 +86,8 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
         else:
             assert arguments == {}
         stream = client.chat.completions.create(**options, stream=True)
-        (part,) = [part for chunk in stream for part in chunk.choices[0].delta.tool_calls or []]
-        assert part.index == 0
-        assert (part.function.name, part.function.arguments) == (call.function.name, call.function.arguments)
+        (joined,) = in_parts([chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in stream])
+        assert joined["function"] == {"name": call.function.name, "arguments": call.function.arguments}
     answer: Any = [*MESSAGES, found.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     client.chat.completions.create(model="tiny", messages=answer, tools=TOOLS, max_tokens=3)
 
@@ -112,10 +111,30 @@ def parts(
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
     found = []
     for piece in given:
-        if choice.add(piece):
+        more = choice.add(piece)
+        while more:
             found.append(Chat().choice(choice))
             choice.clear()
+            more = stream and bool(choice.calls)
     return found
+
+
+def in_parts(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a stream, joined. Their parts are as OpenAI sends them: one a chunk, the name alone and first."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if "tool_calls" not in delta:
+            continue
+        (part,) = delta["tool_calls"]
+        if part["index"] == len(calls):
+            assert part == {"index": len(calls), "id": part["id"], "type": "function", "function": part["function"]}
+            assert part["function"] == {"name": part["function"]["name"], "arguments": ""}
+            calls.append({"id": part["id"], "function": dict(part["function"])})
+        else:
+            assert part == {"index": len(calls) - 1, "function": {"arguments": part["function"]["arguments"]}}
+            assert part["function"]["arguments"]
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return calls
 
 
 CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'
@@ -126,8 +145,8 @@ def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
     pieces = [CALLS[i : i + size] for i in range(0, len(CALLS), size)]
     found = [part["delta"] for part in parts(tiny_llm, pieces, stream=True)]
     assert not any(delta.get("content") for delta in found)
-    streamed = [call for delta in found for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in streamed] == [0, 1]
+    streamed = in_parts(found)
+    assert len(streamed) == 2
     for several in (True, False):
         (choice,) = parts(tiny_llm, pieces, several=several)
         functions = [call["function"] for call in choice["message"]["tool_calls"]]
@@ -197,8 +216,8 @@ def test_the_id_that_a_model_writes_is_kept(tiny_llm: Llama) -> None:
     call = '[{"name": "now", "arguments": {}, "id": "a1"}, {"name": "now", "arguments": {}}]'
     for text, ids in ((call, ["a1", None]), ("[TOOL_CALLS]now[CALL_ID]b2[ARGS]{}", ["b2"])):
         for stream in (False, True):
-            first = parts(tiny_llm, [text], stream=stream)[0]
-            calls = first["delta" if stream else "message"]["tool_calls"]
+            found = parts(tiny_llm, [text], stream=stream)
+            calls = in_parts([one["delta"] for one in found]) if stream else found[0]["message"]["tool_calls"]
             assert [call["id"] if id else len(call["id"]) for call, id in zip(calls, ids, strict=True)] == [
                 id or 9 for id in ids
             ]
