@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -299,9 +298,7 @@ class Llama:
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
         """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
 
-        continues and tools are those of `stream_ids` and `chat`.
-
-        Raises UsageError for an invalid option.
+        tools are schemas of functions, which limit the arguments of calls. Raises UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
         given = {name: value for name, value in options.items() if name not in ("continues", "tools")}
@@ -309,7 +306,7 @@ class Llama:
         params = SamplingParams(**{**self.sampling, **given})
         sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
         grammar = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
-        tools = options.get("tools") if grammar is None and importlib.util.find_spec("llguidance") else None
+        before, tools = ids if continues else (), None if sources else options.get("tools")
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
@@ -318,7 +315,6 @@ class Llama:
         jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
-            before = ids if continues else ()
             calls = CallConstraint(self.tokenizer, tools, before) if tools else None
             constraint = calls if grammar is None else grammar.constraint(before)
             jobs.append(Job(ids, seeded, constraint, continues=continues))

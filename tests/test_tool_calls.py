@@ -81,6 +81,20 @@ FORMATS = [
     ('{"x": <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '{"x":', [F]),
     ('{"name": "f", "parameters": {"s": "}{\\"<tool_call>", "n": [1.5e3, -2, true, null, [[]]]}}', "",
      [("f", {"s": '}{"<tool_call>', "n": [1500.0, -2, True, None, [[]]]})]),
+    ('```json\n{"name": "f", "arguments": {"a": 1}}\n```', "", [F]),
+    ('I will call it:\n\n```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```\n\nDone.', "I will call it:\n\nDone.", [F]),
+    ('Two:\n```\n[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]\n``` ', "Two:", [F, ("f", {})]),
+    ('Two:\n```json\n{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n```\n```json\n{"name": "f", "arguments": {}}\n```',
+     "Two:", [F, ("f", {}), ("f", {})]),
+    ('```json\n{"type": "function", "name": "a-b.c", "parameters": {}}\n```', "", [("a-b.c", {})]),
+    ('See ```json\n{"name": "f", "arguments": {"a": 1}}\n``` and ```python\nf(a=1)\n```', "See and ```python\nf(a=1)\n```", [F]),
+    ('<|tool_call|> [{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', "", [F]),
+    ('Yes.\nfunctools[{"arguments": {"a": 1}, "name": "f"}]\nNo?', "Yes.\nNo?", [F]),
+    ('Hm\n<tools>\n{"name": "f", "arguments": {"a": 1}}\n</tools>\n<tools>[{"name": "f", "arguments": {}}]</tools>', "Hm", [F, ("f", {})]),
+    ('Ok <function=f>{"a": 1}</function>\n<function=a-b.c>{}</function>!', "Ok!", [F, ("a-b.c", {})]),
+    ('Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
+     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>!', "Hm!",
+     [F, ("get_weather", {})]),
 ]  # fmt: skip
 
 
@@ -103,6 +117,10 @@ TEXTS = [
     "<tool_call>[]</tool_call>", "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
     '[TOOL_CALLS]f[CALL_ID]a"b[ARGS]{"a": 1}', "<|python_tag|>print(1)", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}',
     '{"a":' * 100, '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "-" * 20_000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
+    '```json\n{"a": 1}\n```', '```json\n{"name": "Tom", "arguments": {}}\n```', '```\n[1, 2]\n```', '```json\n[]\n```\n```', "```",
+    '```json\n{"name": "f", "version": {"a": 1}}\n```', '```json\n{"name": "no", "arguments": {}}\n```\n', '```js\n{"name": "f", "arguments": {}}\n```',
+    'functools[{"name": "f"}]', "functools[] text", "<tools></tools>", "<tools>no</tools>", "<function=g>{}</function>", "<function=f>a{}</function>",
+    '<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁calls▁end｜>', "<|tool_call|>[]", "</function></tools>",
     "[f(a=" + "[" * 150 + "]" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\0')]",
 ]  # fmt: skip
 
@@ -114,7 +132,7 @@ def test_everything_else_stays_text(text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- streams
-MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>"]
+MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", "```json", "```", "<function=f>", "functools"]
 PIECES = [*(text for text, _, _ in FORMATS), *TEXTS[:60], *" \n;<[{}]é", "Hello", *MARKS]
 
 
@@ -135,9 +153,48 @@ def test_the_division_into_pieces_does_not_matter(case: tuple[str, list[str]]) -
     text, pieces = case
     content, calls = parsed(text)
     assert streamed(pieces) == streamed(list(text)) == (content, calls)
+    assert in_parts(pieces) == in_parts([text])
     remaining = iter(text)
     assert all(character in remaining for character in content)
     assert len(re.sub(r"\s", "", content)) <= len(re.sub(r"\s", "", text)) - 3 * len(calls)
+
+
+def in_parts(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and the names of the calls with the JSON text of their arguments, of a stream that shows parts."""
+    stream, content, calls = ToolCallStream(TOOLS, parts=True), "", list[tuple[str, str]]()
+    for event in [event for piece in pieces for event in stream.feed(piece)] + stream.end():
+        if isinstance(event, str):
+            content += event
+        elif "function" in event:
+            calls.append((event["function"]["name"], json.dumps(event["function"]["arguments"])))
+        elif "name" in event:
+            calls.append((event["name"], ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + event["arguments"])
+    return content, calls
+
+
+@pytest.mark.parametrize("text", [text for text, _, _ in FORMATS])
+def test_parts_of_arguments_are_json_that_adds_up_to_the_call(text: str) -> None:
+    content, calls = in_parts(list(text))
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == parsed(text)
+
+
+def test_parts_are_shown_as_they_come_and_stay() -> None:
+    stream = ToolCallStream(TOOLS, parts=True)
+    assert stream.feed('Hm <tool_call>{"name": "f", "arguments": ') == ["Hm"]
+    assert stream.feed("{") == [{"name": "f", "id": ""}, {"arguments": "{"}]
+    assert stream.feed('"a": "\n') == [{"arguments": one} for one in ('"', "a", '"', ":", " ", '"', "\\n")]
+    assert stream.end() == []
+    assert in_parts(['<tool_call>{"name": "f", "arguments": {"a": [1']) == ("", [("f", '{"a": [1')])
+    assert in_parts(['<tool_call>{"name": "no", "arguments": {"a": [1']) == (
+        '<tool_call>{"name": "no", "arguments": {"a": [1',
+        [],
+    )
+    assert in_parts(['{"name": "f", "version": {}, "parameters": {}}!']) == (
+        '{"name": "f", "version": {}, "parameters": {}}!',
+        [],
+    )
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
@@ -169,6 +226,10 @@ WRITERS: dict[str, Any] = {
     "hermes": lambda name, args: f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>",
     "mistral": lambda name, args: f"[TOOL_CALLS]{name}{json.dumps(args)}",
     "mistral v11": lambda name, args: f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{json.dumps(args)}",
+    "block": lambda name, args: f"```json\n{json.dumps({'name': name, 'arguments': args}, indent=2)}\n```",
+    "granite": lambda name, args: f"<|tool_call|>{json.dumps([{'arguments': args, 'name': name}])}",
+    "llama 3.1": lambda name, args: f"<function={name}>{json.dumps(args, ensure_ascii=False)}</function>",
+    "deepseek": lambda name, args: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(args)}\n```<｜tool▁call▁end｜>",
     "python": as_python,
 }  # fmt: skip
 
@@ -193,7 +254,7 @@ def test_calls_are_messages() -> None:
 # ------------------------------------------------------------------------------------------------------ huge texts
 HUGE = [
     "[" * 8_000, "<tool_call>" * 800, "  <" * 2_400, '{"name": "f", "parameters": {"a": "' + "x" * 8_000,
-    '{"name": "f", "parameters": {}}' * 240, "[f(a=" + "[" * 8_000, '<tool_call>{"a": "' * 400,
+    '{"name": "f", "parameters": {}}' * 240, "[f(a=" + "[" * 8_000, '<tool_call>{"a": "' * 400, "```json" * 1_200, '{"a",' + '"name":"f",' * 800, '```json{"name":"f",' + "{" * 8_000,
 ]  # fmt: skip
 
 

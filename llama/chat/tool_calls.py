@@ -154,19 +154,19 @@ class ToolCallStream:
     incomplete at the end, or invalid, is text.
 
     tools  the functions that may be called, as in `encode_chat`
-    parts  divide each call into {"name", "id"} and any number of {"arguments"}, parts of JSON text. An object or named
-           call is shown from the beginning of its arguments on, and stays a call if it is incomplete or invalid
-    called  the function whose arguments come next or have begun: its name, "," if they are an item of an object or ":",
-            and where in `pending` they come next
+    parts  show a call as {"name", "id"} when its arguments begin, then {"arguments"} for parts of their JSON text. It
+           stays a call if it is incomplete or invalid. Calls in a list or in Python's syntax are shown at their end
     """
 
     def __init__(self, tools: Tools | None, parts: bool = False):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         self._anywhere, self._first, self._forms = _beginnings(self.names)
         self.pending: list[str] = []  # characters of a possible call
-        self.called: tuple[str, str, int] | None = None
+        self.called: tuple[str, str, int] | None = (
+            None  # name, "," or ":", where in `pending` its arguments are next
+        )
         self.parts, self.shown = parts, False  # whether parts of the pending text have been shown
-        self._begun = ""  # the same without white space, until its value has begun
+        self._begun = ""  # the pending text without white space, until its value has begun
         self._value: Generator[int, str, bool] | None = None
         self._depth = self._base = 0  # open brackets, negative in a string; those outside the arguments
         self._in_arguments = False  # that are shown
@@ -251,7 +251,9 @@ class ToolCallStream:
 
     def _take(self) -> str:
         """Remove and return the pending text, unless it is shown as a call."""
-        text = "" if self.shown else "".join(self.pending)
+        text = "".join(self.pending)
+        if self.shown:
+            text, self._space, self._after_call = "", "", True
         self.pending, self._begun, self._value, self.called = [], "", None, None
         self.shown = self._in_arguments = False
         return text
@@ -261,13 +263,7 @@ class ToolCallStream:
         shown, closing = self.shown, self._forms[self._begun][1]
         text = self._take()
         with contextlib.suppress(*ERRORS):
-            for call in [] if shown else _calls(text, self.names):
-                name, arguments = call["function"].values()
-                parts = (
-                    {"name": name, "id": call.get("id", "")},
-                    {"arguments": json.dumps(arguments, ensure_ascii=False)},
-                )
-                self._events += parts if self.parts else [call]
+            self._events += [] if shown else _calls(text, self.names)
             self._space, self._after_call, self._closing = "", True, closing or self._closing
             return
         self._text(text)

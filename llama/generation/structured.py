@@ -138,7 +138,7 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
 def _arguments(function: Mapping[str, Any]) -> str:
     """A Lark grammar for the rest of a call: the arguments after ":"; after ",", with their key. Then all text."""
     schema = _spelled({"type": "object", **(function.get("parameters") or {})}, whitespace_pattern=WHITE_SPACE)
-    return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS ("}}" | ",")) REST?
+    return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS "}}") REST?
         WS: /[\\x20\\n\\r\\t]{{0,64}}/
         KEY: "\\"arguments\\"" | "\\"parameters\\""
         REST: ~""
@@ -194,7 +194,6 @@ class Vocabulary:
             tokens[id] = b"\xff" + name.encode()
         spaced = [id for id, token in enumerate(tokens) if self.strips and token.startswith(b" ")]
         self.tokens = tokens + [tokens[id][1:] for id in spaced]
-        self.single = {token[0]: id for id, token in enumerate(tokens) if len(token) == 1}  # the token of a byte
         self.without_space = {id: self.n_vocab + i for i, id in enumerate(spaced)}
         self.spaced = torch.tensor(spaced, dtype=torch.long)  # (n_spaced,)
         self.only_space = torch.tensor([id for id in spaced if tokens[id] == b" "], dtype=torch.long)
@@ -300,10 +299,8 @@ class Grammar:
 
     def after(self, text: str) -> Constraint | None:
         """The constraint of an answer that has begun with a text; None if no answer begins so."""
-        ids = [self._vocabulary.single.get(byte, -1) for byte in text.encode()]
-        matcher = self._vocabulary.matcher(self._text)
-        fits = -1 not in ids and matcher.try_consume_tokens(ids) == len(ids)
-        return Constraint(self._vocabulary, matcher, False) if fits else None
+        ids, matcher = self._vocabulary.library.greedy_tokenize(text), self._vocabulary.matcher(self._text)
+        return Constraint(self._vocabulary, matcher, False) if matcher.try_consume_tokens(ids) == len(ids) else None
 
 
 class Constraint:
@@ -371,12 +368,8 @@ class CallConstraint:
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], before: Sequence[int] = ()):
-        self._stream, self._decoder, self._marks = (
-            ToolCallStream(tools),
-            Decoder(tokenizer, before),
-            call_marks(tokenizer),
-        )
-        self._free = torch.ones(tokenizer.n_vocab, dtype=torch.bool)  # (n_vocab,)
+        self._stream, self._marks = ToolCallStream(tools), call_marks(tokenizer)
+        self._decoder, self._free = Decoder(tokenizer, before), torch.ones(tokenizer.n_vocab, dtype=torch.bool)
         self._called: tuple[str, str, int] | None = None
         self._arguments: Constraint | None = None
         self._grammars: dict[str, Grammar] = {}
@@ -384,10 +377,8 @@ class CallConstraint:
             try:
                 self._grammars[function["name"]] = compile_grammar(tokenizer, "grammar", _arguments(function))
             except UsageError as error:
+                warn_once("calls are not limited to a function's schema: llguidance is not installed, or refuses it")
                 log.debug("%s", error)
-                warn_once(
-                    "the arguments of a function are not limited to its schema, which llguidance does not support"
-                )
 
     def allowed(self) -> Tensor:
         """The ids that may come next: (n_vocab,) bool, on the CPU. Do not modify it."""
@@ -398,8 +389,8 @@ class CallConstraint:
         if self._arguments is not None:
             self._arguments.advance(id)
         self._stream.feed(self._marks.get(id, "") + self._decoder.feed(id))
-        if self._stream.called is not self._called:
-            self._called, self._arguments = self._stream.called, None
-            if self._called is not None and self._called[0] in self._grammars:
-                name, item, at = self._called
-                self._arguments = self._grammars[name].after(item + "".join(self._stream.pending[at:]))
+        if (called := self._stream.called) is not self._called:
+            self._called, self._arguments = called, None
+            if called is not None and called[0] in self._grammars:
+                rest = called[1] + "".join(self._stream.pending[called[2] :])
+                self._arguments = self._grammars[called[0]].after(rest)

@@ -63,11 +63,11 @@ class Api(Format):
     async def chunks(self, reply: Reply) -> AsyncIterator[Any]:
         """The events of a stream."""
         async for choice in reply.news():
-            yield self.chunk(reply, [choice])
-            choice.clear()
-            while choice.calls:
+            more = True
+            while more:
                 yield self.chunk(reply, [choice])
                 choice.clear()
+                more = bool(choice.calls)
 
 
 class Choice:
@@ -103,9 +103,11 @@ class Choice:
         for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
             if isinstance(event, str):
                 self.text += event
-                continue
-            self.count += "name" in event
-            if self.count == 1 or self.request.several_calls:
+            elif "function" in event:
+                name, arguments = event["function"].values()
+                self._add_part({"name": name, "id": event.get("id")})
+                self._add_part({"arguments": json.dumps(arguments, ensure_ascii=False)})
+            else:
                 self._add_part(event)
         if piece.completion is None:
             return self.request.stream and bool(self.text or self.calls)
@@ -114,21 +116,22 @@ class Choice:
             self.finish_reason = "tool_calls"
         return True
 
-    def _add_part(self, part: dict[str, str]) -> None:
+    def _add_part(self, part: dict[str, Any]) -> None:
+        self.count += "name" in part
+        if self.count > 1 and not self.request.several_calls:
+            return
         if "name" in part:
             id = part["id"] or uuid.uuid4().hex[:9]  # Mistral's templates require nine letters and digits
             self.calls.append({"number": self.count - 1, "name": part["name"], "id": id, "arguments": ""})
-        elif self.calls and not (self.request.stream and "name" in self.calls[-1]):
-            self.calls[-1]["arguments"] += part["arguments"]
-        else:
+        elif self.request.stream and (not self.calls or "name" in self.calls[-1]):
             self.calls.append({"number": self.count - 1, **part})
+        else:
+            self.calls[-1]["arguments"] += part["arguments"]
 
     def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
         mark = "" if piece.token is None else self.marks.get(piece.token.id, "")
-        events, shown, rest = calls.feed(mark + piece.text), calls.shown, list[Any]()
-        if piece.completion is not None:
-            rest = calls.end()
-            self.cut = shown or any(isinstance(event, str) and event.strip("; \n") for event in rest)  # within a call
+        events, shown, rest = calls.feed(mark + piece.text), calls.shown, calls.end() if piece.completion else []
+        self.cut = shown or any(isinstance(event, str) and event.strip("; \n") for event in rest)  # within a call
         return events + rest
 
 

@@ -6,6 +6,7 @@ import enum
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ import pytest
 from llama.generation.answer import Completion, Piece, Stats
 from llama.sampling import Token
 from llama.server.api import Choice
+from llama.server.engine import warn_once
 from llama.server.openai import Chat
 from llama.server.requests import AnswerRequest, parse_chat
 from llama.server.spelling import Spelling
@@ -228,3 +230,49 @@ def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) 
     message = parts(tiny_llm, pieces, mark="<|python_tag|>")[0]["message"]
     assert message["content"].strip() == "Let me see."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+def test_a_request_without_a_limit_has_that_of_the_server(tiny_llm: Llama, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    with running(tiny_llm, tokens=5) as server:
+        create = partial(server.client().chat.completions.create, model="tiny", messages=MESSAGES, temperature=0)
+        ignored: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+        for _ in range(2):
+            found = create(**ignored)
+            assert (found.choices[0].finish_reason, found.usage.completion_tokens) == ("length", 5)
+        assert [record.getMessage()[:12] for record in caplog.records if "max-tokens" in record.getMessage()] == [
+            "--max-tokens"
+        ]
+        for more, most in (
+            ({"max_tokens": 9}, 9),
+            ({"max_completion_tokens": 3}, 3),
+            ({"max_tokens": -1}, tiny_llm.model.max_seq_len),
+        ):
+            found = create(**ignored, **more)  # type: ignore[arg-type]
+            assert found.usage.completion_tokens == min(most, tiny_llm.model.max_seq_len - found.usage.prompt_tokens)
+    with running(tiny_llm, tokens=-1) as server:
+        found = server.client().chat.completions.create(model="tiny", messages=MESSAGES, **ignored)
+        assert found.usage.total_tokens == tiny_llm.model.max_seq_len
+
+
+def test_an_incomplete_call_stays_a_call_with_a_part_of_its_arguments(tiny_llm: Llama) -> None:
+    text = 'Well. {"name": "weather"} <tool_call>{"name": "weather", "arguments": {"city": "Ro'
+    (whole,) = parts(tiny_llm, [*text], finish="length")
+    assert whole["finish_reason"] == "length"
+    assert whole["message"]["content"] == 'Well. {"name": "weather"}'
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Ro'}
+    streamed = parts(tiny_llm, [*text], stream=True, finish="length")
+    assert "".join(one["delta"].get("content", "") for one in streamed) == whole["message"]["content"]
+    assert [one["function"] for one in in_parts([one["delta"] for one in streamed])] == [call["function"]]
+    assert streamed[-1]["finish_reason"] == "length"
+
+
+def test_a_request_with_tools_limits_the_arguments_of_a_call(tiny_llm: Llama) -> None:
+    (job,) = parse_chat({"messages": MESSAGES, "tools": TOOLS}, with_tools(tiny_llm), "tiny").jobs
+    for id in tiny_llm.tokenizer.encode('{"name": "weather", "arguments": {"'):
+        job.constraint.advance(id)
+    assert sum(map(bool, job.constraint.allowed())) == 1  # the c of "city"
+    for more in ({"tool_choice": "none"}, {"tools": []}):
+        (job,) = parse_chat({"messages": MESSAGES, "tools": TOOLS, **more}, with_tools(tiny_llm), "tiny").jobs
+        assert job.constraint is None
