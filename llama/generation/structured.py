@@ -360,16 +360,14 @@ class Constraint:
 class CallConstraint:
     """Limits the arguments of calls in one answer to the schemas of their functions. Not thread-safe.
 
-    All ids are allowed until `ToolCallStream` has found the name of a function, and after its arguments. So free text
-    stays free and costs nothing, and every format that is parsed is constrained. The name comes before the arguments,
-    so a token with their beginning is limited, too. If llguidance refuses a schema, its arguments are free.
-
-    before  that of Grammar.constraint
+    All ids are allowed until `ToolCallStream` has found the name of a function, and after its arguments. So other text
+    is free and costs nothing, and each format that is parsed is constrained. As the limits begin at the name, they
+    include a token that contains the beginning of the arguments. `before` is that of `Grammar.constraint`.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], before: Sequence[int] = ()):
         self._stream, self._marks = ToolCallStream(tools), call_marks(tokenizer)
-        self._decoder, self._free = Decoder(tokenizer, before), torch.ones(tokenizer.n_vocab, dtype=torch.bool)
+        self._decoder = Decoder(tokenizer, before)
         self._called: tuple[str, str, int] | None = None
         self._arguments: Constraint | None = None
         self._grammars: dict[str, Grammar] = {}
@@ -380,9 +378,9 @@ class CallConstraint:
                 warn_once("calls are not limited to a function's schema: llguidance is not installed, or refuses it")
                 log.debug("%s", error)
 
-    def allowed(self) -> Tensor:
-        """The ids that may come next: (n_vocab,) bool, on the CPU. Do not modify it."""
-        return self._free if self._arguments is None else self._arguments.allowed()
+    def allowed(self) -> Tensor | None:
+        """The ids that may come next: (n_vocab,) bool, on the CPU; None: all. Do not modify it."""
+        return None if self._arguments is None else self._arguments.allowed()
 
     def advance(self, id: int) -> None:
         """Add an id to the answer. Raises UsageError if the id is not allowed."""

@@ -20,10 +20,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ..chat.tool_calls import ToolCallStream, call_marks
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
 from ..generation.answer import Job, Piece
+from ..generation.structured import warn_once
 from ..sampling import Token
 from ..text import Llama
 from ..tokenizer import Decoder
-from .engine import COUNTED, Engine, Inbox, failure, warn_once
+from .engine import COUNTED, Engine, Inbox, failure
 from .requests import AnswerRequest, UnknownModel
 from .spelling import Spelling
 

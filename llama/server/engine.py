@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections import Counter, deque
@@ -20,7 +19,6 @@ from ..text import Llama
 from .limits import Limits
 
 log = logging.getLogger(__name__)
-warn_once = functools.cache(log.warning)
 COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
 
 Steps = Generator[Any, None, None]
