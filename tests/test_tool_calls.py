@@ -105,6 +105,66 @@ def test_formats(text: str, content: str, calls: list[tuple[str, dict[str, Any]]
     assert parsed(text, None) == parsed(text, []) == (text, [])
 
 
+# What the tests of llama.cpp's and vLLM's parsers cover for these families, in texts of our own: the number of calls
+TYPES = '{"s": "x", "i": 42, "n": 3.14, "b": true, "z": null, "l": ["a", {}], "o": {"p": "q"}, "e": [], "t": "a \\"b\\" {c} [d] C:\\\\f\\n"}'
+ONE, ARGS_FIRST = f'{{"name": "f", "arguments": {TYPES}}}', f'{{"arguments": {TYPES}, "name": "f"}}'
+EMPTY, NO_CALL = '{"name": "get_weather", "arguments": {}}', "A text without calls, and a {brace} or [bracket]."
+DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>".replace("{}", TYPES)
+BEGUN, ENDED = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+FAMILIES: dict[str, list[tuple[str, int]]] = {
+    "hermes, qwen, granite 4": [
+        (NO_CALL, 0), (f"<tool_call>\n{ONE}\n</tool_call>", 1), (f"Hello?<tool_call>\n{ONE}</tool_call>", 1), (f"<tool_call>{ONE}", 1),
+        (f"<tool_call>{ONE}</tool_call><tool_call>{EMPTY}</tool_call>", 2), (f"<tool_call>\n{ONE[:-1]}", 0),
+        (f"Go: \n<tool_call> {ONE} </tool_call> and \n <tool_call> {EMPTY} </tool_call> See?", 2),
+        (f"<tool_call>{json.dumps({'name': 'f', 'arguments': TYPES})}</tool_call>", 1),
+    ],
+    "llama 3": [
+        (NO_CALL, 0), (ONE, 1), (ONE.replace("arguments", "parameters"), 1), (f"{ONE}; {EMPTY}; {ONE}", 3), (f"{ONE} ; {EMPTY} ; {ONE}", 3),
+        (f"{ONE};{EMPTY}", 2), (f"{ONE};\n{EMPTY}", 2), (f"{ONE}\n{EMPTY}", 2), (f"{ONE} I used {{f}} for this.", 1),
+        (f'{ONE} The arguments were {{"a": 1}}', 1), ('{"name": "f", "parameters": {not json}', 0), ('{"parameters": {}}', 0), ('{"name": "f"}', 0),
+    ],
+    "granite 3": [
+        (NO_CALL, 0), (f"<|tool_call|> [{ONE}]", 1), (f"<|tool_call|> [\n  {ONE},\n  {EMPTY}\n]", 2), (f"<tool_call> [{ONE}]", 1),
+        (f"I look.\n<|tool_call|> [{ONE}]\nI tell you.", 1), (f"<|tool_call|> [{ARGS_FIRST}, {EMPTY}]", 2), (f"<|tool_call|>[{EMPTY}, {ONE}]", 2),
+        (f"<|tool_call|> [{ONE[:40]}", 0), ('Some text [{"name": "f"}]', 0),
+    ],
+    "phi-4-mini": [
+        (NO_CALL, 0), (f"functools[{ONE}]", 1), (f" functools[{ONE}]", 1), (f"functools[\n  {ONE},\n  {EMPTY}\n]", 2),
+        (f"I look.\nfunctools[{ONE}]\nMore?", 1), (f"functools[{ONE[:40]}", 0), ('functools{"name": "f"}', 0), ('functools[{"name": "f"}]', 0),
+        ("functools[] text", 0), ("functools[ text ]", 0), (f"<|tool_call|>[{ONE}]<|/tool_call|>", 1),
+    ],
+    "deepseek": [
+        (NO_CALL, 0), (f"{BEGUN}{DEEPSEEK}{ENDED}", 1), (f"{BEGUN}{DEEPSEEK}{DEEPSEEK}{ENDED}", 2), (f"{BEGUN}{DEEPSEEK}\n{DEEPSEEK}{ENDED}", 2),
+        (f"I look.{BEGUN}{DEEPSEEK}{ENDED}", 1), (f"</think>{BEGUN}{DEEPSEEK.replace(chr(10) + '```<', '```<')}{ENDED}", 1),
+        (f"{BEGUN}{DEEPSEEK.replace(TYPES, TYPES[:-1])}{ENDED}", 0), (f"{BEGUN}function<｜tool▁sep｜>f\n```json\n{{}}\n```{ENDED}", 0),
+    ],
+    "mistral": [
+        (NO_CALL, 0), (f"[TOOL_CALLS][{ONE}]", 1), (f"[TOOL_CALLS]  [ {ONE} ]", 1), (f"[TOOL_CALLS] [{ARGS_FIRST}]", 1), (f"Hi[TOOL_CALLS] [{ONE}]", 1),
+        ('[TOOL_CALLS] [{"arguments": {"name": "Jo"}, "name": "f"}]', 1), (f"[TOOL_CALLS] [{ONE}, {EMPTY}]", 2), (f"[TOOL_CALLS] [{ONE}]\nmore", 1),
+        ("[TOOL_CALLS] no json", 0), (f"[TOOL_CALLS]f{TYPES}", 1), (f"hi{{hi[TOOL_CALLS]f{TYPES}[TOOL_CALLS]get_weather{{}}", 2), ("[TOOL_CALLS]f", 0),
+        (f"[TOOL_CALLS]f[ARGS]{TYPES}", 1), (f"What?[TOOL_CALLS]f[ARGS]{TYPES}[TOOL_CALLS]f[ARGS]{TYPES}", 2),
+        (f"[TOOL_CALLS]f[CALL_ID]000000001[ARGS]{TYPES}[TOOL_CALLS]f[CALL_ID]000000002[ARGS]{TYPES}", 2),
+    ],
+    "qwen2.5-coder": [
+        (NO_CALL, 0), (f"<tools>{ONE}</tools>", 1), (f"<tools>\n{ONE}\n</tools>\n<tools>\n{EMPTY}\n</tools>", 2), (f"<tools>\n[{ONE},\n{EMPTY}]\n</tools>", 2),
+        (f"I look.\n\n<tools>{ONE}</tools>\n\nI tell you.", 1), ("<tools>no json</tools>", 0), (f"<tools>{ONE[:40]}", 0), ("<tools></tools>", 0),
+        (f"```json\n{ONE}\n```", 1),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cases_of_other_parsers(family: str) -> None:
+    for text, count in FAMILIES[family]:
+        content, calls = parsed(text)
+        assert len(calls) == count, text
+        assert all(
+            arguments == (json.loads(TYPES) if name == "f" and "Jo" not in text else arguments)
+            for name, arguments in calls
+        )
+        assert content == text or count, text
+
+
 TEXTS = [
     "", "Hello.\n", "  { a }", '{"a": 1}', '{"name": "Tom", "parameters": {}}', '{"name": "f"}', '{"name": "f", "parameters": [1]}',
     '{"name": "f", "id": 1, "parameters": {}}', '{"name": "f", "parameters": {}, "more": 1}',
