@@ -174,7 +174,7 @@ class Llama:
             options["grammar"] = grammar
         tools = None if tool_choice == "none" else check_tools(tools)
         ids = self.encode_chat(messages, tools, template_options, forced=grammar is not None)
-        return self.stream_ids(ids, continues=continues_answer(messages), tools=tools, **options)
+        return self.stream_ids(ids, continues=continues_answer(messages), calls=tools, **options)
 
     def encode_chat(
         self,
@@ -298,15 +298,15 @@ class Llama:
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
         """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
 
-        tools are schemas of functions, which limit the arguments of calls. Raises UsageError for an invalid option.
+        calls are schemas of functions: they limit the arguments of calls. Raises UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
-        given = {name: value for name, value in options.items() if name not in ("continues", "tools")}
+        given = {name: value for name, value in options.items() if name not in ("continues", "calls")}
         checks.known_options(given, SamplingParams, "llama.SamplingParams")
         params = SamplingParams(**{**self.sampling, **given})
         sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
         grammar = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
-        before, tools = ids if continues else (), None if sources else options.get("tools")
+        before, tools = ids if continues else (), None if sources else options.get("calls")
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]

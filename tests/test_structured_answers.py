@@ -167,7 +167,7 @@ def test_greedy_answers_without_calls_are_unchanged_by_tools(tiny_llm: Llama) ->
     for seed in range(2):
         options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.5, "seed": seed}
         ids = tiny_llm.tokenizer.encode(f"text {seed}")
-        both = [tiny_llm.prepare(ids, {**options, **more})[0] for more in ({}, {"tools": TOOLS})]
+        both = [tiny_llm.prepare(ids, {**options, **more})[0] for more in ({}, {"calls": TOOLS})]
         found = [
             piece.completion for _, piece in tiny_llm.answers(both) if isinstance(piece, Piece) and piece.completion
         ]

@@ -162,9 +162,7 @@ class ToolCallStream:
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         self._anywhere, self._first, self._forms = _beginnings(self.names)
         self.pending: list[str] = []  # characters of a possible call
-        self.called: tuple[str, str, int] | None = (
-            None  # name, "," or ":", where in `pending` its arguments are next
-        )
+        self.called: tuple[str, str, int] | None = None  # name, "," or ":", where in `pending` its arguments are next
         self.parts, self.shown = parts, False  # whether parts of the pending text have been shown
         self._begun = ""  # the pending text without white space, until its value has begun
         self._value: Generator[int, str, bool] | None = None

@@ -114,7 +114,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     checks.integer("the number of tools", len(body.get("tools", [])), 0, MOST_TOOLS)
     tools = [] if choice == "none" else body.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
-    options["tools"] = tools
+    options["calls"] = tools
     options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, tools)
     if options["schema"] and options["grammar"]:
         raise UsageError("response_format can't be combined with a tool_choice that requires a call")
