@@ -262,8 +262,8 @@ class History(NamedTuple):
 class Constraint(Protocol):
     """Limits the tokens of one answer, for example to a grammar (generation/structured.py)."""
 
-    def allowed(self) -> Tensor:
-        """Which tokens may come next: (V,) bool on the CPU. At least one is allowed."""
+    def allowed(self) -> Tensor | None:
+        """Which tokens may come next: (V,) bool on the CPU, at least one; None: all."""
 
     def advance(self, id: int) -> None:
         """Append a token to the answer. After a stop id, further calls have no effect."""
@@ -534,7 +534,7 @@ class Chooser:
         return Token(id, logprob, id in self.stop_ids, most_probable(logits, k) if k else {})
 
     def allowed(self) -> Tensor | None:
-        """Which tokens the constraint allows next: (V,) bool, or None without a constraint."""
+        """Which tokens the constraint allows next: (V,) bool; None: all."""
         return None if self.constraint is None else self.constraint.allowed()
 
     def check(self, top: float) -> None:

@@ -29,7 +29,7 @@ from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, 
 from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import after_thought, compile_grammar, forced_call
+from .generation.structured import CallConstraint, after_thought, compile_grammar, forced_call
 from .model import Transformer
 from .rope import to_layout
 from .sampling import LARGEST_SEED, Constraint, SamplingParams, option_names
@@ -180,9 +180,9 @@ class Llama:
             if any(options.get(name) is not None for name in option_names("grammar")):
                 raise UsageError("a tool_choice that requires a call can't be combined with a schema, regex or grammar")
             options["grammar"] = grammar
-        tools = None if tool_choice == "none" else tools
+        tools = None if tool_choice == "none" else check_tools(tools)
         ids = self.encode_chat(messages, tools, template_options, forced=grammar is not None)
-        options |= {"continues": continues_answer(messages), "thoughts": self.thoughts(ids, messages)}
+        options |= {"continues": continues_answer(messages), "thoughts": self.thoughts(ids, messages), "calls": tools}
         return self.stream_ids(ids, **options)
 
     def encode_chat(
@@ -314,11 +314,11 @@ class Llama:
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
         """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
 
-        Raises UsageError for an invalid option.
+        calls are schemas of functions: they limit the arguments of calls. Raises UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
         thoughts = checks.instance("thoughts", options.get("thoughts", Thoughts()), Thoughts, "from Llama.thoughts")
-        given = {name: value for name, value in options.items() if name not in ("continues", "thoughts")}
+        given = {name: value for name, value in options.items() if name not in ("continues", "thoughts", "calls")}
         checks.known_options(given, SamplingParams, "llama.SamplingParams")
         params = SamplingParams(**{**self.sampling, **given})
         sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
@@ -327,6 +327,7 @@ class Llama:
         budget = self.thinking_budget if params.thinking_budget is None else params.thinking_budget
         if params.thinking_budget is not None and not thoughts.closing:
             raise UsageError("thinking_budget needs a chat whose template has marks such as </think>: leave it out")
+        before, tools = ids if continues else (), options.get("calls") if grammar is None else None
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
@@ -335,7 +336,9 @@ class Llama:
         jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
-            constraint: Constraint | None = None if grammar is None else grammar.constraint(ids if continues else ())
+            constraint: Constraint | None = None if grammar is None else grammar.constraint(before)
+            if tools:
+                constraint = CallConstraint(self.tokenizer, tools, thoughts, before)
             if budget is not None and thoughts.state != "closed":
                 constraint = ThinkingBudget(self.tokenizer, thoughts, budget, constraint)
             jobs.append(Job(ids, seeded, constraint, continues=continues, thoughts=thoughts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 from llama import cli
+from llama.chat.tool_calls import ToolCallStream
+from llama.errors import UsageError
+from llama.generation.structured import CallConstraint, warn_once
 from llama.text import Llama, Piece
 
 SCHEMA: dict[str, Any] = {
@@ -98,6 +102,91 @@ def test_draws_follow_the_masked_distribution(tiny_llm: Llama) -> None:
     statistic = sum((drawn.count(ids) - runs * p) ** 2 / (runs * p) for ids, p in chances.items())
     freedom = (len(chances) - 1) / 2
     assert float(torch.special.gammaincc(torch.tensor(freedom), torch.tensor(statistic / 2))) > 1e-4
+
+
+# -------------------------------------------------------------------------------------------------- calls in an answer
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "animal", "parameters": SCHEMA}},
+    {"name": "now", "parameters": {"type": "object", "additionalProperties": False}},
+]
+# What a model writes before the arguments. The name `animal2` is not declared.
+HEADS = [
+    '{"name": "animal", "arguments":', 'Yes.\n```json\n{\n  "name": "animal",', '<tool_call>{"name":"animal","parameters"', "[TOOL_CALLS]animal[ARGS]",
+    '<|python_tag|>{"type": "function", "name": "animal", ', '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "animal",',
+    "[TOOL_CALLS]animal{", "<function=animal>", "[TOOL_CALLS]animal[CALL_ID]a1b2[ARGS]", 'functools[{"name": "animal","arguments"',
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>animal\n```json\n", '{"name": "now", "parameters": {}}; {"name": "animal", "parameters": {',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_arguments_of_a_call_meet_the_schema_of_its_function(tiny_llm: Llama, head: str) -> None:
+    """Ids are drawn from those that are allowed, mostly printable ones; jsonschema judges the call."""
+    tokenizer, draw = tiny_llm.tokenizer, random.Random(head)
+    printable = torch.tensor([tokenizer.decode([id]).strip().isprintable() for id in range(tokenizer.n_vocab)])
+    for _ in range(5):
+        constraint, stream, text = CallConstraint(tokenizer, TOOLS), ToolCallStream(TOOLS, parts=True), head
+        for id in tokenizer.encode(head):
+            constraint.advance(id)
+        while (allowed := constraint.allowed()) is not None and not allowed[[*tokenizer.stop_ids]].any():
+            some = allowed & printable if (allowed & printable).any() and draw.random() < 0.9 else allowed
+            id = draw.choice(some.nonzero().flatten().tolist())
+            constraint.advance(id)
+            text += tokenizer.decode([id])
+        (*_, (name, arguments)) = joined(stream.feed(text + ("]" if "[{" in head else "")))
+        assert name == "animal"
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+        assert stream.called is None
+
+
+def joined(events: list[Any]) -> list[tuple[str, str]]:
+    """The names of calls, and the JSON text of their arguments."""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if "function" in event:
+            calls.append((event["function"]["name"], json.dumps(event["function"]["arguments"])))
+        elif "name" in event:
+            calls.append((event["name"], ""))
+        elif isinstance(event, dict):
+            calls[-1] = (calls[-1][0], calls[-1][1] + event["arguments"])
+    return calls
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"name": "animal2", ', '```json\n{"name": "animal2",', "animal[ARGS]{", '{"animal": ', "<tool_call>"]
+)
+def test_text_without_a_declared_call_is_free(tiny_llm: Llama, text: str) -> None:
+    """Every id is allowed after every prefix, also inside characters."""
+    tokenizer = tiny_llm.tokenizer
+    constraint = CallConstraint(tokenizer, TOOLS)
+    for id in [*tokenizer.encode(f"{text} \U0001d11e"), *range(tokenizer.n_vocab)]:
+        assert constraint.allowed() is None
+        constraint.advance(id)
+
+
+def test_greedy_answers_without_calls_are_unchanged_by_tools(tiny_llm: Llama) -> None:
+    for seed in range(2):
+        options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.5, "seed": seed}
+        ids = tiny_llm.tokenizer.encode(f"text {seed}")
+        both = [tiny_llm.prepare(ids, {**options, **more})[0] for more in ({}, {"calls": TOOLS})]
+        found = [
+            piece.completion for _, piece in tiny_llm.answers(both) if isinstance(piece, Piece) and piece.completion
+        ]
+        assert found[0].tokens == found[1].tokens
+
+
+def test_a_schema_that_is_refused_leaves_its_calls_free(tiny_llm: Llama, caplog: pytest.LogCaptureFixture) -> None:
+    refused = {"name": "refused", "parameters": {"properties": {"x": {"not": {"type": "string"}}}, "required": ["x"]}}
+    warn_once.cache_clear()
+    for _ in range(2):
+        constraint = CallConstraint(tiny_llm.tokenizer, [refused, *TOOLS])
+    assert [record.getMessage()[:45] for record in caplog.records] == ["calls are not limited to a function's schema:"]
+    for name, free in (("refused", True), ("animal", False)):
+        constraint = CallConstraint(tiny_llm.tokenizer, [refused, *TOOLS])
+        for id in tiny_llm.tokenizer.encode(f'{{"name": "{name}", "arguments": {{'):
+            constraint.advance(id)
+        assert (constraint.allowed() is None) == free
+    with pytest.raises(UsageError, match="can't be used"):
+        tiny_llm.chat("x", tools=[refused], tool_choice="required")
 
 
 # ------------------------------------------------------------------------------------------------------ command line

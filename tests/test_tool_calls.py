@@ -81,6 +81,20 @@ FORMATS = [
     ('{"x": <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '{"x":', [F]),
     ('{"name": "f", "parameters": {"s": "}{\\"<tool_call>", "n": [1.5e3, -2, true, null, [[]]]}}', "",
      [("f", {"s": '}{"<tool_call>', "n": [1500.0, -2, True, None, [[]]]})]),
+    ('```json\n{"name": "f", "arguments": {"a": 1}}\n```', "", [F]),
+    ('I will call it:\n\n```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```\n\nDone.', "I will call it:\n\nDone.", [F]),
+    ('Two:\n```\n[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]\n``` ', "Two:", [F, ("f", {})]),
+    ('Two:\n```json\n{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n```\n```json\n{"name": "f", "arguments": {}}\n```',
+     "Two:", [F, ("f", {}), ("f", {})]),
+    ('```json\n{"type": "function", "name": "a-b.c", "parameters": {}}\n```', "", [("a-b.c", {})]),
+    ('See ```json\n{"name": "f", "arguments": {"a": 1}}\n``` and ```python\nf(a=1)\n```', "See and ```python\nf(a=1)\n```", [F]),
+    ('<|tool_call|> [{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', "", [F]),
+    ('Yes.\nfunctools[{"arguments": {"a": 1}, "name": "f"}]\nNo?', "Yes.\nNo?", [F]),
+    ('Hm\n<tools>\n{"name": "f", "arguments": {"a": 1}}\n</tools>\n<tools>[{"name": "f", "arguments": {}}]</tools>', "Hm", [F, ("f", {})]),
+    ('Ok <function=f>{"a": 1}</function>\n<function=a-b.c>{}</function>!', "Ok!", [F, ("a-b.c", {})]),
+    ('Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
+     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>!', "Hm!",
+     [F, ("get_weather", {})]),
 ]  # fmt: skip
 
 
@@ -89,6 +103,66 @@ def test_formats(text: str, content: str, calls: list[tuple[str, dict[str, Any]]
     assert parsed(text) == (content, calls)
     assert streamed(list(text)) == (content, calls)
     assert parsed(text, None) == parsed(text, []) == (text, [])
+
+
+# What the tests of llama.cpp's and vLLM's parsers cover for these families, in texts of our own: the number of calls
+TYPES = '{"s": "x", "i": 42, "n": 3.14, "b": true, "z": null, "l": ["a", {}], "o": {"p": "q"}, "e": [], "t": "a \\"b\\" {c} [d] C:\\\\f\\n"}'
+ONE, ARGS_FIRST = f'{{"name": "f", "arguments": {TYPES}}}', f'{{"arguments": {TYPES}, "name": "f"}}'
+EMPTY, NO_CALL = '{"name": "get_weather", "arguments": {}}', "A text without calls, and a {brace} or [bracket]."
+DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>".replace("{}", TYPES)
+BEGUN, ENDED = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+FAMILIES: dict[str, list[tuple[str, int]]] = {
+    "hermes, qwen, granite 4": [
+        (NO_CALL, 0), (f"<tool_call>\n{ONE}\n</tool_call>", 1), (f"Hello?<tool_call>\n{ONE}</tool_call>", 1), (f"<tool_call>{ONE}", 1),
+        (f"<tool_call>{ONE}</tool_call><tool_call>{EMPTY}</tool_call>", 2), (f"<tool_call>\n{ONE[:-1]}", 0),
+        (f"Go: \n<tool_call> {ONE} </tool_call> and \n <tool_call> {EMPTY} </tool_call> See?", 2),
+        (f"<tool_call>{json.dumps({'name': 'f', 'arguments': TYPES})}</tool_call>", 1),
+    ],
+    "llama 3": [
+        (NO_CALL, 0), (ONE, 1), (ONE.replace("arguments", "parameters"), 1), (f"{ONE}; {EMPTY}; {ONE}", 3), (f"{ONE} ; {EMPTY} ; {ONE}", 3),
+        (f"{ONE};{EMPTY}", 2), (f"{ONE};\n{EMPTY}", 2), (f"{ONE}\n{EMPTY}", 2), (f"{ONE} I used {{f}} for this.", 1),
+        (f'{ONE} The arguments were {{"a": 1}}', 1), ('{"name": "f", "parameters": {not json}', 0), ('{"parameters": {}}', 0), ('{"name": "f"}', 0),
+    ],
+    "granite 3": [
+        (NO_CALL, 0), (f"<|tool_call|> [{ONE}]", 1), (f"<|tool_call|> [\n  {ONE},\n  {EMPTY}\n]", 2), (f"<tool_call> [{ONE}]", 1),
+        (f"I look.\n<|tool_call|> [{ONE}]\nI tell you.", 1), (f"<|tool_call|> [{ARGS_FIRST}, {EMPTY}]", 2), (f"<|tool_call|>[{EMPTY}, {ONE}]", 2),
+        (f"<|tool_call|> [{ONE[:40]}", 0), ('Some text [{"name": "f"}]', 0),
+    ],
+    "phi-4-mini": [
+        (NO_CALL, 0), (f"functools[{ONE}]", 1), (f" functools[{ONE}]", 1), (f"functools[\n  {ONE},\n  {EMPTY}\n]", 2),
+        (f"I look.\nfunctools[{ONE}]\nMore?", 1), (f"functools[{ONE[:40]}", 0), ('functools{"name": "f"}', 0), ('functools[{"name": "f"}]', 0),
+        ("functools[] text", 0), ("functools[ text ]", 0), (f"<|tool_call|>[{ONE}]<|/tool_call|>", 1),
+    ],
+    "deepseek": [
+        (NO_CALL, 0), (f"{BEGUN}{DEEPSEEK}{ENDED}", 1), (f"{BEGUN}{DEEPSEEK}{DEEPSEEK}{ENDED}", 2), (f"{BEGUN}{DEEPSEEK}\n{DEEPSEEK}{ENDED}", 2),
+        (f"I look.{BEGUN}{DEEPSEEK}{ENDED}", 1), (f"</think>{BEGUN}{DEEPSEEK.replace(chr(10) + '```<', '```<')}{ENDED}", 1),
+        (f"{BEGUN}{DEEPSEEK.replace(TYPES, TYPES[:-1])}{ENDED}", 0), (f"{BEGUN}function<｜tool▁sep｜>f\n```json\n{{}}\n```{ENDED}", 0),
+    ],
+    "mistral": [
+        (NO_CALL, 0), (f"[TOOL_CALLS][{ONE}]", 1), (f"[TOOL_CALLS]  [ {ONE} ]", 1), (f"[TOOL_CALLS] [{ARGS_FIRST}]", 1), (f"Hi[TOOL_CALLS] [{ONE}]", 1),
+        ('[TOOL_CALLS] [{"arguments": {"name": "Jo"}, "name": "f"}]', 1), (f"[TOOL_CALLS] [{ONE}, {EMPTY}]", 2), (f"[TOOL_CALLS] [{ONE}]\nmore", 1),
+        ("[TOOL_CALLS] no json", 0), (f"[TOOL_CALLS]f{TYPES}", 1), (f"hi{{hi[TOOL_CALLS]f{TYPES}[TOOL_CALLS]get_weather{{}}", 2), ("[TOOL_CALLS]f", 0),
+        (f"[TOOL_CALLS]f[ARGS]{TYPES}", 1), (f"What?[TOOL_CALLS]f[ARGS]{TYPES}[TOOL_CALLS]f[ARGS]{TYPES}", 2),
+        (f"[TOOL_CALLS]f[CALL_ID]000000001[ARGS]{TYPES}[TOOL_CALLS]f[CALL_ID]000000002[ARGS]{TYPES}", 2),
+    ],
+    "qwen2.5-coder": [
+        (NO_CALL, 0), (f"<tools>{ONE}</tools>", 1), (f"<tools>\n{ONE}\n</tools>\n<tools>\n{EMPTY}\n</tools>", 2), (f"<tools>\n[{ONE},\n{EMPTY}]\n</tools>", 2),
+        (f"I look.\n\n<tools>{ONE}</tools>\n\nI tell you.", 1), ("<tools>no json</tools>", 0), (f"<tools>{ONE[:40]}", 0), ("<tools></tools>", 0),
+        (f"```json\n{ONE}\n```", 1),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cases_of_other_parsers(family: str) -> None:
+    for text, count in FAMILIES[family]:
+        content, calls = parsed(text)
+        assert len(calls) == count, text
+        assert all(
+            arguments == (json.loads(TYPES) if name == "f" and "Jo" not in text else arguments)
+            for name, arguments in calls
+        )
+        assert content == text or count, text
 
 
 TEXTS = [
@@ -100,9 +174,13 @@ TEXTS = [
     "[f(a='x\ny')]", "[f(a=1)}", "[]", "[g(a=1)]", "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=f'{x}')]", "f(a=1)",
     '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
     "<tool_call>f</tool_call>", '<tool_call>{"name": "f"</tool_call>', "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
-    "<tool_call>[]</tool_call>", '<function=f>{"a": 1}</function>', "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
+    "<tool_call>[]</tool_call>", "</tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}',
     '[TOOL_CALLS]f[CALL_ID]a"b[ARGS]{"a": 1}', "<|python_tag|>print(1)", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}',
     '{"a":' * 100, '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "-" * 20_000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
+    '```json\n{"a": 1}\n```', '```json\n{"name": "Tom", "arguments": {}}\n```', '```\n[1, 2]\n```', '```json\n[]\n```\n```', "```",
+    '```json\n{"name": "f", "version": {"a": 1}}\n```', '```json\n{"name": "no", "arguments": {}}\n```\n', '```js\n{"name": "f", "arguments": {}}\n```',
+    'functools[{"name": "f"}]', "functools[] text", "<tools></tools>", "<tools>no</tools>", "<function=g>{}</function>", "<function=f>a{}</function>",
+    '<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁calls▁end｜>', "<|tool_call|>[]", "</function></tools>",
     "[f(a=" + "[" * 150 + "]" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\0')]",
 ]  # fmt: skip
 
@@ -114,7 +192,7 @@ def test_everything_else_stays_text(text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- streams
-MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>"]
+MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", "```json", "```", "<function=f>", "functools"]
 PIECES = [*(text for text, _, _ in FORMATS), *TEXTS[:60], *" \n;<[{}]é", "Hello", *MARKS]
 
 
@@ -135,9 +213,48 @@ def test_the_division_into_pieces_does_not_matter(case: tuple[str, list[str]]) -
     text, pieces = case
     content, calls = parsed(text)
     assert streamed(pieces) == streamed(list(text)) == (content, calls)
+    assert in_parts(pieces) == in_parts([text])
     remaining = iter(text)
     assert all(character in remaining for character in content)
     assert len(re.sub(r"\s", "", content)) <= len(re.sub(r"\s", "", text)) - 3 * len(calls)
+
+
+def in_parts(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and the names of the calls with the JSON text of their arguments, of a stream that shows parts."""
+    stream, content, calls = ToolCallStream(TOOLS, parts=True), "", list[tuple[str, str]]()
+    for event in [event for piece in pieces for event in stream.feed(piece)] + stream.end():
+        if isinstance(event, str):
+            content += event
+        elif "function" in event:
+            calls.append((event["function"]["name"], json.dumps(event["function"]["arguments"])))
+        elif "name" in event:
+            calls.append((event["name"], ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + event["arguments"])
+    return content, calls
+
+
+@pytest.mark.parametrize("text", [text for text, _, _ in FORMATS])
+def test_parts_of_arguments_are_json_that_adds_up_to_the_call(text: str) -> None:
+    content, calls = in_parts(list(text))
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == parsed(text)
+
+
+def test_parts_are_shown_as_they_come_and_stay() -> None:
+    stream = ToolCallStream(TOOLS, parts=True)
+    assert stream.feed('Hm <tool_call>{"name": "f", "arguments": ') == ["Hm"]
+    assert stream.feed("{") == [{"name": "f", "id": ""}, {"arguments": "{"}]
+    assert stream.feed('"a": "\n') == [{"arguments": one} for one in ('"', "a", '"', ":", " ", '"', "\\n")]
+    assert stream.end() == []
+    assert in_parts(['<tool_call>{"name": "f", "arguments": {"a": [1']) == ("", [("f", '{"a": [1')])
+    assert in_parts(['<tool_call>{"name": "no", "arguments": {"a": [1']) == (
+        '<tool_call>{"name": "no", "arguments": {"a": [1',
+        [],
+    )
+    assert in_parts(['{"name": "f", "version": {}, "parameters": {}}!']) == (
+        '{"name": "f", "version": {}, "parameters": {}}!',
+        [],
+    )
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
@@ -169,6 +286,10 @@ WRITERS: dict[str, Any] = {
     "hermes": lambda name, args: f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>",
     "mistral": lambda name, args: f"[TOOL_CALLS]{name}{json.dumps(args)}",
     "mistral v11": lambda name, args: f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{json.dumps(args)}",
+    "block": lambda name, args: f"```json\n{json.dumps({'name': name, 'arguments': args}, indent=2)}\n```",
+    "granite": lambda name, args: f"<|tool_call|>{json.dumps([{'arguments': args, 'name': name}])}",
+    "llama 3.1": lambda name, args: f"<function={name}>{json.dumps(args, ensure_ascii=False)}</function>",
+    "deepseek": lambda name, args: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(args)}\n```<｜tool▁call▁end｜>",
     "python": as_python,
 }  # fmt: skip
 
@@ -193,7 +314,7 @@ def test_calls_are_messages() -> None:
 # ------------------------------------------------------------------------------------------------------ huge texts
 HUGE = [
     "[" * 8_000, "<tool_call>" * 800, "  <" * 2_400, '{"name": "f", "parameters": {"a": "' + "x" * 8_000,
-    '{"name": "f", "parameters": {}}' * 240, "[f(a=" + "[" * 8_000, '<tool_call>{"a": "' * 400,
+    '{"name": "f", "parameters": {}}' * 240, "[f(a=" + "[" * 8_000, '<tool_call>{"a": "' * 400, "```json" * 1_200, '{"a",' + '"name":"f",' * 800, '```json{"name":"f",' + "{" * 8_000,
 ]  # fmt: skip
 
 

@@ -1,15 +1,16 @@
 """The function calls in an assistant's text.
 
-A call is text in the format that the model was trained on:
+A call is text in the format that the model was trained on; where a mark precedes it, that is a row of FORMS:
 
     Llama 3.1, 3.2   {"name": "f", "parameters": {...}}   also "arguments", and several, separated by ";" or white space
     Llama 3.2, 4     [f(a=1, b="x"), g()]
     Mistral          [{"name": "f", "arguments": {...}}]  also after [TOOL_CALLS]; also [TOOL_CALLS]f{...}; since 2025
                      [TOOL_CALLS]f[ARGS]{...} or [TOOL_CALLS]f[CALL_ID]id[ARGS]{...}
-    Hermes, Qwen     <tool_call>{"name": "f", "arguments": {...}}</tool_call>     SmolLM2 and 3 also with a list
+    Hermes, Qwen, Granite, SmolLM   <tool_call>{"name": "f", "arguments": {...}}</tool_call>   also with a list
 
 Calls without a mark are recognized only at the start of an answer and after another call; after <|python_tag|> or
-another mark, anywhere. Only declared functions are recognized. Everything else stays text.
+another mark, anywhere. In a code block the name of the function comes first, so that other code is not delayed. Only
+declared functions are recognized. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
 At the start of an answer, calls are recognized without them. For calls after other text, insert them (`call_marks`).
@@ -36,37 +37,57 @@ from .functions import Tools
 from .messages import ToolCall, check_messages, check_tools
 from .thoughts import PAIRS
 
-BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>"
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
-CALL_MARKS = (*BEFORE, AFTER, CALL_ID, ARGS)
+# The mark of a call, perhaps with the name, and the marks that are dropped after the call, in this order
+FORMS = """
+<|python_tag|>
+[TOOL_CALLS]
+<tool_call> </tool_call>
+<|tool_call|> <|/tool_call|>
+functools
+<tools> </tools>
+```json ```
+``` ```
+<function=NAME> </function>
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME```json ```<｜tool▁call▁end｜> <｜tool▁calls▁end｜>
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME```json ```<｜tool▁call▁end｜> <｜tool▁calls▁end｜>
+"""  # <|tool_call|>: Granite, Phi-4-mini; functools: Phi-4-mini; <tools> and blocks: Qwen2.5-Coder; the last: DeepSeek
+AFTER = {mark: after for mark, *after in map(str.split, FORMS.strip().splitlines())}
+NAME_ENDS = (CALL_ID, ARGS, ">", "```json")  # an object with the arguments comes next
+CALL_MARKS = re.findall(r"<[^<>=]+>|\[[A-Z_]+\]", FORMS + CALL_ID + ARGS)
 MARKS = (*CALL_MARKS, *(mark for pair in PAIRS for mark in pair))  # of calls and thoughts, in a model's own text
-BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
+BEGIN = re.compile(rf"({'|'.join(re.escape(mark.partition('NAME')[0]) for mark in AFTER)}|;)?\s*")
+# The name in an object at the end of a text: the arguments come next, or begin
+HEAD = re.compile(r'"name"\s*:\s*"([^"\\]+)"\s*,(?:\s*"(?:arguments|parameters)"\s*:\s*\{)?$')
+LONGEST_HEAD = 256  # characters
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 # MemoryError: the stack of Python's parser is full. TypeError: a list as a key of a dictionary.
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
-Event = str | ToolCall  # a part of the text, or a call
+
+Event = str | ToolCall  # a part of the text, or a call; or a part of a call: its name and id, or text of its arguments
 
 
-def _value(begun: str) -> Generator[None, str, bool]:
+def _value(begun: str) -> Generator[int, str, bool]:
     """Receive the characters of a value after its beginning, up to its last bracket. Return False if it is no call.
 
-    Most other text is rejected early; `_calls` checks the rest.
+    Yields the number of open brackets, negative in a string. Most other text is rejected early; `_calls` checks the
+    rest.
     """
-    if begun.endswith(CALL_ID):
-        while (character := (yield)) != "{":
+    if begun.endswith(NAME_ENDS):
+        while (character := (yield 0)) != "{":
             if not (character.isalnum() or character.isspace() or character in "[]_-"):
                 return False
         begun = character
-    brackets, character = [CLOSING[one] for one in begun.replace(ARGS, "") if one in CLOSING], begun[-1]
+    brackets, character = [CLOSING[one] for one in begun if one in CLOSING], begun[-1]
     while brackets:
         if character in "\"'":
             quote = character
-            while (character := (yield)) != quote:
+            while (character := (yield -len(brackets))) != quote:
                 if character == "\\":
-                    yield
-        character = yield
+                    yield -len(brackets)
+        character = yield len(brackets)
         if character in CLOSING:
             brackets.append(CLOSING[character])
         elif character in ")]}":
@@ -89,7 +110,7 @@ def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
         calls = _python_calls(text)
     else:  # f{...}
         name, _, rest = text.partition("{")
-        name, _, id = name.strip().removesuffix(ARGS).partition(CALL_ID)
+        name, _, id = re.sub(r"\s*(\[ARGS\]|>|```json)?\s*$", "", name).partition(CALL_ID)
         calls = [_call({"name": name.strip(), "arguments": decoder.decode("{" + rest), "id": id or None})]
     if not calls or any(call["function"]["name"] not in names for call in calls):
         raise ValueError
@@ -134,14 +155,21 @@ class ToolCallStream:
     incomplete at the end, or invalid, is text.
 
     tools  the functions that may be called, as in `encode_chat`
+    parts  show a call as {"name", "id"} when its arguments begin, then {"arguments"} for parts of their JSON text. It
+           stays a call if it is incomplete or invalid. Calls in a list or in Python's syntax are shown at their end
     """
 
-    def __init__(self, tools: Tools | None):
+    def __init__(self, tools: Tools | None, parts: bool = False):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
-        self._anywhere, self._first = _beginnings(self.names)
-        self._pending: list[str] = []  # characters of a possible call
-        self._begun = ""  # the same without white space, until its value has begun
-        self._value: Generator[None, str, bool] | None = None
+        self._anywhere, self._first, self._forms = _beginnings(self.names)
+        self.pending: list[str] = []  # characters of a possible call
+        self.called: tuple[str, str, int] | None = None  # name, "," or ":", where in `pending` its arguments are next
+        self.parts, self.shown = parts, False  # whether parts of the pending text have been shown
+        self._begun = ""  # the pending text without white space, until its value has begun
+        self._value: Generator[int, str, bool] | None = None
+        self._depth = self._base = 0  # open brackets, negative in a string; those outside the arguments
+        self._in_arguments = False  # that are shown
+        self._closing: list[str] = []  # marks that may follow the last call
         self._space = ""  # white space held back, since a call may follow
         self._only_calls = True  # there is no text yet
         self._after_call = False  # there is no text after the last call
@@ -151,9 +179,9 @@ class ToolCallStream:
         """Add text; return the text and the calls that are certain."""
         for character in text:
             if not self._add(character):
-                rejected = self._take()
-                self._text(rejected)
-                if not rejected or not self._add(character):  # it may begin another call
+                begun = bool(self.pending)
+                self._text(self._take())
+                if not begun or not self._add(character):  # it may begin another call
                     self._text(character)
         events, self._events = self._events, []
         return events
@@ -168,43 +196,74 @@ class ToolCallStream:
 
     def _add(self, character: str) -> bool:
         """Add a character to the pending text. False if that is not the beginning of a call."""
+        ended = False
         if self._value is None:
             begun = self._begun + character.strip()
-            begins = self._first if self._only_calls else self._anywhere
+            begins = self._first if self._only_calls or self._after_call else self._anywhere
             at = bisect_left(begins, begun)  # of the first that may begin so
-            if not begun or at == len(begins) or not begins[at].startswith(begun):
+            call_begins = at < len(begins) and begins[at].startswith(begun)
+            if not begun or not (call_begins or any(mark.startswith(begun) for mark in self._closing)):
                 return False
             self._begun = begun
-            self._pending.append(character)
-            if begun == AFTER:
-                self._finish()
-            elif begun == begins[at]:
+            self.pending.append(character)
+            if begun in self._closing:
+                self._closing, self._space = self._closing[self._closing.index(begun) + 1 :], ""
+                self._take()
+            elif call_begins and begun == begins[at]:
                 self._value = _value(BEGIN.sub("", begun, count=1))
-                next(self._value)
-            return True
-        try:
-            self._value.send(character)
-        except StopIteration as end:
-            if not end.value:
-                return False
-            self._pending.append(character)
-            self._finish()
+                self._depth = next(self._value)
+                self._base = 0 if self._forms[begun][0] else abs(self._depth)
+                self._find_name()
         else:
-            self._pending.append(character)
+            try:
+                self._depth = self._value.send(character)
+            except StopIteration as end:
+                if not end.value:
+                    return False
+                self._depth, ended = 0, True
+            self.pending.append(character)
+            if character in ",{]" and self._depth == self._base + (character == "{"):
+                self._find_name()
+        if self._in_arguments:
+            raw = self._depth < 0 and character < " "  # JSON must escape it
+            self._events.append({"arguments": json.dumps(character)[1:-1] if raw else character})
+            self._in_arguments = abs(self._depth) > self._base
+        if ended:
+            self._finish()
         return True
 
+    def _find_name(self) -> None:
+        """Set `called` if the pending text ends with the name of a function; show the call if its arguments begin."""
+        text, name, id = "".join(self.pending[-LONGEST_HEAD:]), self._forms[self._begun][0], ""
+        if not name:
+            found = HEAD.search(text)
+            name = found[1] if found and found[1] in self.names else ""
+        elif CALL_ID in text:
+            id, args, _ = text.partition(CALL_ID)[2].partition(ARGS)
+            name = name if args else ""
+        arguments_begin = text.endswith("{")
+        if name and (self.called is None or text.endswith(",")):
+            self.called = name, "," if self._base else ":", len(self.pending) - arguments_begin
+        if name and arguments_begin and self._base < 2 and self.parts and not self.shown:
+            self.shown = self._in_arguments = True
+            self._events.append({"name": name, "id": id.strip()})
+
     def _take(self) -> str:
-        """Remove and return the pending text."""
-        text, self._pending, self._begun, self._value = "".join(self._pending), [], "", None
+        """Remove and return the pending text, unless it is shown as a call."""
+        text = "".join(self.pending)
+        if self.shown:
+            text, self._space, self._after_call = "", "", True
+        self.pending, self._begun, self._value, self.called = [], "", None, None
+        self.shown = self._in_arguments = False
         return text
 
     def _finish(self) -> None:
-        """Turn the pending text into its calls, or into text. The mark after a call is dropped."""
+        """Turn the pending text into its calls, or into text."""
+        shown, closing = self.shown, self._forms[self._begun][1]
         text = self._take()
         with contextlib.suppress(*ERRORS):
-            if not (self._after_call and text == AFTER):
-                self._events += _calls(text, self.names)
-            self._space, self._after_call = "", True
+            self._events += [] if shown else _calls(text, self.names)
+            self._space, self._after_call, self._closing = "", True, closing or self._closing
             return
         self._text(text)
 
@@ -212,7 +271,7 @@ class ToolCallStream:
         """Pass on text, except white space at its end."""
         if body := text.rstrip():
             self._show(self._space + body)
-            self._space, self._only_calls, self._after_call = "", False, False
+            self._space, self._only_calls, self._after_call, self._closing = "", False, False, []
         self._space += text[len(body) :]
 
     def _show(self, text: str) -> None:
@@ -223,12 +282,21 @@ class ToolCallStream:
 
 
 @functools.lru_cache(16)
-def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str]]:
-    """How a call may begin, without white space, in order: after text, and if only calls precede it."""
-    values = ['{"', '[{"', *(f"[{name}(" for name in names)]
-    named = [f"{name}{end}" for name in names for end in ("{", f"{ARGS}{{", CALL_ID)]
-    anywhere = {AFTER, *(mark + value for mark in BEFORE for value in (*values, *named))}
-    return sorted(anywhere), sorted({*anywhere, *values, ';{"'})
+def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
+    """How a call may begin, without white space, in order: after text; at the start and after a call.
+
+    And for each of these the name of the function if it is known, and the marks that may follow the call.
+    """
+    values = dict.fromkeys(('{"', '[{"', *(f"[{name}(" for name in names)), "")
+    forms: dict[str, tuple[str, list[str]]] = dict.fromkeys((*values, ';{"'), ("", []))
+    named = {name + end: name for name in names for end in ("{", ARGS, CALL_ID)}
+    kinds = ['{"name":"', '{"type":"function","name":"', '[{"name":"', '[{"type":"function","name":"']
+    for mark, after in AFTER.items():
+        before, name_follows, end = mark.partition("NAME")
+        in_block = {f'{kind}{name}",': "" for kind in kinds for name in names} if "```" in mark else values | named
+        following = {name + end: name for name in names} if name_follows else in_block
+        forms |= {before + value: (name, after) for value, name in following.items()}
+    return sorted(forms.keys() - {*values, ';{"'}), sorted(forms), forms
 
 
 def parse_tool_calls(text: str, tools: Tools | None) -> tuple[str, list[ToolCall]]:

@@ -26,6 +26,7 @@ NUMBERS = {
     "parallel": (16, 1, 1024, "maximum number of answers generated at once"),
     "queue": (128, 1, 100_000, "maximum number of waiting answers; further requests get HTTP 429"),
     "timeout": (3600, 1, 10**6, "maximum time of a request in seconds"),
+    "max-tokens": (4096, -1, 2**31, "maximum of new tokens if a chat request sets none; -1: the context"),
 }
 
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     from ..server.limits import Limits
 
     for name, (_, low, high, _) in NUMBERS.items():
-        integer(f"--{name}", getattr(args, name), low, high)
+        integer(f"--{name}", getattr(args, name.replace("-", "_")), low, high)
     key, local = api_key(args.api_key), args.host in LOCAL
     if not local and key is None and not args.no_auth:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         llm.prepare([0], {"thinking_budget": args.thinking_budget, "thoughts": llm.thoughts([0])})  # checks it
         llm.thinking_budget = args.thinking_budget
     name = args.name or loading.model_name(args.model)
-    limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout)
+    limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout, tokens=args.max_tokens)
     engine, hosts = Engine(llm, limits), ["localhost", "127.0.0.1", "[::1]"] if local else None
     app = Server(engine, name, key).app(hosts, args.cors_origin)
     server = uvicorn.Server(configuration(app, limits))

@@ -152,12 +152,13 @@ class ThinkingBudget:
     def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, left: int, inner: Constraint | None):
         self.stream, self.left, self.inner = ThoughtStream(tokenizer, thoughts), left, inner
         self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the mark that are to come
-        self.every = torch.ones(tokenizer.n_vocab, dtype=torch.bool)  # (V,)
+        self.n_vocab = tokenizer.n_vocab
 
-    def allowed(self) -> Tensor:
+    def allowed(self) -> Tensor | None:
         if self.stream.thinking and self.left <= 0 and not self.stream.decoder.is_partial:
-            return torch.zeros_like(self.every).index_fill_(0, torch.tensor(self.closing[:1]), True)  # (V,)
-        return self.every if self.inner is None else self.inner.allowed()
+            none = torch.zeros(self.n_vocab, dtype=torch.bool)  # (V,)
+            return none.index_fill_(0, torch.tensor(self.closing[:1]), True)  # (V,)
+        return None if self.inner is None else self.inner.allowed()
 
     def advance(self, id: int) -> None:
         if self.stream.thinking and self.left <= 0 and self.closing[:1] == [id]:

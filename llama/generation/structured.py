@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import logging
 import re
 import threading
 import weakref
@@ -33,7 +34,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..chat.thoughts import Thoughts
+from ..chat.thoughts import Thoughts, ThoughtStream
+from ..chat.tool_calls import ToolCallStream, call_marks
 from ..errors import UsageError
 from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer, token_ids
@@ -42,6 +44,8 @@ from ..tokenizer.base import LONGEST_PARTIAL
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
 LONGEST = 2**20  # characters of a schema, regular expression or grammar
 KEPT = 64  # compiled grammars of a tokenizer
 LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
@@ -130,6 +134,16 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
             f" of the tools, got {checks.shown(choice)}"
         )
     return f"start: {' | '.join(calls)}"
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    """A Lark grammar for the rest of a call: the arguments after ":"; after ",", with their key. Then all text."""
+    schema = _spelled({"type": "object", **(function.get("parameters") or {})}, whitespace_pattern=WHITE_SPACE)
+    return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS "}}") REST?
+        WS: /[\\x20\\n\\r\\t]{{0,64}}/
+        KEY: "\\"arguments\\"" | "\\"parameters\\""
+        REST: ~""
+        arguments: %json {json.dumps(schema)}"""
 
 
 def _text(what: str, source: Any) -> str:
@@ -306,6 +320,11 @@ class Grammar:
             )
         return Constraint(vocabulary, vocabulary.matcher(self.text), vocabulary.strips and not last)
 
+    def after(self, text: str) -> Constraint | None:
+        """The constraint of an answer that has begun with a text; None if no answer begins so."""
+        ids, matcher = self.vocabulary.library.greedy_tokenize(text), self.vocabulary.matcher(self.text)
+        return Constraint(self.vocabulary, matcher, False) if matcher.try_consume_tokens(ids) == len(ids) else None
+
 
 class Constraint:
     """The tokens that may come next in one answer. Not thread-safe.
@@ -358,3 +377,49 @@ class Constraint:
         if vocabulary.tokens[token] and not self._matcher.consume_token(token):
             raise UsageError(f"no token can continue the answer: {_reason(self._matcher.get_error())}")
         self._allowed = None
+
+
+# ------------------------------------------------------------------------------------------------- calls in an answer
+class CallConstraint:
+    """Limits the arguments of calls in one answer to the schemas of their functions. Not thread-safe.
+
+    All ids are allowed until `ToolCallStream` has found the name of a function, and after its arguments. So other text
+    is free and costs nothing, and each format that is parsed is constrained. As the limits begin at the name, they
+    include a token that contains the beginning of the arguments. A thought has no calls. `thoughts` and `before` are
+    those of `ThoughtStream`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]],
+        thoughts: Thoughts = Thoughts(),  # noqa: B008, it is a constant
+        before: Sequence[int] = (),
+    ):
+        self._stream, self._marks = ToolCallStream(tools), call_marks(tokenizer)
+        self._thoughts = ThoughtStream(tokenizer, thoughts, before)
+        self._called: tuple[str, str, int] | None = None
+        self._arguments: Constraint | None = None
+        self._grammars: dict[str, Grammar] = {}
+        for function in (tool.get("function", tool) for tool in tools):
+            try:
+                self._grammars[function["name"]] = compile_grammar(tokenizer, "grammar", _arguments(function))
+            except UsageError as error:
+                warn_once("calls are not limited to a function's schema: llguidance is not installed, or refuses it")
+                log.debug("%s", error)
+
+    def allowed(self) -> Tensor | None:
+        """The ids that may come next: (n_vocab,) bool, on the CPU; None: all. Do not modify it."""
+        return None if self._arguments is None else self._arguments.allowed()
+
+    def advance(self, id: int) -> None:
+        """Add an id to the answer. Raises UsageError if the id is not allowed."""
+        if self._arguments is not None:
+            self._arguments.advance(id)
+        thought, text = self._thoughts.feed(id)
+        self._stream.feed(text if thought is not None else self._marks.get(id, "") + text)
+        if (called := self._stream.called) is not self._called:
+            self._called, self._arguments = called, None
+            if called is not None and called[0] in self._grammars:
+                rest = called[1] + "".join(self._stream.pending[called[2] :])
+                self._arguments = self._grammars[called[0]].after(rest)

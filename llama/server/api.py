@@ -9,6 +9,7 @@ import uuid
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from queue import Full
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ..chat.tool_calls import ToolCallStream, call_marks
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
 from ..generation.answer import Job, Piece
+from ..generation.structured import warn_once
 from ..sampling import Token
 from ..text import Llama
 from ..tokenizer import Decoder
@@ -62,29 +64,33 @@ class Api(Format):
     async def chunks(self, reply: Reply) -> AsyncIterator[Any]:
         """The events of a stream."""
         async for choice in reply.news():
-            yield self.chunk(reply, [choice])
-            choice.clear()
+            more = True
+            while more:
+                yield self.chunk(reply, [choice])
+                choice.clear()
+                more = bool(choice.calls)
 
 
 class Choice:
-    """One answer of a reply, as far as it was not sent: thought, text, tokens, complete calls, at its end the reason.
+    """One answer of a reply, as far as it was not sent: thought, text, tokens, parts of calls, at its end the reason.
 
     The pieces that a stream sends add up to the complete answer.
     """
 
     def __init__(self, request: AnswerRequest, index: int, spelling: Spelling):
         self.request, self.index, self.spelling = request, index, spelling
+        self.calls = list[dict[str, Any]]()
         self.clear()
         self.text = request.echoed[index // request.n] if request.echoed else ""
         self.finish_reason: str | None = None
-        self.finder = ToolCallStream(request.tools) if request.tools else None
+        self.finder = ToolCallStream(request.tools, parts=True) if request.tools else None
         self.marks = call_marks(spelling.tokenizer) if request.tools else {}
         self.count, self.cut = 0, False  # calls found so far; whether the answer ends within one
         self.offset = 0  # where in the text the next token begins
 
     def clear(self) -> None:
-        """Forget what has been sent."""
-        self.reasoning, self.text, self.tokens, self.calls = "", "", list[Token](), list[dict[str, Any]]()
+        """Forget what has been sent; an event of a stream has one part of a call."""
+        self.reasoning, self.text, self.tokens, self.calls = "", "", list[Token](), self.calls[1:]
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -99,10 +105,12 @@ class Choice:
         for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
             if isinstance(event, str):
                 self.text += event
-            elif self.request.several_calls or not self.count:
-                id = event.get("id") or uuid.uuid4().hex[:9]  # Mistral's templates require nine letters and digits
-                self.calls.append({"number": self.count, "id": id, **event["function"]})
-                self.count += 1
+            elif "function" in event:
+                name, arguments = event["function"].values()
+                self._add_part({"name": name, "id": event.get("id")})
+                self._add_part({"arguments": json.dumps(arguments, ensure_ascii=False)})
+            else:
+                self._add_part(event)
         if piece.completion is None:
             return self.request.stream and bool(self.reasoning or self.text or self.calls)
         self.finish_reason = piece.completion.finish_reason
@@ -110,10 +118,22 @@ class Choice:
             self.finish_reason = "tool_calls"
         return True
 
+    def _add_part(self, part: dict[str, Any]) -> None:
+        self.count += "name" in part
+        if self.count > 1 and not self.request.several_calls:
+            return
+        if "name" in part:
+            id = part["id"] or uuid.uuid4().hex[:9]  # Mistral's templates require nine letters and digits
+            self.calls.append({"number": self.count - 1, "name": part["name"], "id": id, "arguments": ""})
+        elif self.request.stream and (not self.calls or "name" in self.calls[-1]):
+            self.calls.append({"number": self.count - 1, **part})
+        else:
+            self.calls[-1]["arguments"] += part["arguments"]
+
     def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
         mark = "" if piece.token is None or piece.reasoning is not None else self.marks.get(piece.token.id, "")
-        events, rest = calls.feed(mark + piece.text), calls.end() if piece.completion is not None else []
-        self.cut = any(isinstance(event, str) and event.strip("; \n") for event in rest)  # a stop string in a call
+        events, shown, rest = calls.feed(mark + piece.text), calls.shown, calls.end() if piece.completion else []
+        self.cut = shown or any(isinstance(event, str) and event.strip("; \n") for event in rest)  # within a call
         return events + rest
 
 
@@ -126,6 +146,9 @@ class Reply(Inbox):
         self.id, self.created, self.tokens = uuid.uuid4().hex, int(time.time()), Counter[str]()
         spelling, count, most = Spelling(engine.llm.tokenizer), len(request.jobs), engine.limits.waiting
         self.choices = {job: Choice(request, i, spelling) for i, job in enumerate(request.jobs)}
+        self.most_new = engine.limits.tokens if request.unlimited else -1
+        for job in request.jobs if self.most_new >= 0 else []:
+            job.params = replace(job.params, max_new_tokens=min(job.params.max_new_tokens, self.most_new))
         if count > most:
             raise UsageError(f"n times the number of prompts is {count}; this server takes at most {most}")
         engine.submit(request.jobs, self._deliver)
@@ -137,6 +160,8 @@ class Reply(Inbox):
             return self.put(piece)
         if piece.completion is not None:
             stats, once = piece.completion.stats, choice.index % self.request.n == 0  # n answers have one prompt
+            if piece.completion.finish_reason == "length" and stats.new_tokens == self.most_new:
+                warn_once("--max-tokens, the default of requests without max_tokens, has cut an answer")
             for counts in (self.tokens, self.engine.tokens):
                 counts.update({name: getattr(stats, name) for name in COUNTED if once or name not in OF_PROMPT})
         self.put((choice, piece))

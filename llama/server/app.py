@@ -36,7 +36,7 @@ APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Compl
 EVENTS = Format()
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 # The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
-MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
+MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|tools|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html", "/page.css": "server/page/page.css", "/page.js": "server/page/page.js"}
 PAGE |= {f"/{name}": f"inside/trace_page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}

@@ -16,6 +16,7 @@ class Limits:
     bodies     total size of requests not yet parsed
     head       size of a request's head, and of further requests that a client sends before it has the response
     receive    time until a request has arrived completely
+    tokens     new tokens of a chat answer whose request has no max_tokens; -1: as many as the context has room for
     seconds    time from the arrival of a request to the end of its answer
     pause      time between the comments in a stream, since proxies close silent connections
     parsed     bodies parsed at once, of the 5 or more threads of asyncio.to_thread
@@ -31,6 +32,7 @@ class Limits:
     bodies: int = 2**28
     head: int = 2**16
     receive: float = 30.0
+    tokens: int = 4096
     seconds: float = 3600.0
     pause: float = 15.0
     parsed: int = 4

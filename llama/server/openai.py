@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from itertools import islice
@@ -30,7 +29,8 @@ class OpenAI(Api):
     def choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = self.logprobs(choice) if choice.request.logprobs else None
         content = {"index": choice.index, **self.content(choice)}
-        return {**content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        more = choice.request.stream and len(choice.calls) > 1
+        return {**content, "logprobs": logprobs, "finish_reason": None if more else choice.finish_reason}
 
     def body(self, reply: Reply, choices: list[Any], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         kind = self.kinds[reply.request.stream]
@@ -85,7 +85,8 @@ class Chat(OpenAI):
     def content(self, choice: Choice) -> dict[str, Any]:
         text, stream = choice.text, choice.request.stream
         thought = {"reasoning_content": choice.reasoning} if choice.reasoning else {}
-        calls = {"tool_calls": [_call(call, stream) for call in choice.calls]} if choice.calls else {}
+        parts = [_call(call, stream) for call in choice.calls]
+        calls = {"tool_calls": parts[:1] if stream else parts} if parts else {}
         if stream:
             return {"delta": {**thought, **({"content": text} if text else {}), **calls}}
         content = None if calls and not text else text
@@ -111,8 +112,9 @@ class Chat(OpenAI):
 
 
 def _call(call: dict[str, Any], stream: bool) -> dict[str, Any]:
-    function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-    return {**({"index": call["number"]} if stream else {}), "id": call["id"], "type": "function", "function": function}
+    function = {key: call[key] for key in ("name", "arguments") if key in call}
+    head = {"id": call["id"], "type": "function"} if "id" in call else {}  # it comes with the first part
+    return {**({"index": call["number"]} if stream else {}), **head, "function": function}
 
 
 def number(logprob: float) -> float:

@@ -84,6 +84,7 @@ class AnswerRequest:
     echoed: list[str] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     several_calls: bool = True
+    unlimited: bool = False  # without max_tokens
 
 
 class UnknownModel(UsageError):
@@ -106,6 +107,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
     if len(limits) > 1:
         raise UsageError("max_tokens and max_completion_tokens differ: give one of them")
+    call.unlimited = not limits
     options["max_new_tokens"] = _limit(limits.pop() if limits else -1, llm)
     call.logprobs, call.top = body.get("logprobs", False), body.get("top_logprobs", 0)
     if call.top and not call.logprobs:
@@ -115,6 +117,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     checks.integer("the number of tools", len(body.get("tools", [])), 0, MOST_TOOLS)
     tools = [] if choice == "none" else body.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
+    options["calls"] = tools
     options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, tools)
     if options["schema"] and options["grammar"]:
         raise UsageError("response_format can't be combined with a tool_choice that requires a call")

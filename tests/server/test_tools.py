@@ -6,6 +6,7 @@ import enum
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ import pydantic
 import pytest
 
 from llama.generation.answer import Completion, Piece, Stats
+from llama.generation.structured import warn_once
 from llama.sampling import Token
 from llama.server.api import Choice
 from llama.server.openai import Chat
@@ -86,9 +88,8 @@ def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
         else:
             assert arguments == {}
         stream = client.chat.completions.create(**options, stream=True)
-        (part,) = [part for chunk in stream for part in chunk.choices[0].delta.tool_calls or []]
-        assert part.index == 0
-        assert (part.function.name, part.function.arguments) == (call.function.name, call.function.arguments)
+        (joined,) = in_parts([chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in stream])
+        assert joined["function"] == {"name": call.function.name, "arguments": call.function.arguments}
     answer: Any = [*MESSAGES, found.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     client.chat.completions.create(model="tiny", messages=answer, tools=TOOLS, max_tokens=3)
 
@@ -112,10 +113,30 @@ def parts(
     given = [Piece(piece) if isinstance(piece, str) else piece for piece in [*pieces, Piece("", end)]]
     found = []
     for piece in given:
-        if choice.add(piece):
+        more = choice.add(piece)
+        while more:
             found.append(Chat().choice(choice))
             choice.clear()
+            more = stream and bool(choice.calls)
     return found
+
+
+def in_parts(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a stream, joined. Their parts are as OpenAI sends them: one a chunk, the name alone and first."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if "tool_calls" not in delta:
+            continue
+        (part,) = delta["tool_calls"]
+        if part["index"] == len(calls):
+            assert part == {"index": len(calls), "id": part["id"], "type": "function", "function": part["function"]}
+            assert part["function"] == {"name": part["function"]["name"], "arguments": ""}
+            calls.append({"id": part["id"], "function": dict(part["function"])})
+        else:
+            assert part == {"index": len(calls) - 1, "function": {"arguments": part["function"]["arguments"]}}
+            assert part["function"]["arguments"]
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return calls
 
 
 CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'
@@ -126,8 +147,8 @@ def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
     pieces = [CALLS[i : i + size] for i in range(0, len(CALLS), size)]
     found = [part["delta"] for part in parts(tiny_llm, pieces, stream=True)]
     assert not any(delta.get("content") for delta in found)
-    streamed = [call for delta in found for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in streamed] == [0, 1]
+    streamed = in_parts(found)
+    assert len(streamed) == 2
     for several in (True, False):
         (choice,) = parts(tiny_llm, pieces, several=several)
         functions = [call["function"] for call in choice["message"]["tool_calls"]]
@@ -197,8 +218,8 @@ def test_the_id_that_a_model_writes_is_kept(tiny_llm: Llama) -> None:
     call = '[{"name": "now", "arguments": {}, "id": "a1"}, {"name": "now", "arguments": {}}]'
     for text, ids in ((call, ["a1", None]), ("[TOOL_CALLS]now[CALL_ID]b2[ARGS]{}", ["b2"])):
         for stream in (False, True):
-            first = parts(tiny_llm, [text], stream=stream)[0]
-            calls = first["delta" if stream else "message"]["tool_calls"]
+            found = parts(tiny_llm, [text], stream=stream)
+            calls = in_parts([one["delta"] for one in found]) if stream else found[0]["message"]["tool_calls"]
             assert [call["id"] if id else len(call["id"]) for call, id in zip(calls, ids, strict=True)] == [
                 id or 9 for id in ids
             ]
@@ -209,3 +230,49 @@ def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) 
     message = parts(tiny_llm, pieces, mark="<|python_tag|>")[0]["message"]
     assert message["content"].strip() == "Let me see."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+def test_a_request_without_a_limit_has_that_of_the_server(tiny_llm: Llama, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    with running(tiny_llm, tokens=5) as server:
+        create = partial(server.client().chat.completions.create, model="tiny", messages=MESSAGES, temperature=0)
+        ignored: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+        for _ in range(2):
+            found = create(**ignored)
+            assert (found.choices[0].finish_reason, found.usage.completion_tokens) == ("length", 5)
+        assert [record.getMessage()[:12] for record in caplog.records if "max-tokens" in record.getMessage()] == [
+            "--max-tokens"
+        ]
+        for more, most in (
+            ({"max_tokens": 9}, 9),
+            ({"max_completion_tokens": 3}, 3),
+            ({"max_tokens": -1}, tiny_llm.model.max_seq_len),
+        ):
+            found = create(**ignored, **more)  # type: ignore[arg-type]
+            assert found.usage.completion_tokens == min(most, tiny_llm.model.max_seq_len - found.usage.prompt_tokens)
+    with running(tiny_llm, tokens=-1) as server:
+        found = server.client().chat.completions.create(model="tiny", messages=MESSAGES, **ignored)
+        assert found.usage.total_tokens == tiny_llm.model.max_seq_len
+
+
+def test_an_incomplete_call_stays_a_call_with_a_part_of_its_arguments(tiny_llm: Llama) -> None:
+    text = 'Well. {"name": "weather"} <tool_call>{"name": "weather", "arguments": {"city": "Ro'
+    (whole,) = parts(tiny_llm, [*text], finish="length")
+    assert whole["finish_reason"] == "length"
+    assert whole["message"]["content"] == 'Well. {"name": "weather"}'
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Ro'}
+    streamed = parts(tiny_llm, [*text], stream=True, finish="length")
+    assert "".join(one["delta"].get("content", "") for one in streamed) == whole["message"]["content"]
+    assert [one["function"] for one in in_parts([one["delta"] for one in streamed])] == [call["function"]]
+    assert streamed[-1]["finish_reason"] == "length"
+
+
+def test_a_request_with_tools_limits_the_arguments_of_a_call(tiny_llm: Llama) -> None:
+    (job,) = parse_chat({"messages": MESSAGES, "tools": TOOLS}, with_tools(tiny_llm), "tiny").jobs
+    for id in tiny_llm.tokenizer.encode('{"name": "weather", "arguments": {"'):
+        job.constraint.advance(id)
+    assert int(job.constraint.allowed().sum()) == 1  # the c of "city"
+    for more in ({"tool_choice": "none"}, {"tools": []}):
+        (job,) = parse_chat({"messages": MESSAGES, "tools": TOOLS, **more}, with_tools(tiny_llm), "tiny").jobs
+        assert job.constraint is None
