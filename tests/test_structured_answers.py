@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from llama import cli
+from llama.chat.thoughts import Thoughts
 from llama.chat.tool_calls import ToolCallStream
 from llama.errors import UsageError
 from llama.generation.structured import CallConstraint, warn_once
@@ -161,6 +162,19 @@ def test_text_without_a_declared_call_is_free(tiny_llm: Llama, text: str) -> Non
     for id in [*tokenizer.encode(f"{text} \U0001d11e"), *range(tokenizer.n_vocab)]:
         assert constraint.allowed() is None
         constraint.advance(id)
+
+
+def test_a_call_in_a_thought_is_free_and_one_after_it_is_limited(tiny_llm: Llama) -> None:
+    tokenizer, call = tiny_llm.tokenizer, '<tool_call>{"name": "animal", "arguments": {'
+    constraint = CallConstraint(tokenizer, TOOLS, Thoughts("<think>", "</think>", "open"))
+    for id in tokenizer.encode(f"{call} hm</think>\n"):
+        assert constraint.allowed() is None
+        constraint.advance(id)
+    for id in tokenizer.encode(call):
+        constraint.advance(id)
+    allowed = constraint.allowed()
+    assert allowed is not None
+    assert not allowed[[*tokenizer.stop_ids]].any()
 
 
 def test_greedy_answers_without_calls_are_unchanged_by_tools(tiny_llm: Llama) -> None:
