@@ -53,7 +53,8 @@ CHAT_FIELDS = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_lo
 CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
 PART = {"type": Required("text"), "text": Required(str)}
 TEXT_FIELDS = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
-ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **GENERATION}
+ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off": list, "top": TOP}
+ANSWER_FIELDS |= CHAT | GENERATION
 INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
@@ -138,7 +139,10 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
 
 # --------------------------------------------------------------------------------------------------------------- looks
 def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.answer` from a body of /look/answer: messages, a text, or ids. Raises a LlamaError."""
+    """The arguments of `Looks.answer` from a body of /look/answer. Raises a LlamaError.
+
+    The prompt is messages, a text, ids, or ids and a text that continues them; `own` is a text that continues `answer`.
+    """
     body = _fields(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
     options |= {"max_new_tokens": _limit(body.get("max_tokens", -1), llm), "continues": False}
@@ -150,12 +154,15 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
             ids = _prompts(body["prompt"], None, 1, llm)[0]
         case ["ids"]:
             ids = _ids("ids", body["ids"], llm)
+        case ["prompt", "ids"]:
+            ids = [*_ids("ids", body["ids"], llm), *_joined("prompt", body, llm)]
         case _:
-            raise UsageError("expected one of messages, prompt and ids")
-    answer = _ids("answer", body["answer"], llm) if "answer" in body else []
-    _check_look([*ids, *answer], LONGEST_LOOK - 1)
+            raise UsageError("expected messages, prompt, ids, or ids and prompt")
+    answer, own = _ids("answer", body["answer"], llm) if "answer" in body else [], _joined("own", body, llm)
+    _check_look([*ids, *answer, *own], LONGEST_LOOK - 1)
     (job,) = llm.prepare(ids, options)
-    return {"job": job, "answer": answer, "off": _heads("off", body, llm), "top": body.get("top", SHOWN_TOP)}
+    found = {"job": job, "answer": answer, "own": own, "off": _heads("off", body, llm)}
+    return found | {"top": body.get("top", SHOWN_TOP)}
 
 
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
 
 def _check_look(ids: list[int], most: int) -> list[int]:
     if len(ids) > most:
-        raise ContextLengthError(f"the text has {len(ids):,} tokens; a look takes at most {most:,}")
+        raise ContextLengthError(f"the text has {len(ids):,} tokens; its inside can be shown for at most {most:,}")
     return ids
 
 
@@ -253,6 +260,12 @@ def _ids(name: str, ids: Any, llm: Llama, kinds: str = "") -> list[int]:
         raise UsageError(f"{name} must be {kinds}a list of token ids, got {shown(ids)}")
     _check_size(len(ids), llm)
     return [checks.integer(f"a token id of {name}", id, 0, llm.model.config.vocab_size - 1) for id in ids]
+
+
+def _joined(name: str, body: Mapping[str, Any], llm: Llama) -> list[int]:
+    """The ids of a text that goes on from other ids."""
+    _check_size(len(text := checked(body.get(name, ""), str, name)), llm, "characters", LONGEST_TOKEN)
+    return llm.tokenizer.encode_joined(text)
 
 
 def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[int]]:

@@ -231,14 +231,14 @@ class Tokenizer(ABC):
         if not {PRE, SUF, MID} <= self.control.keys():
             raise TokenizerError(f"this vocabulary has no infill ids ({PRE} {SUF} {MID}), as Code Llama's has")
         pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
-        before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
+        before, after = self._encode(_valid(prefix)), self.encode_joined(_valid(suffix))
         return [self._required(self.bos_id, "begin"), pre, *before, suf, *after, mid]
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""
         return self._encode(text)
 
-    def _encode_joined(self, text: str) -> list[int]:
+    def encode_joined(self, text: str) -> list[int]:
         """Ids of valid plain text that continues another text: no space is added before it."""
         return self._encode(JOINER + text)[len(self._encode(JOINER)) :]
 

@@ -196,7 +196,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return build(self._source(), self._where)
 
     def _encode_after_control(self, text: str) -> list[int]:
-        return self._encode_joined(text) if self._only_first else self._encode(text)
+        return self.encode_joined(text) if self._only_first else self._encode(text)
 
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)

@@ -202,7 +202,7 @@ class SentencePieceModelTokenizer(Tokenizer):
             return ids
 
     def _encode_after_control(self, text: str) -> list[int]:
-        return self._encode(text) if self._space_after_control else self._encode_joined(text)
+        return self._encode(text) if self._space_after_control else self.encode_joined(text)
 
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)

@@ -135,6 +135,11 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
         assert shown == [share(other["p"]), *([share(other["q"])] if "q" in other else [])]
         assert rows.nth(k).locator(".cut").count() == ("cut" in other)
     check_bars(tab, one)
+    check_box(tab, "2 of them please")  # a pointer opened the word, so characters are text
+    tab.click(f"#t{turn['n']}-3 .w")
+    for key in ("ArrowRight", "ArrowLeft"):
+        tab.keyboard.press(key)
+    settle(tab)
     left, warm = one["left"], (logits / SAMPLING["temperature"]).softmax(-1)
     least, largest = SAMPLING["min_p"], float(warm.max())
     for text, *parts in zip(
@@ -182,6 +187,49 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert tab.inner_text("#status") == ""
     tab.click("#close")
     assert not tab.locator("#hint").is_visible()
+
+
+def check_box(tab: Page, sentence: str) -> None:
+    """Type a sentence, and find it in the box and nothing else changed."""
+    kept = "JSON.stringify([turns, chosen, [...seen.keys()], id('chat').textContent, id('panel').textContent])"
+    before = tab.evaluate(kept)
+    tab.keyboard.type(sentence)
+    assert tab.input_value("#question") == sentence
+    assert tab.evaluate(kept) == before, sentence
+    tab.fill("#question", "")
+
+
+SENTENCES = [
+    *("or what about France?", "2 of them please", "0 is even. Why?", "r u sure?", "edit this text", "open it", "1 2 3"),
+    *("[see above] explain", "] what is that?", "Really?", "explain it", "9 lives", "ok, and then?", "o", "e", "r", "1"),
+    *("3.5 * 2", "one more", "rewrite: 'o no'", "4 example", "[o]", "10 reasons", "0", "[[]]", "Oh!", "earlier?", "5"),
+    *("or 1?", "7 e r o 8"),
+]
+
+
+def test_typing_after_send_changes_nothing_but_the_box(show: Open) -> None:
+    tab = show()
+    configure(tab, seed=5, max_tokens=8)
+    sent: list[str] = []
+    tab.on("request", lambda request: sent.append(request.url))
+    assert len(SENTENCES) == 30
+    for i, send in enumerate((lambda: tab.press("#question", "Enter"), lambda: tab.click("#send"))):
+        tab.fill("#question", "What is a llama?")
+        send()
+        settle(tab)
+        assert tab.evaluate("document.activeElement.id") == "question"
+        sent.clear()
+        for sentence in SENTENCES[i::2]:
+            check_box(tab, sentence)
+        assert sent == []
+    n = tab.evaluate("path().at(-1).n")
+    for sentence in SENTENCES:  # also where a pointer opened a word, or took one
+        tab.click(f"#t{n}-2 .w")
+        settle(tab)
+        check_box(tab, sentence)
+    tab.locator("#alternatives .row[aria-current=false]").first.click()
+    settle(tab)
+    check_box(tab, "2 of them please")
 
 
 def check_bars(tab: Page, one: dict[str, Any]) -> None:
@@ -453,7 +501,7 @@ def test_the_key_stays_in_the_tab(browser: Browser, show: Open, tiny_llm: Llama)
         turn = ask(tab, "Open?")
         assert turn["tokens"]
         assert tab.evaluate("[localStorage.length, sessionStorage.getItem('clearllama-key')]") == [0, "secret"]
-        assert "secret" not in tab.evaluate("sessionStorage.getItem('clearllama-turns')")
+        assert "secret" not in tab.evaluate("settled(stored().getAll()).then(JSON.stringify)")
         context.close()
 
 
@@ -612,6 +660,7 @@ def test_the_first_minute_by_keyboard(show: Open) -> None:
     assert tab.evaluate("document.activeElement.parentElement.id") == "samples"
     press("Enter")
     first = settle(tab)
+    press("ArrowUp")  # from the empty box
     press("ArrowRight", "ArrowRight", "ArrowRight")
     assert tab.evaluate("chosen.i") == 2
     settle(tab)
