@@ -113,14 +113,14 @@ class Looks:
             yield {"read": len(kept.ids), "of": len(ids)}
 
     @torch.inference_mode()
-    def answer(self, job: Job, answer: list[int], own: list[int], off: Heads, top: int) -> Steps:
+    def answer(self, job: Job, answer: list[int], off: Heads, top: int, own: Sequence[int] = ()) -> Steps:
         """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
 
-        own  ids to take instead of drawn ones;  off  heads that are switched off;  top  alternatives for each token
+        off  heads that are switched off;  top  alternatives for each token;  own  ids to take instead of drawn ones
         """
         model, tokenizer, start = self.model, self.llm.tokenizer, len(job.ids)
         params, constraint, ids = job.params, job.constraint, [*job.ids, *answer]
-        room = min(room_for(model, ids, params, None), self.longest - len(ids))
+        room = min(room_for(model, ids, params, None) + len(own), self.longest - len(ids))
         yield {"prompt": [self.token(id) for id in ids[:start]], "seed": params.seed}
         if constraint is not None:
             for id in answer:  # one id a step: a grammar may take 20 ms for each, and other answers wait

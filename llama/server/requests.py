@@ -157,7 +157,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
         case ["prompt", "ids"]:
             ids = [*_ids("ids", body["ids"], llm), *_joined("prompt", body, llm)]
         case _:
-            raise UsageError("expected messages, prompt, ids, or ids and prompt")
+            raise UsageError("expected one of messages, prompt and ids, or prompt after ids")
     answer, own = _ids("answer", body["answer"], llm) if "answer" in body else [], _joined("own", body, llm)
     _check_look([*ids, *answer, *own], LONGEST_LOOK - 1)
     (job,) = llm.prepare(ids, options)

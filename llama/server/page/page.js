@@ -105,6 +105,7 @@ async function connect() {
   const foreign = turns.slice(1).some((one) => one.model !== identity());
   banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
   draw();
+  drawStored();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
 }
 
@@ -172,7 +173,7 @@ async function ask(question) {
   while (running) await stop();
   const last = path().at(-1), parent = editing ? editing.parent : last?.n ?? 0, { off = [] } = editing ?? last ?? {};
   [editing, id("question").value] = [null, ""];
-  if (matchMedia("(pointer: fine)").matches) id("question").focus(); // else it would open the keyboard of a phone
+  id("question")[matchMedia("(pointer: fine)").matches ? "focus" : "blur"](); // a phone's keyboard would cover the answer
   await run(add(parent, { question, system: card.meta.template ? id("system").value : "", off, sampling: sampling(), seed: seed() }));
 }
 
@@ -248,6 +249,7 @@ function receive(turn, event) {
   if (event.read) id("reading").value = event.read / event.of;
   if (event.end) turn.end = event.end;
   if (event.id === undefined) return;
+  if (event.forced) turn.given += 1;
   const i = turn.tokens.push(event) - 1, other = turns[turn.source]?.tokens[i];
   if (other && turn.first === null && other.id !== event.id) turn.first = i;
   frame ||= requestAnimationFrame(() => grow(turn));
@@ -330,7 +332,7 @@ function draw() {
   put("chat", ...path().map(turnNode));
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
-  id("question").placeholder = card.meta.template ? "Ask…" : path().length ? "More text, exactly as it goes on; begin with a space if needed…" : "Begin a text, and the model continues it…";
+  id("question").placeholder = card.meta.template ? "Ask…" : path().length ? "More text, its first space included…" : "Begin a text to continue…";
   id("reading").hidden = true;
   count();
   mark();
@@ -340,6 +342,7 @@ function draw() {
 function step(turn, by) {
   const parent = turns[turn.parent], last = parent.children.length;
   parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
+  save();
   const shown = turns[parent.children[parent.active]], i = chosen?.turn === turn.n ? chosen.i : -1;
   unselect();
   say("");
@@ -614,6 +617,8 @@ const settled = (request) => new Promise((resolve, reject) => {
   Object.assign(request, { onsuccess: () => resolve(request.result), onerror: () => reject(request.error) });
 });
 
+const keep = (its) => sessionStorage.setItem("clearllama-conversation", JSON.stringify((key = its)));
+
 /** Store the conversation in place of its last state. If another tab has replaced that one, both remain. */
 function save() {
   if (!db || turns.length < 2) return;
@@ -625,14 +630,13 @@ function save() {
   store.transaction.commit(); // also while the page closes
 }
 
-const keep = (its) => sessionStorage.setItem("clearllama-conversation", JSON.stringify((key = its)));
-
 /** List the stored conversations, the last one first. */
 async function drawStored() {
   const keys = db ? (await settled(stored().getAllKeys())).reverse() : [];
   const remove = async (one) => confirm(`Delete “${one[1]}”?`) && drawStored(await settled(stored("readwrite").delete(one)));
-  put("stored", ...keys.map((one) => make("p", { class: "foot" }, make("small", {}, new Date(one[0]).toLocaleString()),
-    press(one[1], async () => replace(await settled(stored().get(one)), one), { class: "ellipsis" }), press("delete", () => remove(one), { class: "quiet" }))));
+  put("stored", ...keys.map((one) => make("p", { class: "foot" },
+    press(plain(one[1]), async () => replace(await settled(stored().get(one)), one), { class: "ellipsis" }),
+    new Date(one[0]).toLocaleString([], { dateStyle: "short", timeStyle: "short" }), press("delete", () => remove(one), { class: "quiet" }))));
 }
 
 // [name, content, type, note] of an export; last is the last turn that is shown
@@ -641,12 +645,13 @@ const EXPORTS = {
   md: () => ["clearllama.md", path().map((one) => `${changedSystem(one) === null ? "" : `_System: ${changedSystem(one)}_\n\n`}**${one.question}**`
     + `\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"],
   curl(last) {
-    const { response_format, max_tokens, ...sampling } = last.sampling, chat = card.meta.template;
-    const count = Math.max(last.given, 1 + last.tokens.findLastIndex((one) => one.forced)), given = textOf(last.tokens.slice(0, count));
-    const text = chat ? { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format } : { prompt: contents(last) + given };
-    const body = JSON.stringify({ ...text, ...sampling, max_tokens: max_tokens - count + last.given, seed: last.seed }, null, 1);
+    const { response_format, ...sampling } = last.sampling, chat = card.meta.template, given = textOf(last.tokens.slice(0, last.given));
+    const text = !chat ? { prompt: contents(last) + given }
+      : { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format };
+    const body = JSON.stringify({ ...text, ...sampling, seed: last.seed }, null, 1);
     const notes = [last.off.length && `Not in this request: without head ${last.off.map((one) => one.join(".")).join(", ")}`,
-      !chat && response_format && "Not in this request: the JSON schema", (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
+      !chat && response_format && "Not in this request: the JSON schema",
+      (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
     const secret = sessionStorage.getItem("clearllama-key") ? ' -H "Authorization: Bearer $CLEARLLAMA_API_KEY"' : "";
     return ["clearllama.sh", `${notes.filter(Boolean).map((one) => `# ${one}.\n`).join("")}curl ${location.origin}/v1/${chat ? "chat/" : ""}completions`
       + ` -H 'Content-Type: application/json'${secret} -d '${body.replaceAll("'", "'\\''")}'\n`, "text/plain"];
@@ -669,7 +674,7 @@ async function exportAs(kind) {
 
 async function load(file) {
   try {
-    await replace(JSON.parse(await file.text()).turns);
+    await replace(checked(JSON.parse(await file.text()).turns));
     save();
     id("export").close();
   } catch (error) {
@@ -682,19 +687,18 @@ function checked(found) {
   const whole = (x, end = Infinity) => Number.isInteger(x) && x >= 0 && x < end, text = (...all) => all.every((x) => typeof x === "string");
   const spelt = (one) => whole(one.id) && (text(one.text) || one.bytes.every((x) => whole(x, 256)));
   const other = (one) => spelt(one) && Number.isFinite(one.p) && (Number.isFinite(one.q) || Object.hasOwn(STAGES, one.cut));
-  const drawn = (one) => other(one) && one.top.every(other) && Object.values(one.left ?? {}).every((x) => whole(x)) && Number.isFinite(one.warm ?? 1);
+  const drawn = (one) => spelt(one) && Number.isFinite(one.p) && one.top.every(other) && Object.values(one.left ?? {}).every((x) => whole(x)) && Number.isFinite(one.warm ?? 1);
   const linked = (one, n) => one.n === n && whole(one.active, one.children.length || 1)
-    && one.children.every((child) => whole(child, found.length) && child > n && found[child].parent === n)
-    && (n === 0 || found[one.parent].children.filter((child) => child === n).length === 1);
-  const turn = (one) => text(one.question, one.system) && one.prompt.every(spelt) && one.tokens.every(drawn) && Number.isFinite(one.sampling.temperature)
-    && [one.seed, one.given, one.source ?? 0, one.first ?? 0].every((x) => whole(x)) && one.off.every((head) => whole(head[0]) && whole(head[1]));
+    && one.children.every((child) => found[child].parent === n && child > n) && (n === 0 || found[one.parent].children.includes(n));
+  const turn = (one) => text(one.question, one.system) && one.prompt.every(spelt) && one.tokens.every(drawn)
+    && [one.sampling.temperature, one.seed].every(Number.isFinite) && [one.given, one.source ?? 0, one.first ?? 0].every((x) => whole(x))
+    && one.off.every((head) => whole(head[0]) && whole(head[1]));
   if (found?.length && found.every(linked) && found.slice(1).every(turn)) return found;
   throw new Error("its turns are incomplete or damaged");
 }
 
 /** Show another conversation. its: its key, if it is stored */
 async function replace(others, its = null) {
-  checked(others);
   while (running) await stop();
   [turns, editing, id("question").value] = [others, null, ""];
   keep(its);
@@ -738,25 +742,17 @@ function moveBy(by) {
 }
 
 function keydown(event) {
-  if (event.key === "Tab" || event.key.startsWith("Arrow")) keyed = true;
+  keyed = /^(Tab|Arrow)/.test(event.key) || (keyed && event.key !== "Enter");
   if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing || event.target.closest("input, textarea, select, dialog")) return;
   const character = event.key.length === 1, action = character && !(keyed && event.target.closest(".answer")) ? null : KEYS[event.key];
   if (action && current()) {
     event.preventDefault();
     action();
+    if (event.key.startsWith("Arrow") && chosen) id(`answer-${chosen.turn}`).focus({ preventScroll: true });
   } else if (character && event.key !== " ") id("question").focus(); // what is typed goes into the box
 }
 
 async function start() {
-  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
-  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
-  try {
-    db = await settled(request);
-    const found = last && (await settled(stored().get(last)));
-    if (found) [turns, key] = [checked(found), last];
-  } catch (error) {
-    say(`The conversation can't be read again: ${error.message}`);
-  }
   id("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     running ? stop() : ask(id("question").value);
@@ -781,6 +777,11 @@ async function start() {
   document.addEventListener("pointerdown", () => (keyed = false));
   addEventListener("pagehide", () => running && save());
   tab(innerWidth < 1000 ? "words" : "why");
+  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
+  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
+  db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
+  const found = db && last && (await settled(stored().get(last)));
+  if (found) [turns, key] = [found, last];
   await connect().catch((error) => failed(error, banner));
   document.documentElement.dataset.ready = "";
 }
