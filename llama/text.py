@@ -102,6 +102,7 @@ class Llama:
         prompt: str | Sequence[str],
         *,
         parse_special: bool = False,
+        suffix: str | None = None,
         batch_size: int = BATCH_SIZE,
         progress: Progress | None = None,
         **options: Any,
@@ -111,13 +112,15 @@ class Llama:
         parse_special=True encodes control strings in the text, such as <|im_end|>, as control tokens. Use it only for
         text that you wrote. Without it, text never becomes a control token.
 
+        With a suffix, a model with infill tokens generates the text between prompt and suffix.
+
         A list of prompts returns a list of completions, the same as one by one. batch_size of them run at once, without
         a draft or a session. The first error ends all of them; its message gives the number of the prompt. progress
         gets the number of finished prompts and of all prompts; for a single text, as in `stream_ids`.
         """
         checks.instance("progress", progress, Callable | None, "a function")
         if isinstance(prompt, str):
-            return _last(self.stream(prompt, parse_special=parse_special, progress=progress, **options))
+            return _last(self.stream(prompt, parse_special=parse_special, suffix=suffix, progress=progress, **options))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         if alone := [name for name in ALONE if options.pop(name, None) is not None]:
@@ -125,7 +128,7 @@ class Llama:
         jobs: list[Job] = []
         for text in prompt:
             with _named(len(jobs), len(prompt)):
-                jobs += self.prepare(self.tokenizer.encode_prompt(text, parse_special), options)
+                jobs += self.prepare(self.tokenizer.encode_prompt(text, parse_special, suffix), options)
         done: dict[Job, Completion] = {}
         for one, piece in self.answers(jobs, batch_size=batch_size):
             if isinstance(piece, LlamaError):
@@ -137,12 +140,14 @@ class Llama:
                     progress(len(done), len(prompt))
         return [done[one] for one in jobs]
 
-    def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
+    def stream(
+        self, prompt: str, *, parse_special: bool = False, suffix: str | None = None, **options: Any
+    ) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text.
 
         str(piece) is its text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
         """
-        return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special), **options)
+        return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special, suffix), **options)
 
     def chat(self, messages: str | Dicts, **options: Any) -> Completion:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or to one text of the user.

@@ -101,7 +101,7 @@ SECTIONS: dict[str, tuple[str, list[Any]]] = {
         "llama.inside.",
         [
             *(inside.activations, inside.Activations, inside.patch, inside.Place, inside.patching_grid, inside.Grid),
-            *(inside.control_vector, inside.ControlVector, inside.steer),
+            *(inside.ablation_grid, inside.AblationGrid, inside.control_vector, inside.ControlVector, inside.steer),
         ],
     ),
 }

@@ -130,7 +130,7 @@ def test_a_suffix_fills_in_the_middle(clearllama: Run, tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path / "code", "codellama-7b")
     result = clearllama("generate", "-m", str(folder), "def f(x):", "--suffix", "return y", "--json", *FAST)
     assert result.returncode == 0, result.stderr
-    ids = llama.load_tokenizer(folder).encode_infill("def f(x):", "return y")
+    ids = llama.load_tokenizer(folder).encode_prompt("def f(x):", suffix="return y")
     assert json.loads(result.stdout)["prompt_tokens"] == len(ids)
     plain = make_tiny.make(tmp_path / "plain", "llama-2-7b")
     result = clearllama("generate", "-m", str(plain), "def f(x):", "--suffix", "return y", *FAST)

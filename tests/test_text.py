@@ -23,12 +23,30 @@ from llama.sampling import OPTIONS as ANSWER_OPTIONS
 from llama.server.requests import parse_chat, parse_text
 from llama.text import Llama, Session, StopText
 from llama.tokenizer import Decoder
+from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = {"temperature": 3.0, "seed": 5, "max_new_tokens": 60}
+
+
+def test_a_suffix_makes_the_prompt_of_infilling(tiny_llm: Llama) -> None:
+    metadata = tiny.byte_vocabulary()
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
+    fim = {f"tokenizer.ggml.fim_{part}_token_id": last - i for i, part in enumerate(("pre", "suf", "mid"))}
+    tokenizer = from_metadata({**metadata, **fim}, "x")
+    llm = Llama(tiny_llm.model, tokenizer)
+    ids = [last, *tokenizer.encode("ab"), last - 1, *tokenizer.encode("c"), last - 2]
+    (*_, piece) = llm.stream_ids(ids, **OPTIONS)
+    assert piece.completion is not None
+    assert llm.generate("ab", suffix="c", **OPTIONS).tokens == piece.completion.tokens
+    assert [one.tokens for one in llm.generate(["ab"], suffix="c", **OPTIONS)] == [piece.completion.tokens]
+    body = {"prompt": "ab", "suffix": "c", "max_tokens": 5}
+    assert [job.ids for job in parse_text(body, llm, "x").jobs] == [ids]
+    with pytest.raises(LlamaError, match="the vocabulary has no infill ids"):
+        tiny_llm.generate("ab", suffix="c")
 
 
 def test_joined_pieces_are_the_text_and_the_decoded_ids(tiny_llm: Llama) -> None:

@@ -148,7 +148,7 @@ def same_attributes(kinds: list[Tokenizer]) -> None:
         with pytest.raises(UsageError, match=f"not in the vocabulary; expected 0 to {first.n_vocab - 1}"):
             ours.decode([first.n_vocab])
         with pytest.raises(TokenizerError, match="no infill ids"):
-            ours.encode_infill("a", "b")
+            ours.encode_prompt("a", suffix="b")
         with pytest.raises(TokenizerError, match="lone surrogate U\\+DC80 at character 3"):
             ours.encode("abc\udc80def")
 

@@ -16,7 +16,7 @@ import sentencepiece
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from llama.errors import LlamaError, TokenizerError
+from llama.errors import LlamaError, TokenizerError, UsageError
 from llama.tokenizer import Named, Tokenizer, open_tokenizer
 from llama.tokenizer.common import BYTE_OF, NOTHING
 from llama.tokenizer.gguf import from_metadata
@@ -24,6 +24,8 @@ from llama.tokenizer.growth import GROWTH, LARGEST_GROWTH, growth, longest_repla
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
 from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer, write_field
 from llama.tokenizer.tiktoken import TiktokenTokenizer
+from llama.tokenizer.words import RULES
+from llama.tokenizer.write import check_equal, gguf_metadata, huggingface_files
 
 from . import tiny
 from .scripts import make_tiny
@@ -225,7 +227,76 @@ def test_add_prefix_space_false_adds_no_space_to_a_model(tmp_path: Path) -> None
         assert ours.decode(ours.encode(" the")) == " the"
 
 
-# ----------------------------------------------------------------------------------------------------------- Code Llama
+# --------------------------------------------------------------------------------------------------------------- infill
+FORMS = {  # as in the models' own examples: {p} is the prefix, {s} the suffix
+    "Qwen2.5-Coder": ("<|fim_prefix|>{p}<|fim_suffix|>{s}<|fim_middle|>", "<|file_sep|>"),
+    "StarCoder": ("<fim_prefix>{p}<fim_suffix>{s}<fim_middle>", "<file_sep>"),
+    "DeepSeek-Coder": ("<｜fim▁begin｜>{p}<｜fim▁hole｜>{s}<｜fim▁end｜>", "<|endoftext|>"),
+    "Seed-Coder": ("<[fim-suffix]>{s}<[fim-prefix]>{p}<[fim-middle]>", "<|endoftext|>"),
+    "Codestral": ("[SUFFIX]{s}[PREFIX]{p}", "</s>"),
+}
+PARTS = [
+    ("def f(x):\n    return ", "\n\nprint()"),
+    ("", ""),
+    ("the", "the's"),
+    ("a\n", ")\n  "),
+    ("", "<|fim_prefix|>p"),
+]
+
+
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("special", [True, False])
+def test_infill_prompts_are_those_of_the_models_examples(family: str, special: bool) -> None:
+    """In a tokenizer.json and as GGUF; the library encodes the example, and text alone."""
+    form, end = FORMS[family]
+    marks = re.findall(r"<[^{}>]+>|\[[A-Z]+\]", form)
+    found = source(post_processor=None, pre_tokenizer=json.loads(RULES["deepseek-r1-qwen"].words.__getstate__()))
+    found["added_tokens"] = [added(258 + i, one, special or one == end) for i, one in enumerate((*marks, end))]
+    found["model"]["merges"].append(["º", "the"])  # the last byte of U+263A and a text that follows it
+    found["model"]["vocab"]["ºthe"] = 258 + len(marks) + 1
+    hf = opened(found)
+    kinds = [hf, from_metadata(gguf_metadata(hf, hf.n_vocab), "x.gguf")]
+    library, alone = Backend.from_str(json.dumps(found)), Backend.from_str(json.dumps({**found, "added_tokens": []}))
+    for ours in kinds:
+        for prefix, suffix in PARTS:
+            ids = [
+                [library.token_to_id(part)] if part in marks
+                else alone.encode({"{p}": prefix, "{s}": suffix}.get(part, part)).ids
+                for part in re.split(r"({.}|<[^{}>]+>|\[[A-Z]+\])", form)
+            ]  # fmt: skip
+            assert ours.encode_prompt(prefix, suffix=suffix) == [id for part in ids for id in part]
+            if suffix != PARTS[-1][1]:
+                assert ours.encode_prompt(prefix, suffix=suffix) == library.encode(form.format(p=prefix, s=suffix)).ids
+        assert {*marks} <= ours.control.keys()
+        assert not {*ours.encode(form)} & {*ours.control.values()}
+        assert library.token_to_id(end) in ours.stop_ids
+        with pytest.raises(UsageError, match="parse_special"):
+            ours.encode_prompt("a", parse_special=True, suffix="b")
+
+
+@pytest.mark.parametrize("keys", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")])
+def test_gguf_keys_name_the_infill_ids(keys: tuple[str, str, str]) -> None:
+    metadata = tiny.byte_vocabulary()
+    n = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "hello!", "B", "C", "SEP"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1, 4, 3, 4]
+    metadata |= {f"tokenizer.ggml.{key}_token_id": n + i for i, key in enumerate((*keys, "fim_sep"))}
+    ours = from_metadata({**metadata, "tokenizer.ggml.add_bos_token": True}, "x.gguf")
+    a, b = ours.encode("hello "), ours.encode("hello!")
+    assert ours.encode_prompt("hello ", suffix="hello!") == [1, n, *a, n + 1, *b, n + 2]
+    assert {*range(n, n + 4)} <= {*ours.control.values()}
+    assert ours.stop_ids >= {n + 3}
+    again = from_metadata(gguf_metadata(ours, ours.n_vocab), "x.gguf")
+    assert again.encode_prompt("hello ", suffix="hello!") == ours.encode_prompt("hello ", suffix="hello!")
+    text, settings = huggingface_files(ours)
+    written = HuggingFaceTokenizer(text.encode(), "x", settings, Named((), [n + 3]))
+    with pytest.raises(TokenizerError, match=r"its infill .* would become None"):  # no key of tokenizer.json names them
+        check_equal(ours, written)
+    metadata[f"tokenizer.ggml.{keys[2]}_token_id"] = n + 4
+    with pytest.raises(TokenizerError, match=f"is {n + 4}, outside the vocabulary"):
+        from_metadata(metadata, "x.gguf")
+
+
 @pytest.fixture(scope="module", params=["user_defined_symbols", "control_symbols"])
 def code_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Any]:
     """A vocabulary whose infill pieces have one of two types in the file, in every kind of file; and the library."""
@@ -234,7 +305,11 @@ def code_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     found = json.loads(pieces_json(library, legacy=True))
     found["added_tokens"] += [added(library.piece_to_id(piece), piece, True) for piece in INFILL]
-    return [open_tokenizer(path), from_metadata(piece_metadata(library), "tiny"), opened(found)], library
+    return [
+        open_tokenizer(path),
+        from_metadata(piece_metadata(library), "tiny"),
+        opened(found, {"add_bos_token": True}),
+    ], library
 
 
 def test_infill_ids_are_those_of_code_llamas_formula(code_llama: tuple[list[Any], Any]) -> None:
@@ -243,7 +318,7 @@ def test_infill_ids_are_those_of_code_llamas_formula(code_llama: tuple[list[Any]
     for prefix, suffix in (("def f(x):\n    return ", "\n\nprint()"), ("", ""), ("  a", "  b"), ("naïve", "漢")):
         after = library.encode("☺" + suffix)[len(library.encode("☺")) :]
         for ours in kinds:
-            assert ours.encode_infill(prefix, suffix) == [1, pre, *library.encode(prefix), suf, *after, mid]
+            assert ours.encode_prompt(prefix, suffix=suffix) == [1, pre, *library.encode(prefix), suf, *after, mid]
             assert {library.eos_id(), eot} <= ours.stop_ids
     for ours in kinds:
         assert set(INFILL) <= ours.control.keys()

@@ -61,16 +61,16 @@ FORMS: dict[str, Callable[[Tokenizer], Tokenizer]] = {"json": as_json, "gguf": a
 def same(ours: Tokenizer, other: Tokenizer, strings: Sequence[str]) -> None:
     """Assert that two tokenizers have the same attributes, ids and texts."""
     check_equal(ours, other)
-    for name in ("control", "bos_id", "eos_id", "stop_ids", "add_bos", "strips_leading_space"):
+    for name in ("control", "bos_id", "eos_id", "stop_ids", "add_bos", "strips_leading_space", "infill"):
         assert getattr(other, name) == getattr(ours, name), name
-    infill = set(INFILL) <= ours.control.keys() and ours.bos_id is not None
+    infill = ours.infill is not None
     for text in strings:
         expected = ours.encode(text)
         assert other.encode(text) == expected, text
         assert other.decode(expected) == ours.decode(expected), text
         assert other.encode_prompt(text) == ours.encode_prompt(text)
         if infill and len(text) < 20:
-            assert other.encode_infill(text, text[::-1]) == ours.encode_infill(text, text[::-1]), text
+            assert other.encode_prompt(text, suffix=text[::-1]) == ours.encode_prompt(text, suffix=text[::-1]), text
 
 
 # --------------------------------------------------------------------------------------------------------- vocabularies

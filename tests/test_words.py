@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 
 import pytest
 import regex
@@ -35,6 +36,8 @@ def mixtures(count: int) -> list[str]:
     return [*TEXTS.values(), *("".join(dice.choices([*words, *single], k=dice.randint(1, 12))) for _ in range(count))]
 
 
+LETTERS = "".join(one for one in map(chr, range(0x20000)) if unicodedata.category(one) in ("Lu", "Ll", "Lt"))
+MERGED = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")  # names that ignore merges and add bos
 # As in llama.cpp 0.3.36 (src/llama-vocab.cpp), or as in the published file where llama.cpp approximates it
 ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,12 +47,30 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}"
     r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}"
+    r"\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Letters with case (U+0295 was one until Unicode 16), without those that DeepSeek LLM's expression does not list
+CASED = (
+    r"[[\p{Lu}\p{Ll}\p{Lt}\u0295]--[\u0560-\u0588\u10C7\u10CD\u10D0-\u10FF\u1C80-\u1C8A\u2D00-\u2D2D\uA790-\uAB68"
+    r"\U00010570-\U000105BC\U00010D50-\U00010D85\U00016E40-\U00016E7F\U0001D400-\U0001DF2A]]"
+)
+CJK = "[一-龥ࠀ-一가-퟿]+"
 EXPRESSIONS = {
-    "gpt-2": [GPT2],
-    "smollm": [r"\p{N}", GPT2],
-    **{name: [LLAMA3] for name in ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe")},
-    **{name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen")},
+    **{name: [GPT2] for name in ("gpt-2", "phi-2", "mellum", "trillion", "granite-docling", "a.x-4.0")},
+    **{name: [r"\p{N}", GPT2] for name in ("smollm", "starcoder", "refact", "exaone", "minerva-7b")},
+    **{name: [LLAMA3] for name in (*MERGED, "smaug-bpe", "dbrx")},
+    **{name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "megrez")},
     "tekken": [TEKKEN],
+    "gpt-4o": [GPT4O],
+    "seed-coder": [ENGLISH + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "viking": [r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"],
+    "deepseek-llm": [
+        r"[\r\n]", rf"\s?{CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK, r"\p{N}+"
+    ],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"],
     "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
 }  # fmt: skip
 
@@ -61,7 +82,7 @@ def words_by_regex(text: str, expressions: list[str]) -> list[str]:
         parts = []
         for word in words:
             at = 0
-            for match in regex.finditer(expression, word):
+            for match in regex.finditer(expression, word, regex.V1):
                 parts += [word[at : match.start()], match[0]]
                 at = match.end()
             parts.append(word[at:])
@@ -72,9 +93,8 @@ def words_by_regex(text: str, expressions: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", RULES)
 def test_words_are_those_of_the_regular_expressions(name: str) -> None:
     splitter = RULES[name].words
-    merged = name in ("tekken", "llama-bpe", "llama3", "llama-v3", "falcon3")
-    assert RULES[name].add_bos == RULES[name].ignore_merges == merged
-    for text in mixtures(200):
+    assert RULES[name].add_bos == RULES[name].ignore_merges == (name in ("tekken", *MERGED))
+    for text in [*mixtures(200), LETTERS]:
         found = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
         assert found == words_by_regex(text, EXPRESSIONS[name]), text
 

@@ -24,7 +24,7 @@ OPTIONS = [
     ("--json", bool, "write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"),
     ("--logprobs", bool, "with --json or --prompts: add the log-probability of each new token", RARE),
     ("--parse-special", bool, "with --raw: read strings such as <|im_end|> in the prompt as control tokens", RARE),
-    ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (infilling, for Code Llama)", RARE),
+    ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (models with infilling)", RARE),
     *arguments.generation(max_new_tokens=256, fallback="greedy"),
     Group("many prompts"),
     ("--prompts FILE", str, 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'),
@@ -73,7 +73,7 @@ def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> tupl
     """The ids of a prompt, and how it is encoded."""
     tokenizer = llm.tokenizer
     if args.suffix is not None:
-        return tokenizer.encode_infill(prompt, args.suffix), "filling in the text between prompt and suffix"
+        return tokenizer.encode_prompt(prompt, suffix=args.suffix), "filling in the text between prompt and suffix"
     if raw:
         kind = "text with control tokens" if args.parse_special else "plain text"
         form = f"the prompt is continued as {kind} ({loading.why_raw(args, llm)})"

@@ -16,15 +16,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .ablation import AblationGrid, ablation_grid
     from .hooks import SITES, Activations, Place, activations, patch
     from .patching import Grid, patching_grid
     from .steering import ControlVector, control_vector, steer
 
 __all__ = [
-    "SITES", "Activations", "ControlVector", "Grid", "Place", "activations", "control_vector", "patch", "patching_grid",
-    "steer",
+    "SITES", "AblationGrid", "Activations", "ControlVector", "Grid", "Place", "ablation_grid", "activations",
+    "control_vector", "patch", "patching_grid", "steer",
 ]  # fmt: skip
-MODULES = ("hooks", "patching", "steering")
+MODULES = ("ablation", "hooks", "patching", "steering")
 
 
 def __getattr__(name: str) -> object:

@@ -142,25 +142,49 @@ def readout(model: Transformer, seen: Recording, answer: int, against: int | Non
     The logit is that of the id `answer` after the last token, minus that of `against`, if given. The scale of the last
     norm is that of the pass (arXiv:2211.00593, section 3.1), so the products of all terms add up to the logit.
     """
-    scale = torch.rsqrt(seen.hidden[-1][-1].float().square().mean() + model.norm.eps)
+    return readout_of(model, seen.hidden[-1][-1], answer, against)
+
+
+def readout_of(model: Transformer, h: Tensor, answer: int, against: int | None = None) -> Tensor:
+    """The `readout` for a last hidden state (C,)."""
+    scale = torch.rsqrt(h.float().square().mean() + model.norm.eps)
     ids = torch.tensor([answer] if against is None else [answer, against], device=model.norm.weight.device)
     rows = make_embedding(model.output, torch.float32)(ids).float()  # (1 or 2, C): rows of the output matrix
     row = rows[0] if against is None else rows[0] - rows[1]
     return row * model.norm.weight.float() * scale
 
 
-def direct_effects(model: Transformer, seen: Recording, direction: Tensor) -> Tensor:
-    """What each head adds to the logit of a `readout` after the last token: (L, H) float32.
+def head_readouts(model: Transformer, direction: Tensor) -> list[Tensor]:
+    """A `readout` through each layer's wo, without its bias: (H, D) float32 each.
 
-    The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state.
+    The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state. So the
+    product of a head's output (D,) with its readout is what the head adds to the logit.
     """
+    C, D = len(direction), model.config.head_dim
     blocks: list[Any] = list(model.layers)
+    rows = torch.arange(C, device=direction.device)
+    return [
+        (direction @ make_embedding(block.attention.wo, torch.float32)(rows).float()).unflatten(-1, (-1, D))
+        for block in blocks  # (C,) @ (C, H * D) each
+    ]
+
+
+def direct_effects(model: Transformer, seen: Recording, direction: Tensor) -> Tensor:
+    """What each head adds to the logit of a `readout` after the last token: (L, H) float32."""
+    readouts = head_readouts(model, direction)
+    return torch.stack([(z[-1].float() * own).sum(-1) for z, own in zip(seen.rows("z"), readouts, strict=True)])
+
+
+def source_effects(model: Transformer, seen: Recording, direction: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """`direct_effects` by source token: (L, H, S) float32, whose sum over S is the effect of the head.
+
+    A head's output is the sum of the values of its source tokens times their weights. values (KV, S, D) of each layer
+    """
     effects = []
-    for block, z in zip(blocks, seen.rows("z"), strict=True):
-        H = z.shape[1]
-        alone = torch.eye(H + 1, H, device=z.device, dtype=z.dtype)[..., None] * z[-1]  # (H + 1, H, D), the last is 0
-        added = block.attention.wo(alone.flatten(-2)[None])[0]  # (H + 1, C), as in a forward pass
-        effects.append((added[:-1] - added[-1]).float() @ direction)  # without the bias
+    for pattern, z, v, own in zip(seen.weights, seen.rows("z"), values, head_readouts(model, direction), strict=True):
+        added = v.float().repeat_interleave(len(own) // len(v), 0) @ own[..., None]  # (H, S, D) @ (H, D, 1)
+        runs = z[-1].ne(0).any(-1, keepdim=True)  # (H, 1): a head that is switched off adds nothing
+        effects.append(pattern[:, -1] * added[..., 0] * runs)  # (H, S)
     return torch.stack(effects)
 
 

@@ -10,6 +10,7 @@ Letters: S keys, H heads, D head_dim, C model dim, L layers, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from ..generate import next_logits, prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
+from ..inside.ablation import ablation_grid
 from ..inside.intervene import ablated
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
@@ -189,6 +191,8 @@ class Looks:
         rows = torch.stack([h[-1] for h in seen.hidden])  # (L + 1, C): the embedding, then each layer
         lens = model.output(model.norm(rows)).float()[:, : self.n_vocab]  # (L + 1, V)
         direction = trace.readout(model, seen, token, against)  # (C,)
+        values = [layer.floats()[1][0, :, : len(ids)] for layer in kept.cache.layers]  # (KV, S, D) for each layer
+        sources = trace.source_effects(model, seen, direction, values)  # (L, H, S)
         heads = trace.direct_effects(model, seen, direction)  # (L, H)
         mlps = torch.stack([x[-1].float() @ direction for x in seen.rows("mlp_out")])  # (L,)
         sums = {"embedding": rows[0].float() @ direction, "heads": heads.sum(), "mlps": mlps.sum()}
@@ -200,11 +204,16 @@ class Looks:
         for at in size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
             layer, number = divmod(at, heads.shape[1])
             weight, position = (float(x) for x in weights[layer][number].max(-1))
+            own = sources[layer, number]  # (S,)
             best: dict[str, Any] = {"head": [layer, number], "effect": float(heads[layer, number])}
+            best["sources"] = [
+                [at, float(own[at])] for at in own.abs().topk(min(SHOWN_ROWS, len(own))).indices.tolist()
+            ]
             strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
         p, (layer, number) = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
+        found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
         found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         yield found
@@ -237,6 +246,19 @@ class Looks:
         found = {"weights": [_short(x) for x in row.tolist()], "scores": [_short(x) for x in scores.tolist()]}
         found |= {"q": q.tolist(), "k": k[key].tolist(), "frequencies": frequencies.tolist()}
         return {"head": [layer, head], "key": key, **found}
+
+    def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
+        """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
+        steps = ablation_grid(self.model, ids, **options)
+        while True:
+            try:
+                with self._switched(off):
+                    done, count = next(steps)
+            except StopIteration as end:
+                grid = dataclasses.asdict(end.value)
+                yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in grid.items()}
+                return
+            yield {"done": done, "of": count}
 
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:

@@ -26,7 +26,7 @@ DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
-LONGEST_LOOK, LONGEST_PAGE = 4096, 256  # tokens; a trace keeps all weights of all tokens
+LONGEST_LOOK, LONGEST_GRID, LONGEST_PAGE = 4096, 512, 256  # tokens; a trace keeps all weights of all tokens
 SHOWN_TOP = 10  # alternatives for each token
 
 
@@ -57,6 +57,8 @@ ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off
 ANSWER_FIELDS |= CHAT | GENERATION
 INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
+GRID_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list, "mean": bool, "position": int}
+GRID_FIELDS |= {"token": Required(int), "against": Required(int)}
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
@@ -139,10 +141,7 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
 
 # --------------------------------------------------------------------------------------------------------------- looks
 def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.answer` from a body of /look/answer. Raises a LlamaError.
-
-    The prompt is messages, a text, ids, or ids and a text that continues them; `own` is a text that continues `answer`.
-    """
+    """The arguments of `Looks.answer` from a body of /look/answer: messages, text, ids, or ids and text."""
     body = _fields(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
     options |= {"max_new_tokens": _limit(body.get("max_tokens", -1), llm), "continues": False}
@@ -168,14 +167,24 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The arguments of `Looks.inside` from a body of /look/inside. Raises UsageError."""
     body = _fields(body, INSIDE_FIELDS, model)
-    ids, last = _check_look(_ids("ids", body.get("ids"), llm), LONGEST_LOOK), llm.tokenizer.n_vocab - 1
-    ends = {"token": last, "against": last, "key": len(ids) - 1}
-    chosen: dict[str, Any] = {
-        name: checks.integer(name, body[name], 0, end) for name, end in ends.items() if name in body
-    }
+    ids, chosen = _inside(body, LONGEST_LOOK, llm)
     if "head" in body:
         (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm)
     return {"ids": ids, "off": _heads("off", body, llm), "chosen": chosen}
+
+
+def parse_grid(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.grid` from a body of /look/grid. Raises UsageError."""
+    body = _fields(body, GRID_FIELDS, model)
+    ids, chosen = _inside(body, LONGEST_GRID, llm)
+    return {"ids": ids, "off": _heads("off", body, llm), "mean": body.get("mean", False), **chosen}
+
+
+def _inside(body: Mapping[str, Any], most: int, llm: Llama) -> tuple[list[int], dict[str, Any]]:
+    """The ids of a look inside, at most so many, and the numbers that choose what it shows."""
+    ids, last = _check_look(_ids("ids", body.get("ids"), llm), most), llm.tokenizer.n_vocab - 1
+    ends = {"token": last, "against": last, "key": len(ids) - 1, "position": len(ids) - 1}
+    return ids, {name: checks.integer(name, body[name], 0, end) for name, end in ends.items() if name in body}
 
 
 def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
@@ -276,7 +285,7 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
             _check_size(len(one) + len(suffix or ""), llm, "characters", LONGEST_TOKEN)
-            found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
+            found = llm.tokenizer.encode_prompt(one, suffix=suffix)
             _check_size(len(found), llm)
             ids.append(found)
         elif suffix is None:

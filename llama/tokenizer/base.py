@@ -15,7 +15,7 @@ from typing import Any
 
 from ..checks import boolean, instance, known_ids, shown
 from ..errors import TokenizerError, UsageError
-from .common import MID, PRE, SUF, Named, looks_control, named_token, stop_ids, written_by
+from .common import INFILL, PREFIX, SUFFIX, Named, looks_control, named_token, stop_ids, written_by
 
 # Unicode's White_Space, which the `tokenizers` library strips; Python's strip() also removes four control characters
 WHITE_SPACE = "".join(one for one in map(chr, range(0x3001)) if one.isspace() and not "\x1c" <= one <= "\x1f")
@@ -186,13 +186,16 @@ class Tokenizer(ABC):
     def _encode_special(self, text: str) -> list[int]:
         return self.encode_pieces(self.split_control(text))
 
-    def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
+    def encode_prompt(self, text: str, parse_special: bool = False, suffix: str | None = None) -> list[int]:
         """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos.
 
         parse_special  as in `encode`; a text that begins with the control string of bos gets no second bos
+        suffix         a text; the prompt then asks for the text before it. TokenizerError if no infill ids exist
         """
-        ids = self.encode(text, parse_special=parse_special)
-        add_bos = self.add_bos or (not text and self.bos_id is not None)
+        if suffix is not None and parse_special:
+            raise UsageError("suffix can't be combined with parse_special: leave one of them out")
+        ids = self.encode(text, parse_special=parse_special) if suffix is None else self._encode_infill(text, suffix)
+        add_bos = self.add_bos or (not ids and self.bos_id is not None)
         return [self._required(self.bos_id, "begin"), *ids] if add_bos and ids[:1] != [self.bos_id] else ids
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
@@ -222,23 +225,30 @@ class Tokenizer(ABC):
                 piece = piece.rstrip(WHITE_SPACE)
             yield piece, is_token
 
-    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
-        """Ids of a Code Llama prompt for the text between a prefix and a suffix.
+    @functools.cached_property
+    def infill(self) -> tuple[str, ...] | None:
+        """The tokens and the parts of an infill prompt, in their order; None if the vocabulary has no such tokens."""
+        return next((form for form in INFILL if self.control.keys() >= {*form} - {PREFIX, SUFFIX}), None)
 
-        The order is prefix, suffix, middle, as in meta-llama/codellama llama/generation.py (infilling_prompt_tokens).
-        Raises TokenizerError if the vocabulary has no infill tokens.
+    def _encode_infill(self, prefix: str, suffix: str) -> list[int]:
+        """Ids of `infill`, with a leading space only before the prefix.
+
+        As in meta-llama/codellama llama/generation.py (infilling_prompt_tokens) and in mistral-common.
         """
-        if not {PRE, SUF, MID} <= self.control.keys():
-            raise TokenizerError(f"this vocabulary has no infill ids ({PRE} {SUF} {MID}), as Code Llama's has")
-        pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
-        before, after = self._encode(_valid(prefix)), self.encode_joined(_valid(suffix))
-        return [self._required(self.bos_id, "begin"), pre, *before, suf, *after, mid]
+        if self.infill is None:
+            raise TokenizerError("the vocabulary has no infill ids, such as <|fim_prefix|>; use a model with infilling")
+        parts = {PREFIX: self._encode(_valid(prefix)), SUFFIX: self.encode_joined(suffix)}
+        return [id for one in self.infill for id in (parts[one] if one in parts else [self.control[one]])]
+
+    def encode_joined(self, text: str) -> list[int]:
+        """Ids of plain text that continues another text."""
+        return (self._encode_joined if self.strips_leading_space else self._encode)(_valid(text))
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""
         return self._encode(text)
 
-    def encode_joined(self, text: str) -> list[int]:
+    def _encode_joined(self, text: str) -> list[int]:
         """Ids of valid plain text that continues another text: no space is added before it."""
         return self._encode(JOINER + text)[len(self._encode(JOINER)) :]
 

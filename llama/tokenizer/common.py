@@ -16,19 +16,28 @@ LLAMA3_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Code Llama's infill tokens: before the prefix, the suffix and the middle, and after the middle
-# (meta-llama/codellama llama/tokenizer.py)
-PRE, SUF, MID, EOT = "\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>"
+# Infill prompts, with their parts in the order of training: (token before a part, part, ..., token before the middle)
+PREFIX, SUFFIX = "prefix", "suffix"
+INFILL = (
+    ("\u2581<PRE>", PREFIX, "\u2581<SUF>", SUFFIX, "\u2581<MID>"),  # Code Llama
+    ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),  # Qwen2.5-Coder, Granite 4
+    ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite Code
+    ("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("<[fim-suffix]>", SUFFIX, "<[fim-prefix]>", PREFIX, "<[fim-middle]>"),  # Seed-Coder
+    ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),  # Codestral: the prefix is the last part, the middle continues it
+)
+EOT = "\u2581<EOT>"  # after Code Llama's middle
 
-# Control tokens in every SentencePiece vocabulary that has them, whatever their type in the file. <step> separates the
-# messages of Code Llama 70B Instruct.
-CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
+# Control tokens in every vocabulary that has them, whatever their type in the file. <step> separates the messages of
+# Code Llama 70B Instruct.
+MARKS = frozenset({EOT, "<step>"}.union(*INFILL) - {PREFIX, SUFFIX})
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, besides "special"
 
-# Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
+# Control strings that end an answer even if the file does not name their ids. Most are llama.cpp's names.
 END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>", EOT, "<step>",
+    "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<fim_pad>", "<reponame>", "<file_sep>",  # after a file of code
 )  # fmt: skip
 
 

@@ -17,13 +17,15 @@ from tokenizers import decoders
 from ..checks import boolean, is_integer
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import Named, library_errors
+from .common import PREFIX, SUFFIX, Named, library_errors
 from .huggingface import HuggingFaceTokenizer
 from .sentencepiece import ADD_DUMMY_PREFIX, NORMALIZER, PIECE, TRAINER, SentencePieceModelTokenizer, write_field
 from .words import DEFAULT, RULES
 
 # llama.cpp's token types (llama.h, enum llama_token_type)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # ids that end an answer
+FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # infill ids, and their older names
 
 # Fields of SentencePiece's TrainerSpec and NormalizerSpec; BPE is a value of MODEL_TYPE
 MODEL_TYPE, BYTE_FALLBACK, UNK_SURFACE, REMOVE_EXTRA_WHITESPACES = 3, 35, 44, 4
@@ -55,13 +57,18 @@ class GGUFTokenizer(Tokenizer):
         self.tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         types = metadata.get("tokenizer.ggml.token_type", np.full(len(self.tokens), NORMAL))
         self.types: list[int] = np.asarray(types).tolist()
-        ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+        ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *ENDS, *FIM)}
+        ids |= {name: metadata.get(f"tokenizer.ggml.{old}_token_id") for name, old in FIM.items() if ids[name] is None}
         for name, id in ids.items():
             if id is not None and not (is_integer(id) and 0 <= id < len(self.tokens)):
                 raise ValueError(f"{name}_token_id is {id!r}, outside the vocabulary of {len(self.tokens)} tokens")
         settings = {f"{name}_token": None if ids[name] is None else self.tokens[ids[name]] for name in ("bos", "eos")}
         template = metadata.get("tokenizer.chat_template")
-        stops = [id for name, id in ids.items() if name != "bos" and id is not None]
+        stops = [id for name in ENDS if (id := ids[name]) is not None]
+        if None not in (fim := [ids[name] for name in FIM]):
+            pre, suf, mid = (self.tokens[id] for id in fim)
+            self.infill = pre, PREFIX, suf, SUFFIX, mid
+            self.types = [CONTROL if id in fim else type for id, type in enumerate(self.types)]
         return settings, Named((), stops, template if isinstance(template, str) else "")
 
     def _correct(self) -> None:

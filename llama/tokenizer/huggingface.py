@@ -21,8 +21,8 @@ from ..system.documents import parse_json
 from .base import Tokenizer
 from .common import (
     BYTE_OF,
-    CODE_LLAMA_CONTROL,
     FLAGS,
+    MARKS,
     NOTHING,
     Named,
     added_by_settings,
@@ -141,7 +141,7 @@ class HuggingFaceTokenizer(Tokenizer):
         at = around.special_tokens_mask.index(0)
         before, after = around.tokens[:at], around.tokens[at + 1 :]
         usual = [next(iter(token for token in names if token in self.added), None) for names in (before or BOS, EOS)]
-        marks = {*before, *after} | CODE_LLAMA_CONTROL & (self.added.keys() if self.byte_level else ids.keys())
+        marks = {*before, *after} | MARKS & (self.added.keys() if self.byte_level else ids.keys())
         self._name_tokens(ids, self.added, self.settings, named_by, (usual[0], usual[1]), marks)
 
         if isinstance(vocab, dict):
@@ -196,7 +196,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return build(self._source(), self._where)
 
     def _encode_after_control(self, text: str) -> list[int]:
-        return self.encode_joined(text) if self._only_first else self._encode(text)
+        return self._encode_joined(text) if self._only_first else self._encode(text)
 
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)

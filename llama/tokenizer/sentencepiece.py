@@ -17,7 +17,7 @@ from ..checks import boolean
 from ..errors import TokenizerError
 from .base import Tokenizer, split_at
 from .common import (
-    CODE_LLAMA_CONTROL,
+    MARKS,
     NOTHING,
     Named,
     added_by_settings,
@@ -157,7 +157,7 @@ class SentencePieceModelTokenizer(Tokenizer):
             if shown and last_number(message, TYPE, 0) == USER_DEFINED:
                 added[piece] = {}
         ends = [pieces[id] if id >= 0 else None for id in (library.bos_id(), library.eos_id())]
-        self._name_tokens(ids, {**added, **more}, settings, named, (ends[0], ends[1]), CODE_LLAMA_CONTROL & ids.keys())
+        self._name_tokens(ids, {**added, **more}, settings, named, (ends[0], ends[1]), MARKS & ids.keys())
 
         if library.unk_id() in {self.bos_id, *self.stop_ids}:
             raise ValueError("the token of unknown characters begins or ends a text, expected a control token")
@@ -202,7 +202,7 @@ class SentencePieceModelTokenizer(Tokenizer):
             return ids
 
     def _encode_after_control(self, text: str) -> list[int]:
-        return self._encode(text) if self._space_after_control else self.encode_joined(text)
+        return self._encode(text) if self._space_after_control else self._encode_joined(text)
 
     def token_bytes(self, id: int) -> bytes:
         id = self._check_id(id)

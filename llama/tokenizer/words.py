@@ -20,10 +20,16 @@ GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 # Upper-case letters, then lower-case letters; letters without case and marks belong to both
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BEFORE, OTHERS = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN_WORDS = rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}{OTHERS}"
+ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_WORDS = rf"{BEFORE}{UPPER}*{LOWER}+{ENDING}|{BEFORE}{UPPER}+{LOWER}*{ENDING}|\p{{N}}{{1,3}}{OTHERS}"
+CASED = (  # of DeepSeek LLM: the letters with case, but not those of later versions of Unicode
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽ"
+    "ᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
+    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
+CJK = "[一-龥ࠀ-一가-퟿]+"
 
 
 def split(*patterns: str) -> PreTokenizer:
@@ -48,20 +54,25 @@ class Rule(NamedTuple):
 
 
 GPT2 = ByteLevel(add_prefix_space=False, use_regex=True)
+DIGITS = Rule(Sequence([Digits(individual_digits=True), GPT2]))
 LLAMA3 = Rule(split(LLAMA3_WORDS), ignore_merges=True, add_bos=True)
 DEFAULT = "default"  # llama.cpp's rule for files without a name
 
 # tokenizer.ggml.pre -> rule. Of several names for one rule, the first is written.
 RULES = {
-    "gpt-2": Rule(GPT2),
-    "smollm": Rule(Sequence([Digits(individual_digits=True), GPT2])),
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "falcon3": LLAMA3,
-    "smaug-bpe": Rule(split(LLAMA3_WORDS)),  # SmolLM3
+    **dict.fromkeys(("gpt-2", "phi-2", "mellum", "trillion", "granite-docling", "a.x-4.0"), Rule(GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), Rule(split(LLAMA3_WORDS))),  # SmolLM3; Granite 4, Phi-4
     "qwen2": Rule(split(QWEN2_WORDS), normalizer=NFC()),
-    "deepseek-r1-qwen": Rule(split(QWEN2_WORDS)),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), Rule(split(QWEN2_WORDS))),
     "tekken": Rule(split(TEKKEN_WORDS), ignore_merges=True, add_bos=True),
+    "gpt-4o": Rule(split(GPT4O_WORDS)),  # Phi-4-mini
+    "seed-coder": Rule(split(QWEN2_WORDS.replace(r"[\r\n]*|", "|"))),
+    "viking": Rule(split(" ?[^(\\s|.,!?…。，、।۔،)]+", r"\p{N}")),
+    "deepseek-llm": Rule(
+        split(r"[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK, r"\p{N}+")
+    ),
+    "deepseek-coder": Rule(split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}")),
     DEFAULT: Rule(split(r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
 }

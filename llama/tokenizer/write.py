@@ -274,7 +274,7 @@ def _user_defined(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- the proof
 def check_equal(source: Tokenizer, written: Tokenizer) -> None:
     """Raise TokenizerError unless a tokenizer that was written has the same ids, bytes and ends as its source."""
-    for name in ("bos_id", "eos_id", "stop_ids", "add_bos", "strips_leading_space"):
+    for name in ("bos_id", "eos_id", "stop_ids", "add_bos", "strips_leading_space", "infill"):
         ours, theirs = getattr(source, name), getattr(written, name)
         if ours != theirs:
             raise TokenizerError(f"its {name} {ours} would become {theirs}; {REMEDY}")

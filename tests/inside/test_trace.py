@@ -26,7 +26,8 @@ from torch import Tensor
 from llama.cli import main
 from llama.inside import trace as tracing
 from llama.inside import trace_page
-from llama.inside.intervene import Intervention
+from llama.inside.hooks import activations
+from llama.inside.intervene import Intervention, ablated
 from llama.loader import load_model
 from llama.model import Transformer
 from llama.rope import to_layout
@@ -177,6 +178,26 @@ def test_the_effects_of_heads_are_their_terms_of_the_answers_logit(bias: bool) -
         if bias:
             whole = whole - tiny.as_numpy(block.attention.wo.bias)
         assert float(effects[layer].sum()) == pytest.approx(float(whole @ readout), abs=1e-4)
+
+
+@pytest.mark.parametrize("off", [(), ((1, 2),)])
+def test_source_effects_are_what_an_answer_loses_without_a_value(off: tuple[tuple[int, int], ...]) -> None:
+    """Their sums are the heads' effects. Each is found again by setting one value to zero in one head of the layer."""
+    model = tiny.model()
+    with torch.no_grad(), ablated(model, off), activations(model, "v.*") as values, tracing.recording(model) as seen:
+        answer = int(model(torch.tensor([IDS]))[0, -1].argmax())
+        direction = tracing.readout(model, seen, answer)
+        stacked = [values[f"v.{layer}"][0].transpose(0, 1) for layer in range(2)]  # (KV, T, D) each
+        found = tracing.source_effects(model, seen, direction, stacked)  # (L, H, T)
+        assert torch.allclose(found.sum(-1), tracing.direct_effects(model, seen, direction), atol=1e-5)
+        assert [int(row.abs().sum() == 0) for row in found.flatten(0, 1)] == [
+            int(divmod(i, 4) in off) for i in range(8)
+        ]
+        for layer, head, source in ((0, 0, 0), (0, 3, 2), (1, 1, len(IDS) - 1)):
+            wo = model.layers[layer].attention.wo.weight[:, 16 * head : 16 * (head + 1)]  # (C, D)
+            weight = seen.weights[layer][head, -1, source]
+            added = wo @ (weight * stacked[layer][head // 2, source])  # (C,)
+            assert float(found[layer, head, source]) == pytest.approx(float(added @ direction), abs=1e-5)
 
 
 def test_pair_norms_are_means_over_all_queries_and_visible_keys() -> None:

@@ -212,6 +212,8 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-3)
     assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
     assert sum(one["effect"] for one in found["heads"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)  # all 8
+    assert sum(found["layers"]) == pytest.approx(found["effects"]["mlps"], abs=1e-4)
+    assert sum(found["by_token"]) == pytest.approx(found["effects"]["heads"], abs=1e-4)
     best = max(found["heads"], key=lambda one: one["effect"])
     assert found["head"]["head"] == best["head"] == found["heads"][0]["head"]
     weights = found["head"]["weights"]
@@ -232,6 +234,28 @@ def test_the_head_in_detail_adds_most_or_has_the_largest_effect_and_is_listed(
     listed = [one["head"] for one in found["heads"]]
     assert listed == ([[0, 2], [1, 0], [1, 1]] if sign > 0 else [[1, 0], [1, 1], [1, 2]])
     assert found["head"]["head"] == listed[0]
+
+
+def test_the_grid_is_ablation_one_by_one_beside_other_heads_that_are_off(
+    server: Running, tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tiny_llm.encode_chat(MESSAGES)
+    token, against = np.argsort(-next_logits(tiny_llm, ids))[[0, 3]].tolist()
+    response = post(server, "/look/grid", ids=ids, token=token, against=against, off=[[0, 1]])
+    *progress, found = [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+    assert progress == [{"done": i + 1, "of": len(progress)} for i in range(len(progress))]
+    for layer, head in ((0, 0), (0, 1), (1, 3)):
+        with ablated(tiny_llm.model, {(0, 1), (layer, head)}):
+            logits = next_logits(tiny_llm, ids)
+        lost = found["difference"] - (logits[token] - logits[against])
+        assert found["total"][layer][head] == pytest.approx(lost, abs=1e-4)
+    assert found["total"][0][1] == pytest.approx(0, abs=1e-5)
+    with monkeypatch.context() as short:
+        short.setattr("llama.server.requests.LONGEST_GRID", 9)
+        for body, wrong in (({}, "token is missing"), ({"token": 1, "against": 2, "ids": [5] * 10}, "at most 9")):
+            refused = post(server, "/look/grid", **{"ids": ids, **body})
+            assert refused.status_code == 400
+            assert wrong in refused.json()["error"]["message"]
 
 
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:

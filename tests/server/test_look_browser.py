@@ -707,7 +707,7 @@ def test_new_keeps_the_conversation_and_two_tabs_that_change_one_make_two(show: 
     tabs = [tab.context.new_page() for _ in range(2)]
     for other in tabs:
         other.goto(tab.url)
-        other.wait_for_selector("#stored p >> nth=1")
+        other.wait_for_selector("#stored div >> nth=1")
         assert [text.split("\n")[0] for text in other.locator("#stored button:first-child").all_inner_texts()] == [
             "Two?",
             "One?",
@@ -720,15 +720,15 @@ def test_new_keeps_the_conversation_and_two_tabs_that_change_one_make_two(show: 
         ask(other, f"And {i}?")
     reader = tab.context.new_page()
     reader.goto(tab.url)
-    reader.wait_for_selector("#stored p >> nth=2")
+    reader.wait_for_selector("#stored div >> nth=2")
     found = [[one["question"] for one in turns[1:]] for turns in reader.evaluate("settled(stored().getAll())")]
     assert found == [["Two?"], ["One?", "And 0?"], ["One?", "And 1?"]]
     reader.once("dialog", lambda dialog: dialog.accept())
     reader.click("#stored >> text=delete >> nth=0")
-    reader.wait_for_selector("#stored p >> nth=2", state="detached")
+    reader.wait_for_selector("#stored div >> nth=2", state="detached")
     assert len(reader.evaluate("settled(stored().getAll())")) == 2
     tabs[1].reload()  # of a deleted conversation, nothing is left
-    tabs[1].wait_for_selector("#stored p >> nth=1")
+    tabs[1].wait_for_selector("#stored div >> nth=1")
     assert tabs[1].locator(".question").count() == 0
 
 

@@ -1,8 +1,7 @@
 /* The page of `clearllama serve`: a chat whose every token can be opened.
 
    Turns form a tree. A turn is a question, the ids of its prompt and the tokens of its answer; every other answer to it
-   (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted.
-   The browser keeps the conversations (IndexedDB); one that two tabs change becomes two. */
+   (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted: IndexedDB keeps it. */
 "use strict";
 
 // name: [label, default] of a number; the other settings are in index.html
@@ -634,7 +633,7 @@ function save() {
 async function drawStored() {
   const keys = db ? (await settled(stored().getAllKeys())).reverse() : [];
   const remove = async (one) => confirm(`Delete “${one[1]}”?`) && drawStored(await settled(stored("readwrite").delete(one)));
-  put("stored", ...keys.map((one) => make("p", { class: "foot" },
+  put("stored", ...keys.map((one) => make("div", { class: "foot" },
     press(plain(one[1]), async () => replace(await settled(stored().get(one)), one), { class: "ellipsis" }),
     new Date(one[0]).toLocaleString([], { dateStyle: "short", timeStyle: "short" }), press("delete", () => remove(one), { class: "quiet" }))));
 }
@@ -780,8 +779,7 @@ async function start() {
   const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
   request.onupgradeneeded = () => request.result.createObjectStore("conversations");
   db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
-  const found = db && last && (await settled(stored().get(last)));
-  if (found) [turns, key] = [found, last];
+  if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
   await connect().catch((error) => failed(error, banner));
   document.documentElement.dataset.ready = "";
 }

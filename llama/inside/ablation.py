@@ -1,0 +1,145 @@
+"""What the answer loses without each head and each MLP layer, and what each head looks at.
+
+The direct effect of a head (trace.py) leaves out what later layers make of its output, and what other heads do in its
+place. Ablation includes both: the head's output is replaced by zero, or by its mean, and all later layers run again.
+
+Letters: B rows, T tokens, L layers, H heads, D head_dim, C model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import causal_mask
+from ..errors import NumericalError, UsageError
+from ..model import Transformer
+from ..text import Llama
+from .hooks import Place, activations, patch, transformer
+from .trace import head_readouts, readout_of, sink
+
+STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
+
+
+@dataclass(frozen=True)
+class AblationGrid:
+    """Effects on the difference of two logits after the last token of a text. Column H is the MLP layer.
+
+    difference  logit of the one token minus that of the other
+    direct      (L, H + 1) what each part adds to it, without later layers
+    total       (L, H + 1) what it loses if the part is ablated: positive if the part supports the first token
+    previous    (L, H) mean weight on the previous token
+    first       (L, H) mean weight on the first token
+    induction   (L, H) mean weight on the tokens that followed the same token earlier; None if no token occurs twice
+    """
+
+    difference: float
+    direct: Tensor
+    total: Tensor
+    previous: Tensor
+    first: Tensor
+    induction: Tensor | None
+
+
+@torch.inference_mode()
+def ablation_grid(
+    model: Transformer | Llama,
+    ids: Sequence[int],
+    token: int,
+    against: int,
+    mean: bool = False,
+    position: int | None = None,
+) -> Generator[tuple[int, int], None, AblationGrid]:
+    """Ablate every head and every MLP layer, one at a time, and compare the logits of `token` and `against`.
+
+    mean      replace an output by its mean over the text, in place of zero
+    position  ablate at this token only; None: at all tokens
+
+    Yields (steps done, all steps) after each step, and returns the grid. Nothing below an ablated layer is computed
+    again. Raises UsageError on a text of fewer than two tokens, NumericalError if a logit is not finite.
+    """
+    model = transformer(model)
+    if len(ids) < 2:
+        raise UsageError("an ablation grid needs a text of at least two tokens")
+    T, device = len(ids), model.tok_embeddings.weight.device
+    tokens, positions = torch.tensor([ids], device=device), torch.arange(T, device=device)  # (1, T), (T,)
+    blocks: list[Any] = list(model.layers)
+    L, at = len(blocks), slice(None) if position is None else slice(position, position + 1)
+    freqs_cis, mask = model.rope.freqs_cis(positions, T), causal_mask(positions, positions)
+
+    def run(block: Any, h: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), without a cache
+        x: Tensor = block(h, freqs_cis, mask, positions, None)
+        return x
+
+    most = max(1, STEP * L // T)  # rows of a step
+    parts = model.config.n_heads + 1
+    groups = [range(start, min(start + most, parts)) for start in range(0, parts, most)]
+    done, count = 0, len(groups) * L * (L + 1) // 2
+    h = model.tok_embeddings(tokens)  # (1, T, C)
+    logits, outputs, mlps, scores = [], [], [], []
+    for number, block in enumerate(blocks):
+        layer, found = block.attention.layer, []
+        for rows in groups:
+            changes = {f"z.{layer}": partial(_without_heads, rows=rows, at=at, mean=mean)}
+            changes |= {f"mlp_out.{layer}": partial(_without_mlp, row=parts - 1 - rows.start, at=at, mean=mean)}
+            with patch(model, changes):
+                x = run(block, h.expand(len(rows), -1, -1))  # (B, T, C): row i without part rows[i]
+            for later in [*blocks[number + 1 :], None]:
+                done += 1
+                yield done, count
+                if later is not None:
+                    x = run(later, x)  # (B, T, C)
+            found.append(_difference(model, x[:, -1], token, against))  # (B,)
+        with activations(model, [f"pattern.{layer}", f"z.{layer}", f"mlp_out.{layer}"]) as seen:
+            h = run(block, h)  # (1, T, C)
+        weights, z, mlp = (tensor[0] for tensor in seen.values())
+        logits.append(torch.cat(found))
+        outputs.append(z[-1].float())
+        mlps.append(mlp[-1].float())
+        scores.append(
+            torch.stack((weights.diagonal(-1, -2, -1).mean(-1), sink(weights), _induction(weights, tokens[0])))
+        )
+    difference = _difference(model, h[:, -1], token, against)  # (1,)
+    direction = readout_of(model, h[0, -1], token, against)  # (C,)
+    heads = [(z * own).sum(-1) for z, own in zip(outputs, head_readouts(model, direction), strict=True)]  # (H,) each
+    direct = torch.stack([torch.cat((own, (mlp @ direction)[None])) for own, mlp in zip(heads, mlps, strict=True)])
+    previous, first, induction = torch.stack(scores, 1)  # (L, H) each
+    repeated = None if bool(induction.isnan().any()) else induction
+    total = difference - torch.stack(logits)  # (L, H + 1)
+    if not bool(total.isfinite().all()):
+        raise NumericalError("the logits of this text are not finite without a head or MLP layer")
+    return AblationGrid(float(difference), direct, total, previous, first, repeated)
+
+
+def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
+    """The difference of two logits: (B, C) -> (B,) float32."""
+    logits = model.output(model.norm(h)).float()  # (B, V)
+    found: Tensor = logits[:, token] - logits[:, against]
+    return found
+
+
+def _without_heads(z: Tensor, place: Place, rows: range, at: slice, mean: bool) -> Tensor:
+    """(B, T, H, D) with head rows[i] of row i replaced. The rows are equal before."""
+    for i, head in enumerate(rows):
+        if head < z.shape[2]:
+            z[i, at, head] = z[i, :, head].mean(0) if mean else 0
+    return z
+
+
+def _without_mlp(x: Tensor, place: Place, row: int, at: slice, mean: bool) -> Tensor:
+    """(B, T, C) with the output of the MLP replaced in a row, if there is such a row."""
+    if 0 <= row < len(x):
+        x[row, at] = x[row].mean(0) if mean else 0
+    return x
+
+
+def _induction(weights: Tensor, ids: Tensor) -> Tensor:
+    """The induction score of each head (arXiv:2209.11895): (H, T, T), (T,) -> (H,); NaN if no token occurs twice."""
+    same = (ids[:, None] == ids).tril(-1)  # (T, T): token s is an earlier occurrence of token t
+    followed = same.roll(1, -1)  # (T, T): token s follows such an occurrence
+    return (weights * followed).sum(-1)[:, same.any(-1)].mean(-1)
