@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -29,7 +29,7 @@ from llama.engine.parallel import ShardedCheckpoint
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.tools.convert import convert, quantize
 
-from . import test_huggingface, tiny
+from . import test_architectures, test_huggingface, tiny
 from .test_gguf import finish
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -360,6 +360,35 @@ def test_a_piece_of_a_merged_weight_is_a_part_of_it(bases, tmp_path: Path) -> No
                 assert (whole.weight(name).format, whole.weight(name).tiles()) == (None, None)
             for part in (ShardedCheckpoint(whole, rank, 2) for rank in range(2)):
                 assert torch.allclose(part.weight(name).floats(), full[part.cut(name)[: full.dim()]], atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("Granite", True), ("Granite", False), ("Exaone", False)])
+def test_an_adapter_is_merged_in_the_names_and_before_the_factors_of_its_family(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    """Of the embedding too, which unties a tied model. The merged file, run by transformers, gives the same."""
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    multipliers = test_architectures.MULTIPLIERS if family == "Granite" else {}
+    test_architectures.write(base, family, tie_word_embeddings=tied, **multipliers)
+    lora, inputs = Lora(base), ("embed_tokens.weight", "wte.weight", "lm_head.weight")
+    for name in [name for name, tensor in lora.state.items() if tensor.dim() == 2 and not name.endswith(inputs)]:
+        lora.low_rank(name.removesuffix(".weight"), 4, 3.0 if ".out_proj." in name else 2.0)  # alpha / r
+    if family == "Granite":
+        lora.low_rank(EMBED, 4, 2.0)
+        lora.whole("model.norm")
+    path = lora.write(tmp_path / "adapter", alpha_pattern={"out_proj": 12})
+    shutil.copytree(base, merged)
+    save_file(lora.state, merged / "model.safetensors")
+    test_huggingface.edit(merged, tie_word_embeddings=False)
+    theirs = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(TOKENS).logits
+    assert float((logits(base) - theirs).abs().max()) > 0.1
+    for form in ("complex", "half"):
+        assert float((logits(base, adapters=path, rope=form) - theirs).abs().max()) < 1e-4
+    checkpoint = with_adapters(open_checkpoint(base), path)
+    for part in (ShardedCheckpoint(checkpoint, rank, 2) for rank in range(2)):
+        for name in checkpoint.shapes:
+            full = checkpoint.weight(name).floats()
+            assert torch.equal(part.weight(name).floats(), full[part.cut(name)[: full.dim()]])
 
 
 # --------------------------------------------------------------------------------------- quantizing and converting

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
-from llama.checkpoint import open_checkpoint
-from llama.checkpoint.architectures import MODEL_TYPES
+import llama
+from llama.checkpoint import base, open_checkpoint
+from llama.checkpoint.architectures import EXAONE_KEYS, MODEL_TYPES, NEEDS
 from llama.checkpoint.huggingface import read_config
+from llama.engine.linears import TileLinear
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.inside.explain import random_model
+from llama.quant.gguf_types import quantize
 from llama.rope_scaling import reach
 from llama.tools.convert import convert
 from llama.tools.families import official
@@ -28,8 +34,24 @@ BASE = {**test_huggingface.BASE, "num_hidden_layers": 5, "bos_token_id": 1, "eos
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e6,
+          "original_max_position_embeddings": 32}  # fmt: skip
+MULTIPLIERS = {"embedding_multiplier": 3.5, "attention_multiplier": 0.4, "residual_multiplier": 0.22,
+               "logits_scaling": 1.7}  # fmt: skip
+SCALED = {**YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0,
+          "beta_slow": 1.0}  # fmt: skip
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
+            "granite": "Granite", "ministral3": "Ministral3", "exaone": "Exaone"}  # fmt: skip
+VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16,
+          "num_attention_heads": 2, "patch_size": 4, "image_size": 16}  # fmt: skip
+
+
 def write(folder: Path, family: str, **changes: Any) -> Any:
-    return test_huggingface.write(folder, family=family, **{**BASE, **changes})
+    changes = {**BASE, **changes}
+    if family == "Mistral3":
+        changes = {"text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 16, **changes},
+                   "vision_config": VISION, "tie_word_embeddings": changes["tie_word_embeddings"]}  # fmt: skip
+    return test_huggingface.write(folder, family=family, **changes)
 
 
 def gap(ours: Any, theirs: Any, length: int) -> float:
@@ -61,6 +83,14 @@ MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, False),
     ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, True),
     ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, True),
+    ("Granite", {**MULTIPLIERS, "tie_word_embeddings": True}, False),
+    ("Granite", {**MULTIPLIERS, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, False),
+    ("Granite", {"attention_multiplier": 0.2, "logits_scaling": 0.5, "head_dim": 24, "rope_parameters": YARN}, False),
+    ("Ministral3", {"head_dim": 24, "rope_parameters": SCALED, "tie_word_embeddings": True}, False),
+    ("Mistral3", {"model_type": "ministral3", "rope_parameters": {**SCALED, "mscale_all_dim": 0.7}}, False),
+    ("Mistral3", {"num_key_value_heads": 4, "tie_word_embeddings": True}, False),
+    ("Exaone", {"num_key_value_heads": 4, "tie_word_embeddings": True}, False),
+    ("Exaone", {"head_dim": 24, "rope_parameters": LLAMA3}, False),
 ]
 
 
@@ -125,6 +155,110 @@ def test_sizes_of_qwen3_are_the_published_ones() -> None:
     }  # fmt: skip
 
 
+GGUF_KEYS = {
+    "granite": {"embedding_scale": 3.5, "attention.scale": 0.4, "residual_scale": 0.22, "logit_scale": 1.7},
+    "mistral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 32,
+                 "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_log_multiplier": 0.7,
+                 "attention.temperature_scale": 0.1},
+    "exaone": {},
+}  # fmt: skip
+
+
+def as_gguf(source: Path, target: Path, architecture: str, quantization: str = "F32") -> Path:
+    """Write a folder's weights as llama.cpp's converter does: unscaled, and in the order of the architecture."""
+    checkpoint: Any = open_checkpoint(source)
+    layout = "half" if architecture == "exaone" else "interleaved"
+    weights = {name: checkpoint.unscaled(name, layout).floats() for name in checkpoint.shapes}
+    config = dataclasses.replace(checkpoint.config, norm_eps=1e-5)
+    entries = {**tiny.architecture(config), **{f"llama.{key}": one for key, one in GGUF_KEYS[architecture].items()}}
+    own = {key.replace("llama.", f"{architecture}."): value for key, value in entries.items()}
+    metadata = {**dict.fromkeys(entries), **own, "general.architecture": architecture}
+    return tiny.write_gguf(target, config, weights, quantization=quantization, metadata=metadata)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "architecture", "changes"),
+    [
+        ("Granite", "granite", MULTIPLIERS),
+        ("Ministral3", "mistral3", {"rope_parameters": {**SCALED, "mscale_all_dim": 0.7}, "head_dim": 16}),
+        ("Exaone", "exaone", {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 1e6}}),
+    ],
+    ids=["granite", "mistral3", "exaone"],
+)
+def test_files_of_llama_cpp_s_architectures(
+    tmp_path: Path, family: str, architecture: str, changes: dict[str, Any], tied: bool
+) -> None:
+    model = write(tmp_path / "hf", family, tie_word_embeddings=tied, **changes)
+    file = as_gguf(tmp_path / "hf", tmp_path / "x.gguf", architecture)
+    assert load(file).max_seq_len == load(tmp_path / "hf").max_seq_len
+    for form in ("real", "half"):
+        assert gap(load(file, rope=form), model, load(file).max_seq_len) < 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K", "Q6_K"])
+def test_quantized_files_of_granite(tmp_path: Path, type: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers has the dequantized weights. Kept quantized, a weight differs by float16's rounding of its scales."""
+    monkeypatch.setattr(
+        gguf.quants, "quantize", lambda x, to: x if to == 0 else quantize(torch.from_numpy(x), type).numpy()
+    )
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = write(tmp_path / "hf", "Granite", tie_word_embeddings=tied, **MULTIPLIERS, **sizes)
+    file = as_gguf(tmp_path / "hf", tmp_path / "x.gguf", "granite", type)
+    checkpoint: Any = open_checkpoint(file)
+    state = {base.to_file_name(name, base.HUGGING_FACE_NAMES, "model.layers"): checkpoint.unscaled(name, "half").floats()
+             for name in checkpoint.shapes}  # fmt: skip
+    model.load_state_dict(state, strict=not tied)
+    exact = load(file)
+    assert gap(exact, model, 64) < 1e-4
+    kept = llama.load(file, device="cpu", dtype="bfloat16").model
+    for name, layer in kept.named_modules():
+        if isinstance(layer, TileLinear):
+            expected = exact.get_submodule(name).weight
+            assert float((layer.weight - expected).norm() / expected.norm()) < 2**-10
+
+
+def test_a_multiplier_that_is_missing_or_out_of_range(tmp_path: Path) -> None:
+    model = write(tmp_path, "Granite", attention_multiplier=1.0, embedding_multiplier=2.0)
+    edit(tmp_path, remove=("attention_multiplier", "logits_scaling", "residual_multiplier"))
+    assert gap(load(tmp_path), model, 16) < 1e-4
+    for value in (0.0, -1.0, 1e-200, 1e200):
+        edit(tmp_path, residual_multiplier=value)
+        with pytest.raises(
+            LlamaError, match=re.escape(f"residual_multiplier must be a number from 1e-06 to 1e+06, got {value}")
+        ):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_language_model_is_read_without_its_vision_model(tmp_path: Path, original: bool, tied: bool) -> None:
+    """In both forms of names; whether the output is tied depends on the tensors, as in transformers."""
+    model = write(tmp_path, "Mistral3", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, save_original_format=original)
+    edit(tmp_path, remove=("tie_word_embeddings",))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.tie_embeddings is tied
+    assert checkpoint.notes == ["15 tensors of the vision model are left out"]
+    assert gap(load(tmp_path), model, 64) < 1e-4
+
+
+def test_exaone_s_own_keys(tmp_path: Path) -> None:
+    model = write(tmp_path, "Exaone")
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {theirs: config[usual] for theirs, usual in EXAONE_KEYS.items()}
+    edit(tmp_path, remove=tuple(EXAONE_KEYS.values()), **own, embed_dropout=0.0)
+    assert open_checkpoint(tmp_path).warnings == []
+    assert gap(load(tmp_path), model, 64) < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "need"), [(kind, need) for need, kinds in NEEDS.items() for kind in kinds.split()])
+def test_a_family_that_is_refused_says_what_it_needs(kind: str, need: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model_type is '{kind}', which needs {re.escape(need)}; only llama, mist"):
+        read_config({"model_type": kind}, "config.json")
+
+
 def test_a_zero_in_no_rope_layers_is_a_layer_without_rope(tmp_path: Path) -> None:
     """The opposite reading of the list, which its name suggests, gives other logits."""
     model = write(tmp_path, "SmolLM3", num_hidden_layers=8)
@@ -167,7 +301,7 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
         load(tmp_path, max_seq_len=17)
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
     assert open_checkpoint(tmp_path).warnings == [
-        "the context is limited to 16 of 64 tokens: sliding windows are not implemented"
+        "the context is limited to 16 of 64 tokens: windows and scaled queries are not implemented"
     ]
 
 
@@ -193,10 +327,9 @@ def test_a_window_applies_as_in_transformers(family: str, changes: dict[str, Any
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """The classes of transformers have the defaults; keys that a file leaves out have these values."""
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
-    assert names.keys() == MODEL_TYPES.keys()
+    assert FAMILIES.keys() == MODEL_TYPES.keys()
     for kind, family in MODEL_TYPES.items():
-        theirs = getattr(transformers, f"{names[kind]}Config")()
+        theirs = getattr(transformers, f"{FAMILIES[kind]}Config")()
         assert theirs.model_type == kind
         assert theirs.max_position_embeddings == family.context
         assert theirs.rope_parameters["rope_theta"] == family.theta

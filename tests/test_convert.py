@@ -89,13 +89,13 @@ def test_chat_templates_with_names_survive_every_conversion(source: Path, tmp_pa
     assert [open_checkpoint(path).chat_template for path in (folder, file, back)] == [named] * 3
 
 
-NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
-
-
 @pytest.mark.parametrize("kind", [None, *MIXES])
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
-    model = test_architectures.write(tmp_path / "hf", NAMES[family], num_hidden_layers=4, head_dim=16)
+    own = test_architectures.MULTIPLIERS if family == "granite" else {}
+    model = test_architectures.write(
+        tmp_path / "hf", test_architectures.FAMILIES[family], num_hidden_layers=4, head_dim=16, **own
+    )
     path = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf", quantize=kind).path
     expected = model(test_huggingface.tokens(40)).logits
     error = (logits(path, test_huggingface.tokens(40)) - expected).norm() / expected.norm()
@@ -145,7 +145,8 @@ def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> Non
 
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in NAMES.values()),
+    *((name, {}) for name in test_architectures.FAMILIES.values()),
+    ("Granite", {**test_architectures.MULTIPLIERS, "tie_word_embeddings": True}),
     ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
     ("Qwen2", {"tie_word_embeddings": True}),
     *(("Llama", {"rope": rope}) for rope in ROPES),

@@ -37,7 +37,8 @@ def write(folder: Path, dtype: torch.dtype = torch.float32, family: str = "Llama
     """Save a random model with transformers and return it."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    kind = "ImageTextToText" if hasattr(config, "text_config") else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import llama
+from llama.checkpoint import gguf as gguf_reader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.weight import MemoryWeight
+from llama.checkpoint.weight import DTYPES, MemoryWeight, ReorderedWeight, ScaledWeight
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.linears import GroupedLinear, TileEmbedding, TileLinear
@@ -229,6 +230,37 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
     # half has the rows of wq and wk in another order
     steps = torch.cat([half(tokens[:, i : i + 1], cache=cache) for i in range(20)], dim=1)
     assert distance(steps, exact(tokens)) < 0.03
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("name", [*READERS, "F32", "BF16"])
+def test_a_scaled_weight_is_the_product(tmp_path: Path, name: str, by_row: bool, monkeypatch) -> None:
+    """In every type, in parts and with rows in another order; a power of two is exact, and packed as well from 1 on."""
+    if name in READERS:
+        monkeypatch.setattr(gguf.quants, "quantize", random_weights)
+    state = {"tok_embeddings.weight": normal(48, 512), "norm.weight": normal(48, seed=1)}
+    file = gguf_reader.GGUFFile(tiny.write_gguf(tmp_path / "x.gguf", tiny.CONFIG, state, quantization=name))
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(3))
+    powers = torch.randint(9, (48,), generator=torch.Generator().manual_seed(4)).exp2()
+    for factor in (normal(48, seed=4), powers) if by_row else (0.0883, 8.0):
+        rows = torch.as_tensor(factor).expand(48)
+        power = bool((rows.frexp().mantissa == 0.5).all())
+        for base in (file.tensors["token_embd.weight"], file.tensors["output_norm.weight"]):
+            scaled, values = ScaledWeight(base, factor), base.floats().double()
+            assert scaled.changed is (base.stored in DTYPES)  # in a float32 model, they are not stored in 16 bits
+            exact = values * rows.view(-1, *[1] * (values.dim() - 1))
+            reordered, first = ReorderedWeight(scaled, order), ScaledWeight(ReorderedWeight(base, order), rows[order])
+            for weight, expected in ((scaled, exact), (reordered, exact[order]), (first, exact[order])):
+                for part in (slice(None), slice(5, 38), (slice(7, 40), slice(256, 512)))[: 1 + values.dim()]:
+                    some, product = weight[part], expected[part]
+                    torch.testing.assert_close(some.floats().double(), product, rtol=1e-6, atol=1e-9)
+                    assert not power or torch.equal(some.floats().double(), product)
+                    if some.format is None:
+                        continue
+                    tiles = unpack(to_tiles(some, some.format), *some.shape, some.format)
+                    assert torch.equal(tiles.quants, some.groups().quants)
+                    torch.testing.assert_close(some.groups().weight.double(), product, rtol=1e-5, atol=1e-6)
+                    assert distance(tiles.weight, product) < (1e-9 if power else 2**-11)
 
 
 @needs_kernels

@@ -92,7 +92,7 @@ class AdaptedCheckpoint(Checkpoint):
         self.base, self._adapters = base, adapters
         self.path, self.format, self.config = base.path, base.format, base.config
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
-        self.warnings, self.notes = base.warnings, base.notes
+        self.warnings, self.notes, self.factors = base.warnings, base.notes, base.factors
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
             self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())
@@ -163,8 +163,8 @@ class AdaptedCheckpoint(Checkpoint):
         """The name under which the base stores a weight; the embedding's if the output is tied to it."""
         return name if name in self.base.shapes else EMBEDDING
 
-    def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
-        stored = self.base.weight(self._source(name), layout)
+    def unscaled(self, name: str, layout: Layout) -> Weight:
+        stored = self.base.unscaled(self._source(name), layout)
         if name not in self._changed:
             return stored
         head_dim, low_rank = self.config.head_dim, []
@@ -204,7 +204,7 @@ def _is_copy(copy: Tensor, base: Checkpoint, name: str, layout: Layout) -> bool:
     """Whether a tensor is a weight of the base, apart from rounding and the number of rows."""
     if name not in base.shapes or copy.shape[-1:] != base.shapes[name][-1:]:
         return False
-    weight = base.weight(name, layout)[: len(copy)].floats().float()
+    weight = base.unscaled(name, layout)[: len(copy)].floats().float()
     limit = 2**-8 if base.weight(name).stored in DTYPES else 0.5  # the largest relative error of a row
     return bool(((copy[: len(weight)] - weight).norm(dim=-1) <= limit * weight.norm(dim=-1) + 1e-5).all())
 

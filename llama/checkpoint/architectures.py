@@ -1,17 +1,17 @@
 """The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
 Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, Qwen3 normalizes the heads of q
-and k, and SmolLM3 has layers without RoPE. Sources: transformers' configuration and modeling files of these families;
-llama.cpp 0.3.36 in llama-cpp-python, src/models/ and conversion/.
+and k, SmolLM3 has layers without RoPE, Granite has multipliers, Ministral 3 scales queries, and EXAONE has other names.
+Sources: transformers' configuration and modeling files of the families; llama.cpp 0.3.36, src/models/ and conversion/.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
 
-from ..checks import integer, is_integer, shown
+from ..checks import integer, is_integer, number, shown
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout
@@ -60,11 +60,16 @@ MODEL_TYPES = {
                        slides="if used", window=4096, last_layers=True, n_kv_heads=32),
     "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
                          no_rope_interval=INTERVAL),
+    "granite": ModelType("GraniteForCausalLM", 2048),
+    "ministral3": ModelType("Ministral3ForCausalLM", 262144, theta=1e6, bias_keys=(), head_dim=128, slides="always",
+                            n_kv_heads=8),
+    "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
-# Hugging Face's permutation for all but qwen2 and qwen3. Mistral's files have the architecture llama.
+# Hugging Face's permutation for all but qwen2, qwen3 and exaone. Mistral's have the architecture llama or mistral3.
 GGUF_LAYOUTS: dict[str, Layout] = {
-    "llama": "interleaved", "qwen2": "half", "qwen3": "half", "smollm3": "interleaved",
+    "llama": "interleaved", "qwen2": "half", "qwen3": "half", "smollm3": "interleaved", "granite": "interleaved",
+    "mistral3": "interleaved", "exaone": "half",
 }  # fmt: skip
 MOST_LAYERS = 2**16  # the largest models have about 100
 
@@ -73,6 +78,39 @@ SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor"
                "original_max_position_embeddings": 8192}  # fmt: skip
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+# What other families need, which is not implemented
+NEEDS = {
+    "experts": "mixtral llama4 qwen2_moe qwen3_moe qwen3moe gpt_oss gpt-oss granitemoe phimoe deepseek_v3 deepseek2",
+    "norms after the sublayers": "olmo2 olmo3 exaone4 gemma2 gemma3 gemma3_text glm4",
+    "norms of 1 + weight and GELU": "gemma",
+    "Mamba layers or a fused feed-forward network": "granitehybrid granitemoehybrid jamba falcon_h1 nemotron_h",
+    "attention beside the feed-forward network": "phi phi2 gpt_neox gptneox falcon cohere command-r",
+}
+# Granite's multipliers of the embedding, the scores and what is added to the residual stream, and a divisor of logits
+MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+GGUF_MULTIPLIERS = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
+EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
+               "activation_function": "hidden_act"}  # fmt: skip
+
+
+def folded(config: ModelConfig, fields: Fields) -> tuple[ModelConfig, dict[str, float]]:
+    """The configuration of a model with its multipliers, and the factors of weights that stand for them.
+
+    The residual stream is divided by its multiplier, so wo and w_down need no factor, and a norm gives the same if its
+    epsilon is divided by the square. The last norm also divides the logits. Raises ConfigError.
+    """
+    in_gguf, usual = "general.architecture" in fields.values, config.head_dim**-0.5
+    if fields.values["general.architecture" if in_gguf else "model_type"] != "granite":
+        return config, {}
+    keys = [f"granite.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
+    embedding, attention, residual, logits = (
+        number(f"{fields.where}: {key}", fields.get(key, float, default), 1e-6, 1e6, ConfigError)
+        for key, default in zip(keys, (1.0, usual if in_gguf else 1.0, 1.0, 1.0), strict=True)
+    )
+    stream = embedding / residual
+    output = stream if config.tie_embeddings else 1.0
+    factors = {"tok_embeddings": stream, "wq": attention / usual, "norm": 1 / (logits * output), "output": output}
+    return dataclasses.replace(config, norm_eps=config.norm_eps / residual**2), factors
 
 
 def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
@@ -80,8 +118,17 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
     kind = fields.get(key, object, None)
     if not isinstance(kind, str) or kind not in kinds:
         found = f"{fields.where}: {key} is {shown(kind)}"
+        found += next((f", which needs {what}" for what, names in NEEDS.items() if kind in names.split()), "")
         raise ConfigError(f"{found}; only {', '.join(kinds)} can be run; try transformers, vLLM or llama.cpp")
     return kind
+
+
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json with the usual keys; of a model that also sees images, the part of the language model."""
+    if settings.get("model_type") == "mistral3":
+        settings = Fields(settings, "config.json").get("text_config", dict)
+    keys = EXAONE_KEYS if settings.get("model_type") == "exaone" else {}
+    return {keys.get(key, key): value for key, value in settings.items()}
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:
@@ -111,7 +158,7 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
 
 
 def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
-    """The sliding window in tokens; None if no layer has one."""
+    """The tokens up to which full attention gives the same: those of a sliding window, if a layer has one, or None."""
     model_type = MODEL_TYPES[kind]
     if model_type.slides == "never":
         return None
@@ -125,12 +172,17 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
         # With types, transformers ignores use_sliding_window, except for Qwen2 and Qwen3.
         window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
+    if kind == "ministral3":  # it scales the queries from this position on
+        length = Fields(fields.get("rope_parameters", dict), fields.where).get("original_max_position_embeddings", int)
+        window = min(window or length, length)
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 
 def window_warnings(config: ModelConfig) -> list[str]:
-    """A warning if a sliding window ends the context early."""
+    """A warning if a sliding window ends the context early, or a position from which queries are scaled."""
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []
-    return [f"the context is limited to {window:,} of {context:,} tokens: sliding windows are not implemented"]
+    return [
+        f"the context is limited to {window:,} of {context:,} tokens: windows and scaled queries are not implemented"
+    ]

@@ -17,28 +17,28 @@ from ..errors import CheckpointError, TokenizerError
 from ..rope import ROTATED, Layout, to_layout
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
-from .weight import ReorderedWeight, Weight
+from .weight import ReorderedWeight, ScaledWeight, Weight
 
-# The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's and GGUF's
-NAMES = {
-    "tok_embeddings": ("tok_embeddings", "model.embed_tokens", "token_embd"),
-    "norm": ("norm", "model.norm", "output_norm"),
+# The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's, GGUF's, and EXAONE's own
+NAMES: dict[str, tuple[str, ...]] = {
+    "tok_embeddings": ("tok_embeddings", "model.embed_tokens", "token_embd", "transformer.wte"),
+    "norm": ("norm", "model.norm", "output_norm", "transformer.ln_f"),
     "output": ("output", "lm_head", "output"),
-    "attention_norm": ("attention_norm", "input_layernorm", "attn_norm"),
-    "attention.wq": ("attention.wq", "self_attn.q_proj", "attn_q"),
-    "attention.wk": ("attention.wk", "self_attn.k_proj", "attn_k"),
-    "attention.wv": ("attention.wv", "self_attn.v_proj", "attn_v"),
-    "attention.wo": ("attention.wo", "self_attn.o_proj", "attn_output"),
+    "attention_norm": ("attention_norm", "input_layernorm", "attn_norm", "ln_1"),
+    "attention.wq": ("attention.wq", "self_attn.q_proj", "attn_q", "attn.attention.q_proj"),
+    "attention.wk": ("attention.wk", "self_attn.k_proj", "attn_k", "attn.attention.k_proj"),
+    "attention.wv": ("attention.wv", "self_attn.v_proj", "attn_v", "attn.attention.v_proj"),
+    "attention.wo": ("attention.wo", "self_attn.o_proj", "attn_output", "attn.attention.out_proj"),
     "attention.q_norm": ("attention.q_norm", "self_attn.q_norm", "attn_q_norm"),
     "attention.k_norm": ("attention.k_norm", "self_attn.k_norm", "attn_k_norm"),
-    "ffn_norm": ("ffn_norm", "post_attention_layernorm", "ffn_norm"),
-    "feed_forward.w_gate": ("feed_forward.w1", "mlp.gate_proj", "ffn_gate"),
-    "feed_forward.w_up": ("feed_forward.w3", "mlp.up_proj", "ffn_up"),
-    "feed_forward.w_down": ("feed_forward.w2", "mlp.down_proj", "ffn_down"),
+    "ffn_norm": ("ffn_norm", "post_attention_layernorm", "ffn_norm", "ln_2"),
+    "feed_forward.w_gate": ("feed_forward.w1", "mlp.gate_proj", "ffn_gate", "mlp.c_fc_0"),
+    "feed_forward.w_up": ("feed_forward.w3", "mlp.up_proj", "ffn_up", "mlp.c_fc_1"),
+    "feed_forward.w_down": ("feed_forward.w2", "mlp.down_proj", "ffn_down", "mlp.c_proj"),
 }
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
-META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES = (
-    {theirs[column]: ours for ours, theirs in NAMES.items()} for column in range(3)
+META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE_NAMES = (
+    {theirs[column]: ours for ours, theirs in NAMES.items() if theirs[column:]} for column in range(4)
 )
 
 
@@ -52,6 +52,7 @@ class Checkpoint(ABC):
     _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
     layers: str = "layers"  # what the files call the layers
+    factors: Mapping[str, float] = MappingProxyType({})  # of layers' weights and biases, as "wq": 0.5
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
@@ -73,6 +74,11 @@ class Checkpoint(ABC):
 
     def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
         """A weight by the model's name for it. `layout` is the order of the rows of wq and wk."""
+        unscaled, factor = self.unscaled(name, layout), self.factors.get(name.split(".")[-2], 1.0)
+        return unscaled if factor == 1 else ScaledWeight(unscaled, factor)
+
+    def unscaled(self, name: str, layout: Layout) -> Weight:
+        """A weight without its factor."""
         weight = self._weights[name]
         if layout == self.layout or not name.endswith(ROTATED):
             return weight

@@ -25,7 +25,7 @@ from ..rope_scaling import inverse_frequencies
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from . import base
-from .architectures import GGUF_LAYOUTS, INTERVAL, SCALED_ROPE, every, known
+from .architectures import GGUF_LAYOUTS, GGUF_MULTIPLIERS, INTERVAL, SCALED_ROPE, every, folded, known
 from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
@@ -40,6 +40,7 @@ PLAIN_VALUES = {
     "residual_scale": 0.0, "use_parallel_residual": False,
 }  # fmt: skip
 SCALING = "rope.scaling."
+YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": "mscale_all_dim"}
 # Extra tensors: divisors of the RoPE frequencies
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -155,6 +156,7 @@ class GGUFCheckpoint(Checkpoint):
             self._weights[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
         self.config = _config(self.metadata, self.shapes, tables)
+        self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"))
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
@@ -204,6 +206,11 @@ def _config(
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
     same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE; `folded` reads the others
+        same |= {"rope.scaling.finetuned": True, **{key: own.get(key, 0.0) for key in GGUF_MULTIPLIERS}}
+    window = fields.get("attention.sliding_window", int, 0)
+    if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # scales queries from here
+        window = fields.get("rope.scaling.original_context_length", int)
     for key, expected in (PLAIN_VALUES | same).items():
         if (value := fields.get(key, type(expected), expected)) != expected:
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
@@ -227,7 +234,7 @@ def _config(
         mlp_bias="layers.0.feed_forward.w_gate.bias" in shapes,
         qk_norm=architecture == "qwen3",
         no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
-        sliding_window=fields.get("attention.sliding_window", int, 0) or None,
+        sliding_window=window or None,
     )
 
 
@@ -263,6 +270,9 @@ def _rope_scaling(
         return _as_llama3(divisors, head_dim, theta) or {"rope_type": "divisors", "divisors": divisors}
     if kind == "linear" and plain and not tables:
         return {"rope_type": kind, "factor": factor}
+    if fields.where == "mistral3" and attention == 1:  # the only architecture in which llama.cpp reads them
+        yarn = {name: _decimal(scaling.get(key, float)) for key, name in YARN.items() if key in own}
+        original |= {"mscale": 1.0, **yarn}
     if kind == "yarn" and not scaling.unknown() and not tables:
         if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
             original["attention_factor"] = attention * (0.1 * math.log(factor) + 1)

@@ -6,6 +6,7 @@ The safetensors library checks the headers: the tensors of a file cover it witho
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -27,8 +28,8 @@ from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..tokenizer import Named, Tokenizer
 from . import base
-from .architectures import MODEL_TYPES, known, no_rope_layers, sliding_window
-from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
+from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
+from .base import EMBEDDING, EXAONE_NAMES, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
 from .torchfile import read_torch
 from .weight import DTYPES, FLOATS, Weight
 
@@ -37,14 +38,16 @@ INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json
 
 NAMES = HUGGING_FACE_NAMES
 LAYERS = "model.layers"
+VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 # Keys of config.json that do not affect inference
 NO_EFFECT = {
     "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "pad_token_id",
     "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map", "max_sequence_length", "model_type",
-    "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
-    "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
-    "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder", "quantization_config",
+    "embed_dropout", "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict",
+    "id2label", "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
+    "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
+    "quantization_config", "llama_4_scaling_beta", "max_position_embeddings",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -59,6 +62,15 @@ STORED = {
     **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
+
+
+def model_name(name: str) -> str | None:
+    """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
+    name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
+    if name.startswith("transformer."):
+        return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
+    # In a model that was saved without its head, names lack the prefix "model."
+    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", NAMES, LAYERS)
 
 
 def recognizes(folder: Path) -> bool:
@@ -173,11 +185,12 @@ def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
 # --------------------------------------------------------------------------------------------------- configuration
 def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, list[str]]:
     """The architecture that a config.json describes, and warnings. Raises ConfigError."""
-    fields = Fields(settings, where)
+    fields = Fields(text_settings(settings), where)
     kind = known(fields, "model_type", MODEL_TYPES)
     defaults = MODEL_TYPES[kind]
     for key, allowed in MUST_BE.items():
-        if (value := fields.get(key, object, None)) not in (None, *allowed):
+        value = fields.get(key, object, None)
+        if value not in (None, *allowed) and not (kind == "granite" and key in MULTIPLIERS):
             raise ConfigError(f"{where}: {key} is {shown(value)}, which no LLaMA has; try transformers or vLLM")
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
@@ -226,7 +239,7 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, A
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
-    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, ())
+    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, NO_EFFECT)
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
@@ -241,14 +254,20 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         """settings: the content of config.json."""
-        self.path, self.settings = folder, settings
+        self.path, self.settings = folder, text_settings(settings)
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
+        self.config, self.factors = folded(self.config, Fields(self.settings, CONFIG))
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
         self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
         self.chat_template = read_chat_template(folder)
         tensors = open_weights(folder)
+        if settings.get("model_type") == "mistral3":
+            text = [tensor for tensor in tensors if not VISION.match(tensor.name)]
+            self.notes = [f"{len(tensors) - len(text)} tensors of the vision model are left out"]
+            tied = not any("lm_head." in tensor.name for tensor in text)  # as in transformers, whatever the key is
+            tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._weights = self._collect(tensors)
         self.shapes = {name: weight.shape for name, weight in self._weights.items()}
@@ -270,12 +289,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
             if tensor.name.endswith(self.unused):
                 continue
-            # In a model that was saved without its head, names lack the prefix "model."
-            full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
-            name = base.to_model_name(full, NAMES, LAYERS)
+            name = model_name(source)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
-            other = found.setdefault(name, {}).setdefault(suffix or full.rpartition(".")[2], tensor)
+            other = found.setdefault(name, {}).setdefault(suffix or source.rpartition(".")[2], tensor)
             if other is not tensor:
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
         if self.config.tie_embeddings and EMBEDDING not in found and OUTPUT in found:

@@ -20,8 +20,7 @@ from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
 from .architectures import GGUF_LAYOUTS, known
-from .base import EMBEDDING, to_file_name, to_model_name
-from .huggingface import LAYERS, NAMES
+from .base import EMBEDDING, to_model_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -128,10 +127,9 @@ def _read_peft(folder: Path) -> Adapter:
     for key in fields.unknown():
         if key not in NO_EFFECT and fields.values[key] not in (None, False, [], {}, ""):
             raise CheckpointError(f"adapter {folder}: {CONFIG} sets {key:.60}, which is not supported; {MERGE}")
-    low_rank, parts = {}, _read_parts(folder)
+    low_rank, (parts, modules) = {}, _read_parts(folder)
     for name in {**parts["down"], **parts["up"]}:
-        module = to_file_name(name, NAMES, LAYERS).removesuffix(".weight")
-        pair = {part: parts[part][name] for part in ("down", "up") if name in parts[part]}
+        module, pair = modules[name], {part: parts[part][name] for part in ("down", "up") if name in parts[part]}
         r = _by_pattern(ranks, module, int, rank)
         if len(pair) < 2 or r < 1 or pair["down"].shape[:1] != (r,):
             found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in pair.items())
@@ -147,17 +145,18 @@ def _by_pattern(patterns: Fields, module: str, type: type[T], default: T) -> T:
     return default if key is None else patterns.get(key, type)
 
 
-def _read_parts(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """{what a tensor is, as in PARTS: {name in the model: tensor}}."""
+def _read_parts(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """{what a tensor is, as in PARTS: {name in the model: tensor}}, and {name in the model: module in the file}."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists()), folder / WEIGHTS[0])
     parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS.values()}
+    modules = {}
     for key, stored in huggingface.open_file(path).items():
         match = KEY.fullmatch(key)
         kind = "bias" if key.endswith(".bias") else "weight"
-        name = to_model_name(f"{match[1]}.{kind}", NAMES, LAYERS) if match else None
+        name = huggingface.model_name(f"{match[1]}.{kind}") if match else None
         if match is None or name is None:
             raise CheckpointError(f"adapter {path}: {key:.100} is not a LoRA matrix or weight of a LLaMA; {MERGE}")
-        tensor = stored.read()
+        tensor, modules[name] = stored.read(), match[1]
         # an embedding is (V, C): A (r, V) transposed is up, B (C, r) transposed is down
         parts[PARTS[match[2]]][name] = tensor.transpose(0, -1) if "embedding" in match[2] else tensor
-    return parts
+    return parts, modules

@@ -39,7 +39,7 @@ class Weight:
     name     in the files
     stored   the type in the files: F32, BF16, F16, or the name of a quantization
     whole    the shape of the complete weight
-    changed  whether adapters change it, so that it is not the weight that `stored` describes
+    changed  whether adapters or a factor change it, so that it is not the weight that `stored` describes
     """
 
     changed = False
@@ -186,3 +186,29 @@ class ReorderedWeight(DerivedWeight):
         base, order = self._rows()
         found = base.blocks()
         return found and found._replace(order=order if found.order is None else found.order[order])
+
+
+class ScaledWeight(DerivedWeight):
+    """A weight times a factor, or times one factor for each row (a tensor).
+
+    `floats` are the products in float32, which are rounded once, when they are stored; a power of two is exact. In a
+    quantized weight, scales and offsets are multiplied in float32; the integers stay. Packing rounds to float16.
+    """
+
+    def __init__(self, base: Weight, factor: float | Tensor):
+        super().__init__(base)
+        self.factors = torch.as_tensor(factor, dtype=torch.float32).expand(base.shape[0])
+        self.changed = base.changed or base.stored in DTYPES
+
+    def row_format(self) -> GroupFormat | None:
+        found = self.base.row_format()
+        # The factors of two levels of scales are so small that in float16 smaller ones have only a few digits.
+        return found.simple if found and found.levels and bool((self.factors.abs() < 1).any()) else found
+
+    def floats(self) -> Tensor:
+        rows = self.factors[self.part[0]]
+        return self.base[self.part].floats() * rows.view(-1, *[1] * (len(self.ranges) - 1))
+
+    def groups(self) -> GroupedWeight:
+        found = self.base[self.part].groups().scaled(self.factors[self.part[0]])
+        return found if found.format == self.format else found.simple

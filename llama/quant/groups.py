@@ -121,6 +121,10 @@ class GroupedWeight(NamedTuple):
         """A selection of the rows, in the order of `index`."""
         return self._map(lambda tensor: tensor[index])
 
+    def scaled(self, factors: Tensor) -> GroupedWeight:
+        """The weight with each row times one of the factors (R,); the integers stay."""
+        return self._map(lambda x: x if x is self.quants else x * factors.view(-1, *[1] * (x.dim() - 1)))
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Change every tensor; each has the rows of the weight."""
         changed: dict[str, Any] = {name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)}
