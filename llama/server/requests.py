@@ -158,7 +158,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
         case _:
             raise UsageError("expected one of messages, prompt and ids, or prompt after ids")
     answer, own = _ids("answer", body["answer"], llm) if "answer" in body else [], _joined("own", body, llm)
-    _check_look([*ids, *answer, *own], LONGEST_LOOK - 1)
+    _check_look([*ids, *answer, *own], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
     (job,) = llm.prepare(ids, options)
     found = {"job": job, "answer": answer, "own": own, "off": _heads("off", body, llm)}
     return found | {"top": body.get("top", SHOWN_TOP)}

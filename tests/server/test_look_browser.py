@@ -273,6 +273,12 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
     check_looks(tab, "the empty page")
     turn = ask(tab, "a " * 12 + "x" * 90)
     check_looks(tab, "the answer")
+    heights = "['.question', '.asked button'].map((name) => [...document.querySelector(name).childNodes][0])"
+    lines = tab.evaluate(
+        f"{heights}.map((text) => {{ const range = new Range(); range.selectNode(text);"
+        " return range.getClientRects()[0].bottom; })"
+    )
+    assert lines[0] == pytest.approx(lines[1], abs=3)  # "edit" is on the first line of the question
     assert "tap" in tab.evaluate("getComputedStyle(document.querySelector('.click'), '::before').content")
     check_marks(tab, turn, ["none", "none", "double", "wavy"])
     i = next(i for i, one in enumerate(turn["tokens"]) if re.fullmatch("[!-~]", one.get("text", "")))
@@ -413,6 +419,7 @@ def test_stop_keeps_what_is_there_and_continue_goes_on(show: Open, monkeypatch: 
     more = settle(tab)
     assert ids_of(more["tokens"])[:count] == ids_of(turn["tokens"])
     assert len(more["tokens"]) > count
+    tab.click("#new")
     stop = ask(tab, "Again.", schema=json.dumps({"const": 1}))["tokens"][-1]
     assert stop["control"]
     assert share(stop["p"]) in tab.locator("article").last.locator(".t.chip").last.inner_text()
@@ -972,6 +979,12 @@ def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -
             turn = ask(tab, "Go on.", max_tokens=2000, temperature=1.5, top_p=1, min_p=0)
             assert len(turn["tokens"]) == 2000
             longest.append(max([0, *tab.evaluate("tasks")]))
+        tab.click("#open-export")
+        assert tab.inner_text("#trace") == "trace.html of the last 256 tokens"
+        with tab.expect_request("**/look/page") as sent:
+            assert "clearllama trace" in export(tab, "html")
+        assert json.loads(sent.value.post_data or "")["ids"] == ids_of(turn["tokens"])[-256:]
+        assert "without the tokens before" in tab.inner_text("#exported")
         busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         assert min(longest) <= 100 * busy
 
@@ -991,7 +1004,8 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         tab.locator("#heads >> text=probability").first.click()
         tab.wait_for_selector("#heads b.p >> text=→")
         kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
-        tab.keyboard.press(str(kyoto + 1))
+        for pressed in ("ArrowRight", "ArrowLeft", str(kyoto + 1)):
+            tab.keyboard.press(pressed)
         assert "Kyoto" in "".join(one.get("text", "") for one in settle(tab)["tokens"])
         assert tab.evaluate("id('against').selectedOptions[0].textContent") == "␣Tokyo"
         named = tab.inner_text("#summary b")
