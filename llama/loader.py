@@ -40,7 +40,7 @@ from .model import Transformer
 from .quant.groups import GroupFormat
 from .quant.schemes import pick_scheme
 from .rope import FORMS
-from .rope_scaling import PARAMETERS, STRETCHING, inverse_frequencies, kind_of, reach, trained_length
+from .rope_scaling import PARAMETERS, STRETCHING, inverse_frequencies, kind_of, reach, rotated_entries, trained_length
 from .system import memory
 from .system.cores import default_threads
 from .tokenizer import Tokenizer
@@ -288,6 +288,8 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
             if not isinstance(scaling, Mapping) or not {"rope_type", "type"} & scaling.keys():
                 raise ConfigError(f"rope scaling {checks.shown(scaling)} has no rope_type, such as 'yarn'")
             given = {key: value for key, value in scaling.items() if value is not None}
+            if rotated_entries(config.head_dim, config.rope_scaling) < config.head_dim:
+                raise ConfigError("a model that rotates only a part of each head runs only with its own rope scaling")
             kind, spelling = kind_of(given), "type" if "rope_type" not in given else "rope_type"
             theta = given.pop("rope_theta", None) if theta is None else theta
             if unknown := given.keys() - {spelling, *PARAMETERS[kind]}:  # unlike in a file, a typo is an error

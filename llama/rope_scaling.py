@@ -25,7 +25,7 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class Base:
-    """The input of a scaling: dim is D, seq_len the length the frequencies are for, max_seq_len the trained length."""
+    """The input of a scaling: the entries of a head that rotate, the length of the text, and the trained length."""
 
     dim: int
     theta: float
@@ -53,7 +53,7 @@ def register(*parameters: str, stretches: bool = False, by_length: bool = False)
     """Add a kind of scaling, which has the name of its function; `parameters` are those it accepts."""
 
     def add(function: Scaling) -> Scaling:
-        SCALINGS[function.__name__], PARAMETERS[function.__name__] = function, parameters
+        SCALINGS[function.__name__], PARAMETERS[function.__name__] = function, (*parameters, "partial_rotary_factor")
         STRETCHING.extend([function.__name__] * stretches)
         BY_LENGTH.extend([function.__name__] * by_length)
         return function
@@ -154,7 +154,7 @@ def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     return keep * inv_freq + (1 - keep) * inv_freq / factor, 1.0
 
 
-@register("factor", "partial_rotary_factor")
+@register("factor")
 def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Only the first partial_rotary_factor of the pairs rotate; the others carry no position."""
     part = _number(scaling, "partial_rotary_factor", default=1)
@@ -176,6 +176,12 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"unknown rope scaling {kind!r:.60}; known: {', '.join(SCALINGS)}")
     return kind
+
+
+def rotated_entries(dim: int, scaling: Mapping[str, Any] | None) -> int:
+    """How many of the D entries of a head rotate; with `proportional` all, some of them by the angle 0."""
+    part = _number(scaling or {}, "partial_rotary_factor", 1)
+    return dim if kind_of(scaling) == "proportional" else int(dim * part)
 
 
 def trained_length(config: ModelConfig) -> float:
@@ -229,14 +235,16 @@ def inverse_frequencies(
         raise ConfigError(f"dim must be even, got {dim}: RoPE rotates pairs of entries")
     checks.integer("seq_len", 0 if seq_len is None else seq_len, 0, error=ConfigError)
     checks.integer("max_seq_len", 1 if max_seq_len is None else max_seq_len, error=ConfigError)
-    kind = kind_of(scaling)
+    kind, rotated = kind_of(scaling), rotated_entries(dim, scaling)
+    if checks.integer("dim times partial_rotary_factor", rotated, 2, dim, ConfigError) % 2:
+        raise ConfigError(f"dim times partial_rotary_factor must be even, got {rotated}")
     try:
-        inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
+        inv_freq, attention_factor = SCALINGS[kind](Base(rotated, theta, seq_len, max_seq_len), scaling or {})
     except (OverflowError, ZeroDivisionError) as error:
         raise ConfigError(f"rope scaling {kind}: numbers out of range ({error})") from None
     if not bool(torch.isfinite(inv_freq).all()):
         raise ConfigError(f"rope scaling {kind} gives frequencies that are not finite")
-    return inv_freq.float(), attention_factor
+    return torch.nn.functional.pad(inv_freq.float(), (0, (dim - rotated) // 2)), attention_factor
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:

@@ -177,6 +177,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = option((), "ids that end the answer", group="end")
     min_tokens: int = option(0, "do not end the answer before it has N tokens", (0, 2**31), group="end")
     ignore_eos: bool = option(False, "end the answer only at the maximum number of new tokens", group="end")
+    thinking_budget: int | None = option(None, "close the thought after N tokens (chats)", (0, 2**31), group="end")
     schema: Mapping[str, Any] | str | bool | None = option(None, "a JSON schema, or a pydantic model", group="grammar")
     regex: str | None = option(None, "a regular expression that the whole answer matches", group="grammar")
     grammar: str | None = option(None, "a grammar in Lark syntax that the answer matches", group="grammar")

@@ -17,6 +17,7 @@ from . import checks
 from .chat import TEMPLATES, encode_chat
 from .chat.functions import Tools
 from .chat.messages import Message, check_messages, check_tools, continues_answer
+from .chat.thoughts import Thoughts, find_thoughts
 from .checkpoint import huggingface_write
 from .checkpoint.write import Model
 from .engine.linears import describe_quantization
@@ -24,14 +25,14 @@ from .engine.nonfinite import locate
 from .engine.placement import describe_devices
 from .errors import ContextLengthError, LlamaError, UsageError
 from .generate import Progress, generate
-from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, exclude_until
+from .generation.answer import Answer, Completion, Job, Piece, Stats, StopText, ThinkingBudget, exclude_until
 from .generation.batch import Batch, Ended, PromptScored, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
-from .generation.structured import compile_grammar, forced_call
+from .generation.structured import after_thought, compile_grammar, forced_call
 from .model import Transformer
 from .rope import to_layout
-from .sampling import LARGEST_SEED, SamplingParams, option_names
+from .sampling import LARGEST_SEED, Constraint, SamplingParams, option_names
 from .system.temporary import own_temporary, replace
 from .tokenizer import Tokenizer, token_ids
 from .weights import expected_shapes
@@ -54,6 +55,7 @@ class Llama:
     chat_template  the Jinja source of the chat template, several sources by name (tool_use, default), or None
     chat_format    a built-in chat format that is used in place of the template, such as "llama3", or None; may be set
     template_options  variables of the chat template, such as {"enable_thinking": False}; may be set
+    thinking_budget  the option thinking_budget of answers without one; no limit if it is None; may be set
     sampling       sampling options that the checkpoint's generation_config.json asks for; they replace the defaults
     adapters       descriptions of the merged LoRA adapters
     warnings       what a user should know about the checkpoint, one line each
@@ -83,6 +85,7 @@ class Llama:
         self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
         self.chat_format = chat_format
         self.template_options: dict[str, Any] = {}
+        self.thinking_budget: int | None = None
         self.sampling = dict(sampling or {})
         self.adapters, self.warnings = tuple(adapters), tuple(warnings)
 
@@ -179,7 +182,8 @@ class Llama:
             options["grammar"] = grammar
         tools = None if tool_choice == "none" else tools
         ids = self.encode_chat(messages, tools, template_options, forced=grammar is not None)
-        return self.stream_ids(ids, continues=continues_answer(messages), **options)
+        options |= {"continues": continues_answer(messages), "thoughts": self.thoughts(ids, messages)}
+        return self.stream_ids(ids, **options)
 
     def encode_chat(
         self,
@@ -203,6 +207,12 @@ class Llama:
             max_chars=LONGEST_TOKEN * self.model.max_seq_len,
             continues=continues_answer(messages),
         )
+
+    def thoughts(self, ids: Sequence[int], messages: Dicts = ()) -> Thoughts:
+        """How the answer to a conversation, encoded in these ids, begins: the option `thoughts` of `stream_ids`."""
+        template = TEMPLATES.get(self.chat_format or "", self.chat_template)
+        answer = messages[-1]["content"] if continues_answer(messages) else ""
+        return find_thoughts(self.tokenizer, template, ids, answer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its tokenizer to a new folder in Hugging Face's format, with the weights as they are now.
@@ -249,6 +259,7 @@ class Llama:
         session    as in the class; a speculative.Draft as `draft` also keeps its own cache
         continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
                    text, as in a chat, without the space that SentencePiece adds before every text
+        thoughts   of `Llama.thoughts`, if the answer may begin with a thought
         progress   called while the prompt is computed: progress(number of tokens done, number of tokens to compute)
 
         Invalid options raise UsageError here, not at the first piece.
@@ -287,8 +298,8 @@ class Llama:
         nonfinite = False
         try:
             for token in tokens:
-                if text := answer.feed(token):
-                    yield Piece(text, token=token)
+                if (fed := answer.feed(token)) and (fed.text or fed.reasoning):
+                    yield fed
                 if answer.done:
                     break
         except Exception as error:
@@ -306,11 +317,16 @@ class Llama:
         Raises UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
-        given = {name: value for name, value in options.items() if name != "continues"}
+        thoughts = checks.instance("thoughts", options.get("thoughts", Thoughts()), Thoughts, "from Llama.thoughts")
+        given = {name: value for name, value in options.items() if name not in ("continues", "thoughts")}
         checks.known_options(given, SamplingParams, "llama.SamplingParams")
         params = SamplingParams(**{**self.sampling, **given})
         sources = {name: source for name in option_names("grammar") if (source := getattr(params, name)) is not None}
         grammar = compile_grammar(self.tokenizer, *sources.popitem()) if sources else None
+        grammar = grammar and after_thought(grammar, self.tokenizer, thoughts)
+        budget = self.thinking_budget if params.thinking_budget is None else params.thinking_budget
+        if params.thinking_budget is not None and not thoughts.closing:
+            raise UsageError("thinking_budget needs a chat whose template has marks such as </think>: leave it out")
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
             known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
@@ -319,8 +335,10 @@ class Llama:
         jobs = []
         for i in range(n):
             seeded = dataclasses.replace(params, seed=(seed + i) % (LARGEST_SEED + 1))
-            constraint = None if grammar is None else grammar.constraint(ids if continues else ())
-            jobs.append(Job(ids, seeded, constraint, continues=continues))
+            constraint: Constraint | None = None if grammar is None else grammar.constraint(ids if continues else ())
+            if budget is not None and thoughts.state != "closed":
+                constraint = ThinkingBudget(self.tokenizer, thoughts, budget, constraint)
+            jobs.append(Job(ids, seeded, constraint, continues=continues, thoughts=thoughts))
         return jobs
 
     def answers(
@@ -352,11 +370,11 @@ class Llama:
                     answer.score(event.tokens)
                     yield answer.job, Piece("", prompt=event.tokens)
                 case TokenEvent():
-                    text = answer.feed(event.token)
+                    fed = answer.feed(event.token)
                     if answer.done:
                         answer.job.cancelled.set()
-                    if text is not None:
-                        yield answer.job, Piece(text, token=event.token)
+                    if fed is not None:
+                        yield answer.job, fed
                 case Ended():
                     del running[event.number]
                     yield answer.job, answer.end() if event.error is None else event.error

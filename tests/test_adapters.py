@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import llama
 from llama import loader
@@ -90,12 +90,12 @@ class Lora:
         weight = noise(rows or len(self.state[f"{module}.weight"]), *self.state[f"{module}.weight"].shape[1:], seed=7)
         self.tensors[f"{module}.weight"], self.state[f"{module}.weight"] = weight, weight.clone()
 
-    def copy(self, module: str, rows: int = 320) -> None:
+    def copy(self, module: str, rows: int | None = 320) -> None:
         """The base's weight, perhaps resized, as PEFT writes it beside the LoRA of an embedding or output."""
         weight = self.state[f"{module}.weight"]
-        weight = torch.cat((weight, noise(8, 64, seed=8)))[:rows]
+        weight = weight if rows is None else torch.cat((weight, noise(8, 64, seed=8)))[:rows]
         self.tensors[f"{module}.base_layer.weight"] = weight
-        for one in (EMBED, HEAD) if self.tied else (module,):
+        for one in (EMBED, HEAD) if self.tied and module in (EMBED, HEAD) else (module,):
             self.state[f"{one}.weight"] = weight.clone()
 
     def write(self, folder: Path, **config: Any) -> Path:
@@ -110,10 +110,10 @@ class Lora:
 
     def logits(self, base: Path) -> Tensor:
         """The logits of the merged model, by transformers."""
-        config = LlamaConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             base, tie_word_embeddings=False, vocab_size=len(self.state[f"{HEAD}.weight"])
         )
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         model.load_state_dict(self.state)
         return model.eval()(TOKENS).logits
 
@@ -143,8 +143,9 @@ CASES: dict[str, tuple[list[str], float, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def check(lora: Lora, base: Path, adapters: Any) -> None:
-    assert (logits(base, adapters=adapters) - lora.logits(base)).abs().max() < 1e-4
+def check(lora: Lora, base: Path, adapters: Any, config: Path | None = None) -> None:
+    """config: the folder with the base's config.json, if it is not the base itself."""
+    assert (logits(base, adapters=adapters) - lora.logits(config or base)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
@@ -267,6 +268,25 @@ def test_the_adapters_tokenizer_keeps_the_ids_and_the_template_that_the_base_nam
     assert adapted.tokenizer.control == plain.tokenizer.control
     (base / "tokenizer.json").unlink()
     assert loader.load(base, device="cpu", adapters=folder).tokenizer.n_vocab == 320
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, test_architectures.PARTIAL], ids=["all", "partial"])
+def test_adapters_of_matrices_stored_as_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """PEFT names Phi's modules; the wholes and copies are of the same rows."""
+    model = test_architectures.write(tmp_path / "hf", "Phi3", **changes)
+    lora, folder = Lora(tmp_path / "hf"), tmp_path / "hf"
+    layers = [f"model.layers.{i}.{name}" for i in range(5) for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")]
+    lora.whole(layers[4])
+    lora.copy(layers[0], None)
+    for module in layers[:4]:
+        lora.low_rank(module, 2 if "qkv" in module else 4, 2.0)
+    path = lora.write(tmp_path / "adapter", rank_pattern={"qkv_proj": 2}, alpha_pattern={"qkv_proj": 4})
+    assert float((model(TOKENS).logits - lora.logits(folder)).abs().max()) > 0.1
+    check(lora, folder, path)
+    check(lora, test_architectures.write_phi_gguf(tmp_path / "x.gguf", model), path, folder)
+    lora.tensors[f"{layers[0]}.base_layer.weight"] += 0.1
+    with pytest.raises(CheckpointError, match=r"trained on another model: its copy of .*layers.0.self_attn.qkv_proj"):
+        logits(folder, adapters=lora.write(tmp_path / "other", rank_pattern={"qkv_proj": 2}))
 
 
 def test_patterns_choose_rank_and_alpha_as_in_peft(bases, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Mistral, Qwen2, Qwen3 and SmolLM3: the logits of transformers from every format, limits of windows, clear refusals."""
+"""Mistral, Qwen2, Qwen3, SmolLM3 and Phi-3: the logits of transformers from every format, limits of windows, clear refusals."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -20,6 +22,7 @@ from llama.checkpoint.huggingface import read_config
 from llama.engine.linears import TileLinear
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.inside.explain import random_model
+from llama.quant import gguf_types
 from llama.quant.gguf_types import quantize
 from llama.rope_scaling import reach
 from llama.tools.convert import convert
@@ -31,6 +34,14 @@ from .test_huggingface import edit, load, tokens
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BASE = {**test_huggingface.BASE, "num_hidden_layers": 5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+
+
+def longrope(pairs: int) -> dict[str, Any]:
+    """Frequencies for texts up to 32 tokens, and others for longer ones."""
+    lists = {key: [1 + step * i for i in range(pairs)] for key, step in (("short_factor", 0.1), ("long_factor", 0.9))}
+    return {"original_max_position_embeddings": 32, "rope_parameters": {"rope_type": "longrope", **lists}}
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
 
 
@@ -41,13 +52,13 @@ MULTIPLIERS = {"embedding_multiplier": 3.5, "attention_multiplier": 0.4, "residu
 SCALED = {**YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0,
           "beta_slow": 1.0}  # fmt: skip
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
-            "granite": "Granite", "ministral3": "Ministral3", "exaone": "Exaone"}  # fmt: skip
+            "granite": "Granite", "ministral3": "Ministral3", "exaone": "Exaone", "phi3": "Phi3"}  # fmt: skip
 VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16,
           "num_attention_heads": 2, "patch_size": 4, "image_size": 16}  # fmt: skip
 
 
 def write(folder: Path, family: str, **changes: Any) -> Any:
-    changes = {**BASE, **changes}
+    changes = {**BASE, **copy.deepcopy(changes)}  # transformers changes them
     if family == "Mistral3":
         changes = {"text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 16, **changes},
                    "vision_config": VISION, "tie_word_embeddings": changes["tie_word_embeddings"]}  # fmt: skip
@@ -62,6 +73,8 @@ def gap(ours: Any, theirs: Any, length: int) -> float:
 
 # (family, changes, whether GGUF can't express it)
 MODELS: list[tuple[str, dict[str, Any], bool]] = [
+    ("Phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True, **longrope(8)}, False),
+    ("Phi3", {"num_key_value_heads": 1, "head_dim": 24, "sliding_window": 16}, False),
     ("Mistral", {"sliding_window": None, "head_dim": 24}, False),  # as in Mistral Nemo
     ("Mistral", {"sliding_window": 16}, False),
     ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, False),
@@ -289,6 +302,136 @@ def test_logits_and_cached_keys_are_the_same_in_every_form_of_rope(form: str) ->
     assert torch.allclose(random_model(config)(ids), random_model(config, form)(ids), atol=1e-4)
 
 
+# --------------------------------------------------------------------------------------------------------------- Phi-3
+PARTIAL = {"partial_rotary_factor": 0.75, **longrope(6)}  # as in Phi-4-mini
+PHI_MODELS: list[dict[str, Any]] = [
+    {},
+    {"num_key_value_heads": 4, "tie_word_embeddings": True, **longrope(8)},
+    {"partial_rotary_factor": 0.5, "num_key_value_heads": 1},
+    PARTIAL,
+    {**PARTIAL, "tie_word_embeddings": True, "num_key_value_heads": 4},
+]
+# Parts of the names in Hugging Face's files -> those in GGUF
+PHI_NAMES = {
+    "model.norm": "output_norm", "model.layers": "blk", "model.embed_tokens": "token_embd", "lm_head": "output",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def write_phi_gguf(path: Path, model: Any, type: str = "F32") -> Path:
+    """Write a file of the architecture phi3, as llama.cpp's converter does."""
+    config, rope = model.config, model.model.rotary_emb
+    state = {name: weight for name, weight in model.state_dict().items()
+             if not (config.tie_word_embeddings and name == "lm_head.weight")}  # fmt: skip
+    tensors = {functools.reduce(lambda n, p: n.replace(*p), PHI_NAMES.items(), k): w for k, w in state.items()}
+    for key in ("long", "short"):
+        if factors := config.rope_parameters.get(f"{key}_factor"):
+            tensors[f"rope_factors_{key}.weight"] = torch.tensor(factors)
+    head_dim = config.hidden_size // config.num_attention_heads
+    metadata = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "attention.sliding_window": config.sliding_window or 0,
+        "rope.freq_base": 10000.0, "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        "rope.dimension_count": int(head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "rope.scaling.attn_factor": rope.attention_scaling,
+    }  # fmt: skip
+    entries = {"general.architecture": "phi3", **{f"phi3.{key}": value for key, value in metadata.items()}}
+    entries = {**dict.fromkeys(tiny.architecture()), **entries}
+    return tiny.write_gguf(path, state={}, quantization=type, metadata=entries, extra=tensors)
+
+
+@pytest.mark.parametrize("changes", PHI_MODELS, ids=str)
+def test_phi_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """On both sides of the length from which longrope has other frequencies, in both layouts, with a cache."""
+    model = write(tmp_path / "hf", "Phi3", **changes)
+    for path in (tmp_path / "hf", write_phi_gguf(tmp_path / "x.gguf", model)):
+        for form in ("complex", "half"):
+            ours = load(path, rope=form)
+            assert max(gap(ours, model, length) for length in (20, 32, 33, 64)) < 1e-4
+        expected, cache = model(tokens(30)).logits, ours.new_cache()
+        found = torch.cat([ours(part, cache=cache) for part in tokens(30).split((17, 1, 12), 1)], 1)
+        assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_older_names_of_longrope(tmp_path: Path, name: str) -> None:
+    write(tmp_path, "Phi3", **PARTIAL)
+    scaling = {"type": name, "original_max_position_embeddings": 32, **PARTIAL["rope_parameters"]}
+    scaling.pop("rope_type")
+    edit(tmp_path, remove=("rope_parameters",), rope_scaling=scaling, rope_theta=5000.0, partial_rotary_factor=0.75)
+    without_effect = {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "embd_pdrop": 0.0}
+    edit(tmp_path, full_attn_mod=1, interpolate_factor=1, **without_effect)  # as in Phi-4-mini
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert gap(load(tmp_path), model, 64) < 1e-4
+    assert open_checkpoint(tmp_path).warnings == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"partial_rotary_factor": 0.75, **longrope(24)}], ids=["all", "partial"])
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K"])
+def test_parts_of_a_quantized_matrix_stay_quantized(
+    tmp_path: Path, type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = write(tmp_path / "hf", "Phi3", **sizes, **changes)
+    quantize = gguf.quants.quantize
+    monkeypatch.setattr(gguf.quants, "quantize", lambda x, kind: quantize(x, kind) if kind.name != "Q4_K" else
+                        gguf_types.quantize(torch.from_numpy(x), "Q4_K").numpy())  # fmt: skip
+    checkpoint: Any = open_checkpoint(write_phi_gguf(tmp_path / "x.gguf", model, type))
+    reader = gguf.GGUFReader(tmp_path / "x.gguf")
+    stored = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    with torch.no_grad():  # the model of the rounded weights
+        for name, parameter in model.named_parameters():
+            theirs = functools.reduce(lambda n, p: n.replace(*p), PHI_NAMES.items(), name)
+            parameter.copy_(torch.from_numpy(stored[theirs].copy()))
+    assert gap(load(tmp_path / "x.gguf"), model, 64) < 1e-4
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w_gate", "feed_forward.w_up"):
+        for layout in ("interleaved", "half"):
+            weight = checkpoint.weight(f"layers.1.{name}.weight", layout)
+            assert weight.format is not None
+            assert weight.stored == type
+            assert (weight.blocks() is None) == (name in ("attention.wq", "attention.wk") and bool(changes))
+            torch.testing.assert_close(weight.groups().weight, weight.floats(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weight[64:96].groups().weight, weight.floats()[64:96], rtol=1e-5, atol=1e-6)
+
+
+def test_a_partial_rotation_is_quantized_but_not_converted(tmp_path: Path) -> None:
+    model, source = write(tmp_path / "hf", "Phi3", **PARTIAL), tmp_path / "hf"
+    for target, format in ((tmp_path / "new.hf", "hf"), (tmp_path / "new.gguf", "gguf")):
+        with pytest.raises(ConfigError, match=r"can't be written: only a part of each head rotates"):
+            convert(source, target, format)
+    folder = convert(source, tmp_path / "int8", "hf", quantize="int8").path
+    for form in ("complex", "half"):
+        written, quantized = (load(path, rope=form, quantize="int8") for path in (folder, source))
+        assert torch.equal(written(tokens(64)), quantized(tokens(64)))
+        assert gap(load(folder, rope=form), model, 64) < 0.3
+    with pytest.raises(UsageError, match="runs only with its own rope scaling"):
+        load(source, rope_scaling={"rope_type": "default"})
+    expected = load(source, rope_theta=5000.0)(tokens(40))
+    edit(source, rope_parameters={**PARTIAL["rope_parameters"], "rope_theta": 5000.0})
+    assert torch.equal(load(source)(tokens(40)), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.7}, "dim times partial_rotary_factor must be even, got 11"),
+        ({"partial_rotary_factor": 1.5}, "dim times partial_rotary_factor must be .* 16, got 24"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which no LLaMA has"),
+        ({"num_key_value_heads": 1}, r"qkv_proj.weight has shape \(128, 64\), but .* requires 96 rows"),
+        ({"intermediate_size": 90}, r"gate_up_proj.weight has shape \(192, 64\), but .* requires 180 rows"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write(tmp_path, "Phi3")
+    edit(tmp_path, remove=("rope_parameters",), **changes)
+    with pytest.raises(LlamaError, match=message):
+        load(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------------- sliding windows
 def test_a_window_ends_the_context(tmp_path: Path) -> None:
     model = write(tmp_path, "Mistral", sliding_window=16)
@@ -334,6 +477,8 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         assert theirs.max_position_embeddings == family.context
         assert theirs.rope_parameters["rope_theta"] == family.theta
         assert theirs.tie_word_embeddings == family.tied
+        assert theirs.rms_norm_eps == family.norm_eps
+        assert getattr(theirs, "original_max_position_embeddings", None) == family.trained
         biases = [key for key in ("attention_bias", "mlp_bias") if hasattr(theirs, key)]
         assert (*biases,) == family.bias_keys
         assert getattr(type(theirs), "head_dim", None) == family.head_dim

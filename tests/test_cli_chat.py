@@ -38,6 +38,18 @@ UP, ENTER = "\x1b[A", "\r"
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters(tmp_path_factory.mktemp("letters") / "letters.gguf")
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a template that opens a thought, which only a budget closes."""
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<think>\n{# </think> #}"
+    path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
+    return write_letters(path, {"tokenizer.chat_template": template})
+
+
+def write_letters(path: Path, metadata: dict[str, Any] | None = None) -> Path:
     """A model that answers with the letter a, again and again, in a context of 8,000 tokens."""
     config = dataclasses.replace(tiny.CONFIG, max_seq_len=8000)
     state = tiny.weights(config)
@@ -48,7 +60,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (letter,) = (letter for letter, byte in BYTE_OF.items() if byte == ord("a"))
     row = tiny.byte_vocabulary()["tokenizer.ggml.tokens"].index(letter)
     state["output.weight"][row] = state["norm.weight"].sign()
-    return tiny.write_gguf(tmp_path_factory.mktemp("letters") / "letters.gguf", config, state)
+    return tiny.write_gguf(path, config, state, metadata=metadata)
 
 
 class Terminal:
@@ -213,7 +225,46 @@ def test_ctrl_c_keeps_the_lines_typed_during_an_answer(start: Start, letters: Pa
     chat.child.expect_exact("saved")
 
 
+@pytest.mark.parametrize("start", ["readline"], indirect=True)
+def test_a_thought_is_faint(start: Start, thinker: Path, tmp_path: Path) -> None:
+    chat = start("-m", thinker, *GREEDY, "-n", "15", "--thinking-budget", "4")
+    shown = chat.enter("hi").replace("\r\n", "\n")
+    faint = re.findall(r"\x1b\[2m(.*?)\x1b\[22m", shown)
+    assert "".join(faint) == "aaaa"
+    assert shown.rpartition("\x1b[22m")[2].startswith("\n\naaa\n")
+    chat.enter(f"/save {tmp_path / 'talk'}")
+    message = {"role": "assistant", "content": "aaa", "reasoning_content": "aaaa"}
+    assert open_session(tmp_path / "talk")[1]["messages"][1] == message
+
+
 # ------------------------------------------------------------------------------------------------------------ a pipe
+def test_a_pipe_gets_only_the_text_after_a_thought(
+    clearllama: Run, thinker: Path, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    options = ("-n", "15", "--thinking-budget", "4")
+    done = talk(clearllama, thinker, "hi", args=options)
+    assert done.stdout == b"aaa\n"
+    assert b"15 new" in done.stderr
+    assert b"12 of them in the thought" in done.stderr
+    answer = json.loads(talk(clearllama, thinker, "hi", args=("--json", *options)).stdout)
+    assert (answer["text"], answer["reasoning"], answer["stats"]["reasoning_tokens"]) == ("aaa", "aaaa", 12)
+    once = clearllama("generate", "-m", str(thinker), "hi", "--json", *options, *GREEDY)
+    assert {**json.loads(once.stdout), "stats": 0} == {**answer, "stats": 0}
+    (tmp_path / "lines").write_text('{"prompt": "hi"}\n{"prompt": "hi", "thinking_budget": 0}\n')
+    lines = clearllama("generate", "-m", str(thinker), "--prompts", str(tmp_path / "lines"), *options, *GREEDY)
+    found = [json.loads(line) for line in lines.stdout.splitlines()]
+    assert [(one["text"], one.get("reasoning")) for one in found] == [("aaa", "aaaa"), ("a" * 7, None)]
+    for command in (
+        ("generate", "-m", str(thinker), "--raw", "hi"),
+        ("generate", "-m", str(tiny_gguf), "hi"),
+        ("chat", "-m", str(tiny_gguf)),
+        ("serve", "-m", str(tiny_gguf), "--port", "0"),
+    ):
+        wrong = clearllama(*command, "--thinking-budget", "4")
+        assert wrong.returncode == 2
+        assert b"--thinking-budget needs a chat whose template has marks" in wrong.stderr
+
+
 def talk(clearllama: Run, model: Path, *lines: str, args: tuple[str, ...] = (), code: int = 0) -> Any:
     done = clearllama("chat", "-m", str(model), *GREEDY, *args, stdin="\n".join([*lines, ""]).encode())
     assert done.returncode == code, done.stderr

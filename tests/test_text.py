@@ -199,7 +199,7 @@ VALUES: dict[str, Any] = {
     **{"max_new_tokens": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5},
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: -100.0}, "seed": 7, "stop": ("a",)},
     **{"processors": [lambda ids, logits: logits], "stop_token_ids": (5,), "min_tokens": 2, "ignore_eos": True},
-    **{"schema": {"type": "integer"}, "regex": "[0-9]", "grammar": 'start: "a"'},
+    **{"schema": {"type": "integer"}, "regex": "[0-9]", "grammar": 'start: "a"', "thinking_budget": 4},
     **{"logprobs": True, "top_logprobs": 2, "prompt_logprobs": True},
 }
 FUNCTIONS = "a function is not JSON"
@@ -219,10 +219,10 @@ IN_A_BODY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ANSWER_OPTIONS)
 def test_an_option_is_the_same_in_python_in_a_line_of_a_batch_and_in_a_body(name: str, tiny_llm: Llama) -> None:
     """Each interface has each option of SamplingParams, unless a table states the reason."""
-    value = VALUES[name]
+    value, llm = VALUES[name], Llama(tiny_llm.model, tiny_llm.tokenizer, f"{tiny_llm.chat_template}{{# </think> #}}")
 
     def is_set(ids: list[int], options: dict[str, Any]) -> bool:
-        (prepared,) = tiny_llm.prepare(ids, options)
+        (prepared,) = llm.prepare(ids, {"thoughts": llm.thoughts(ids), **options})
         return bool(getattr(prepared.params, name) == value)
 
     assert is_set([5], {name: value})
@@ -240,9 +240,9 @@ def test_an_option_is_the_same_in_python_in_a_line_of_a_batch_and_in_a_body(name
     body = json.loads(json.dumps({**text, **IN_A_BODY.get(name, {name: None if name in NOT_IN_A_BODY else value})}))
     if name in NOT_IN_A_BODY:
         with pytest.raises(UsageError, match=f"^unknown key '{name}'"):
-            parse_body(body, tiny_llm, "tiny")
+            parse_body(body, llm, "tiny")
     else:
-        assert getattr(parse_body(body, tiny_llm, "tiny").jobs[0].params, name) == value
+        assert getattr(parse_body(body, llm, "tiny").jobs[0].params, name) == value
 
 
 FREQS, HEADS = llama.precompute_freqs_cis(16, 5), torch.ones(2, 5, 4, 16)

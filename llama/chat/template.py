@@ -74,7 +74,8 @@ def encode_template(
         options["add_generation_prompt"] = False
     own = () if re.search(r"\{\{-? *cut\b", template) else MARKS  # Meta's code encodes them as text
     marks = [mark for mark in own if mark in tokenizer.control]
-    find = "|".join(map(re.escape, marks)) or NOTHING
+    kept = [mark for mark in own if mark in marks or mark in template]  # templates search for those that are text, too
+    find = "|".join(map(re.escape, kept)) or NOTHING
     stand_ins: dict[str, str] = {}
 
     def rendered(*hidden: tuple[str, str] | None) -> list[str]:

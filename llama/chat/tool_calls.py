@@ -34,11 +34,12 @@ from ..errors import UsageError
 from ..tokenizer import Tokenizer
 from .functions import Tools
 from .messages import ToolCall, check_messages, check_tools
+from .thoughts import PAIRS
 
 BEFORE, AFTER = ("<|python_tag|>", "[TOOL_CALLS]", "<tool_call>"), "</tool_call>"
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 CALL_MARKS = (*BEFORE, AFTER, CALL_ID, ARGS)
-MARKS = (*CALL_MARKS, "<think>", "</think>", "[THINK]", "[/THINK]")  # of calls and thoughts, in a model's own text
+MARKS = (*CALL_MARKS, *(mark for pair in PAIRS for mark in pair))  # of calls and thoughts, in a model's own text
 BEGIN = re.compile(rf"({'|'.join(map(re.escape, BEFORE))}|;)?\s*")
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
 from ..rope import Layout, to_layout
 from ..tokenizer import Named, Tokenizer
-from .base import EMBEDDING, OUTPUT, Checkpoint
+from .base import EMBEDDING, OUTPUT, Checkpoint, model_weights
 from .huggingface import read_chat_template, read_tokenizer
 from .lora import Adapter, LowRank, read
 from .weight import CACHED_ENTRIES, DTYPES, DerivedWeight, MemoryWeight, Weight
@@ -42,7 +42,19 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """
     one = isinstance(adapters, str | os.PathLike) or (len(adapters) == 2 and isinstance(adapters[1], int | float))
     chosen = [_parse(each) for each in cast("Sequence[OneAdapter]", [adapters] if one else adapters)]
-    return AdaptedCheckpoint(base, [(read(path), scale) for path, scale in chosen]) if chosen else base
+    return AdaptedCheckpoint(base, [(of_model(read(path), base), scale) for path, scale in chosen]) if chosen else base
+
+
+def of_model(adapter: Adapter, base: Checkpoint) -> Adapter:
+    """The adapter with changes of the model's weights in place of those that files store: see `model_weights`."""
+
+    def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        weights = model_weights({name: MemoryWeight(tensor, name) for name, tensor in tensors.items()}, base.config)
+        return {name: weight.floats() for name, weight in weights.items()}
+
+    changes = [(low, whole({name: low.up})) for name, low in adapter.low_rank.items()]
+    low_rank = {name: dataclasses.replace(low, up=up) for low, ups in changes for name, up in ups.items()}
+    return dataclasses.replace(adapter, low_rank=low_rank, whole=whole(adapter.whole), copies=whole(adapter.copies))
 
 
 def _parse(adapter: OneAdapter) -> tuple[Path, float]:
@@ -67,7 +79,7 @@ class AdaptedWeight(DerivedWeight):
     def __init__(self, base: Weight, whole: Tensor | None, low_rank: Sequence[LowRank]):
         super().__init__(base)
         self.source, self.low_rank = base if whole is None else MemoryWeight(whole), low_rank
-        self.ranges = self.source.ranges
+        self.ranges = tuple(map(range, self.source.shape))  # the source may be a part
 
     def floats(self) -> Tensor:
         weight = self.source[self.part].floats()

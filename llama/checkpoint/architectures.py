@@ -1,8 +1,9 @@
 """The supported architectures, by their names in config.json and in GGUF. A new one is a row of these tables.
 
 Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, Qwen3 normalizes the heads of q
-and k, SmolLM3 has layers without RoPE, Granite has multipliers, Ministral 3 scales queries, and EXAONE has other names.
-Sources: transformers' configuration and modeling files of the families; llama.cpp 0.3.36, src/models/ and conversion/.
+and k, SmolLM3 has layers without RoPE, Granite has multipliers, Ministral 3 scales queries, EXAONE has other names, and
+Phi-3 stores several matrices as one. Sources: transformers' configuration and modeling files of the families; llama.cpp
+0.3.36, src/models/ and conversion/.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class ModelType(NamedTuple):
     last_layers           whether only the layers from max_window_layers on have a window
     n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
     no_rope_interval      the default of no_rope_layer_interval; None: every layer has RoPE
+    norm_eps              the default of rms_norm_eps
+    trained               the default of original_max_position_embeddings, if RoPE follows the rules of Phi-3
     """
 
     architecture: str
@@ -48,6 +51,8 @@ class ModelType(NamedTuple):
     last_layers: bool = False
     n_kv_heads: int | None = None
     no_rope_interval: int | None = None
+    norm_eps: float = 1e-6
+    trained: int | None = None
 
 
 INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fixed, in config.json it is the default
@@ -62,14 +67,15 @@ MODEL_TYPES = {
                          no_rope_interval=INTERVAL),
     "granite": ModelType("GraniteForCausalLM", 2048),
     "ministral3": ModelType("Ministral3ForCausalLM", 262144, theta=1e6, bias_keys=(), head_dim=128, slides="always",
-                            n_kv_heads=8),
-    "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8),
+                            n_kv_heads=8, norm_eps=1e-5),
+    "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8, norm_eps=1e-5),
+    "phi3": ModelType("Phi3ForCausalLM", 4096, bias_keys=(), slides="always", norm_eps=1e-5, trained=4096),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
-# Hugging Face's permutation for all but qwen2, qwen3 and exaone. Mistral's have the architecture llama or mistral3.
+# Hugging Face's permutation for all but qwen2, qwen3, exaone and phi3. Mistral's are llama or mistral3.
 GGUF_LAYOUTS: dict[str, Layout] = {
     "llama": "interleaved", "qwen2": "half", "qwen3": "half", "smollm3": "interleaved", "granite": "interleaved",
-    "mistral3": "interleaved", "exaone": "half",
+    "mistral3": "interleaved", "exaone": "half", "phi3": "half",
 }  # fmt: skip
 MOST_LAYERS = 2**16  # the largest models have about 100
 

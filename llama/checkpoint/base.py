@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..config import ModelConfig
-from ..errors import CheckpointError, TokenizerError
+from ..errors import CheckpointError, DamagedError, TokenizerError
 from ..rope import ROTATED, Layout, to_layout
+from ..rope_scaling import inverse_frequencies, rotated_entries
 from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from .weight import ReorderedWeight, ScaledWeight, Weight
@@ -37,9 +38,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "feed_forward.w_down": ("feed_forward.w2", "mlp.down_proj", "ffn_down", "mlp.c_proj"),
 }
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't be written; keep the source's files"
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items() if theirs[column:]} for column in range(4)
 )
+HUGGING_FACE_NAMES |= {"self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up"}
+GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}  # matrices that are stored as one: see `model_weights`
 
 
 class Checkpoint(ABC):
@@ -127,6 +131,37 @@ def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
     """A warning that names the entries that nothing has read, except those that never have an effect."""
     unknown = [key for key in fields.unknown() if key not in no_effect]
     return [f"{fields.where} has unknown keys, which have no effect: {', '.join(unknown)}"] if unknown else []
+
+
+def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str, Weight]:
+    """The model's weights from those of a file in the half layout: matrices that are stored as one are split.
+
+    Rows that do not rotate are last in a head. They become pairs too, the last ones of the half layout, and are divided
+    by the attention factor, since cos and sin of every pair are multiplied by it.
+    """
+    q, kv, F = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.hidden_dim
+    fused = {"wqkv": {"wq": q, "wk": kv, "wv": kv}, "w_gate_up": {"w_gate": F, "w_up": F}}
+    weights: dict[str, Weight] = {}
+    for name, weight in stored.items():
+        stem, rows, end = name.split(".")[-2], sum(weight.shape[:1]), 0
+        both = stem == "w_up" and rows == 2 * F and name.replace("w_up", "w_gate") not in stored  # as in GGUF
+        for part, count in fused.get("w_gate_up" if both else stem, {stem: rows}).items():
+            weights[name.replace(stem, part)] = weight[end : end + count]
+            end += count
+        if end != rows:
+            raise DamagedError(f"{weight.name} has shape {weight.shape}, but the configuration requires {end} rows")
+    D, rotated = config.head_dim, rotated_entries(config.head_dim, config.rope_scaling)
+    if rotated == D:
+        return weights
+    _, factor = inverse_frequencies(D, config.rope_theta, config.rope_scaling, max_seq_len=config.max_seq_len)
+    (a, b), (c, d) = torch.arange(rotated).chunk(2), torch.arange(rotated, D).chunk(2)
+    order = torch.cat((a, c, b, d))  # (D,): the entries in the file, in the order of the half layout
+    factors = torch.where(order < rotated, 1.0, 1 / factor)  # (D,)
+    for name, weight in weights.items():
+        if name.endswith(ROTATED) and weight.shape[:1] in ((q,), (kv,)):  # `mismatches` reports others
+            index = torch.arange(weight.shape[0]).view(-1, D)[:, order].flatten()
+            weights[name] = ScaledWeight(ReorderedWeight(weight, index), factors.repeat(len(index) // D))
+    return weights
 
 
 def to_file_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:

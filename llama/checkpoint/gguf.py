@@ -148,14 +148,15 @@ class GGUFCheckpoint(Checkpoint):
         if len(stored) < len(found):
             raise DamagedError(f"{path}: two of its {len(files)} files have the same tensor")
         tables = {name: stored.pop(name).floats().double().flatten().tolist() for name in TABLES if name in stored}
-        self._weights: dict[str, GGUFWeight] = {}
+        weights: dict[str, Weight] = {}
         for file_name, tensor in stored.items():
             name = base.to_model_name(file_name, NAMES, LAYERS)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
-            self._weights[name] = tensor
-        self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
-        self.config = _config(self.metadata, self.shapes, tables)
+            weights[name] = tensor
+        self.config = _config(self.metadata, {name: weight.shape for name, weight in weights.items()}, tables)
+        self._weights = base.model_weights(weights, self.config)
+        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
         self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"))
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
@@ -205,7 +206,8 @@ def _config(
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
-    same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    rotated = fields.get("rope.dimension_count", int, head_dim) if architecture == "phi3" else head_dim
+    same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": rotated}
     if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE; `folded` reads the others
         same |= {"rope.scaling.finetuned": True, **{key: own.get(key, 0.0) for key in GGUF_MULTIPLIERS}}
     window = fields.get("attention.sliding_window", int, 0)
@@ -216,6 +218,9 @@ def _config(
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
     theta = _decimal(fields.get("rope.freq_base", float, 10000.0))
     q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
+    scaling, part = _rope_scaling(fields, tables, head_dim, theta), rotated / max(head_dim, 1)
+    if rotated != head_dim:
+        scaling = {"rope_type": "default", **(scaling or {}), "partial_rotary_factor": part}
     return ModelConfig(
         dim=dim,
         n_layers=n_layers,
@@ -226,7 +231,7 @@ def _config(
         vocab_size=shapes["tok_embeddings.weight"][0],
         norm_eps=_decimal(fields.get("attention.layer_norm_rms_epsilon", float)),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(fields, tables, head_dim, theta),
+        rope_scaling=scaling,
         max_seq_len=fields.get("context_length", int),
         tie_embeddings="output.weight" not in shapes,
         attention_bias=o_bias,

@@ -14,9 +14,9 @@ import torch
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import to_layout
-from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
+from ..rope_scaling import inverse_frequencies, kind_of, rotated_entries, stretched, trained_length
 from .architectures import GGUF_LAYOUTS, INTERVAL, every
-from .base import to_file_name
+from .base import PARTIAL, to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .weight import FLOATS
 from .write import Model, raw_bytes
@@ -115,6 +115,8 @@ def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndar
     depends on the length of a text, and some parameters of yarn.
     """
     kind, scaling, prefix = kind_of(config.rope_scaling), config.rope_scaling or {}, "rope.scaling."
+    if rotated_entries(config.head_dim, scaling) < config.head_dim:
+        raise ConfigError(PARTIAL)
     if kind == "default":
         return {}, {}
     if kind == "linear":

@@ -27,9 +27,9 @@ from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
 from ..tokenizer import Named, Tokenizer
-from . import base
+from . import architectures, base
 from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
-from .base import EMBEDDING, EXAONE_NAMES, HUGGING_FACE_NAMES, OUTPUT, Checkpoint
+from .base import EMBEDDING, EXAONE_NAMES, HUGGING_FACE_NAMES, OUTPUT, Checkpoint, model_weights
 from .torchfile import read_torch
 from .weight import DTYPES, FLOATS, Weight
 
@@ -48,14 +48,15 @@ NO_EFFECT = {
     "id2label", "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
     "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
     "quantization_config", "llama_4_scaling_beta", "max_position_embeddings",
+    "embd_pdrop", "resid_pdrop", "attention_bias", "mlp_bias",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1,), "qk_layernorm": (False,), "use_qk_norm": (False,),
+    "hidden_act": ("silu", "swish"), "qk_layernorm": (False,), "use_qk_norm": (False,),
     "num_local_experts": (0,), "num_experts": (0,), "logit_scale": (1,), "logits_scaling": (1,),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "rope_interleaved": (False,),
-    "use_mrope": (False,),
+    "use_mrope": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,),
 }  # fmt: skip
 # torch's dtypes -> their names in safetensors files
 STORED = {
@@ -194,7 +195,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
             raise ConfigError(f"{where}: {key} is {shown(value)}, which no LLaMA has; try transformers or vLLM")
     dim, n_layers = fields.get("hidden_size", int), fields.get("num_hidden_layers", int)
     n_heads = integer(f"{where}: num_attention_heads", fields.get("num_attention_heads", int), error=ConfigError)
-    theta, scaling, warnings = _read_rope(fields, defaults.theta)
+    theta, scaling, warnings = _read_rope(fields, defaults)
     # as in transformers, null stands for n_heads, and a missing key for the default of the model_type
     kv_heads = n_heads if "num_key_value_heads" in fields.values else defaults.n_kv_heads or n_heads
     config = ModelConfig(
@@ -205,7 +206,7 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
         head_dim=fields.get("head_dim", int, defaults.head_dim or dim // n_heads),
         hidden_dim=fields.get("intermediate_size", int),
         vocab_size=fields.get("vocab_size", int),
-        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        norm_eps=fields.get("rms_norm_eps", float, defaults.norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_seq_len=fields.get("max_position_embeddings", int, defaults.context),
@@ -219,27 +220,33 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
     return config, [*warnings, *base.unknown_keys(fields, NO_EFFECT)]
 
 
-def _read_rope(fields: Fields, default_theta: float) -> tuple[float, dict[str, Any] | None, list[str]]:
+def _read_rope(fields: Fields, family: architectures.ModelType) -> tuple[float, dict[str, Any] | None, list[str]]:
     """theta, scaling, and a warning if entries of the scaling have no effect.
 
     They are in rope_theta and rope_scaling, or in rope_parameters (transformers 5). A null counts as missing.
     """
     merged: dict[str, Any] = {}
     old, new = fields.get("rope_scaling", dict, None), fields.get("rope_parameters", dict, None)
-    for source in ({"rope_theta": fields.get("rope_theta", object, None)}, old or {}, new or {}):
+    outside = {key: fields.get(key, object, None) for key in ("rope_theta", "partial_rotary_factor")}
+    for source in (outside, old or {}, new or {}):
         for key, value in source.items():
             key = "rope_type" if key == "type" else key  # of transformers before 4.43
-            if value is not None and merged.setdefault(key, value) != value:
+            nothing = value is None or (key, value) == ("partial_rotary_factor", 1)
+            if not nothing and merged.setdefault(key, value) != value:
                 raise ConfigError(f"{fields.where}: {key} is both {shown(merged[key])} and {shown(value)}")
-    length = fields.get("original_max_position_embeddings", object, None)  # as in Phi-3; transformers prefers it
+    length = fields.get("original_max_position_embeddings", object, family.trained)  # transformers prefers it
     scaling, where = Fields(merged, fields.where), fields.where
-    theta, kind = scaling.get("rope_theta", float, default_theta), scaling.get("rope_type", str, "default")
+    theta, kind = scaling.get("rope_theta", float, family.theta), scaling.get("rope_type", str, "default")
+    kind = "longrope" if family.trained and kind in ("su", "yarn") else kind
     if kind not in SCALINGS:
         raise ConfigError(f"{where}: rope_type is {kind!r:.40}, expected one of {', '.join(SCALINGS)}")
     used = {key: merged[key] for key in PARAMETERS.get(kind, ()) if scaling.get(key, object, None) is not None}
+    if (part := used.get("partial_rotary_factor")) and not family.trained and kind != "proportional":
+        raise ConfigError(f"{where}: partial_rotary_factor is {shown(part)}, which no LLaMA has; try transformers")
     if length is not None and kind in ("llama3", "yarn", "longrope"):
         used["original_max_position_embeddings"] = length
-    return theta, None if kind == "default" else {"rope_type": kind, **used}, base.unknown_keys(scaling, NO_EFFECT)
+    found = {"rope_type": kind, **used} if used or kind != "default" else None
+    return theta, found, base.unknown_keys(scaling, NO_EFFECT)
 
 
 # ------------------------------------------------------------------------------------------------------ the reader
@@ -298,6 +305,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if self.config.tie_embeddings and EMBEDDING not in found and OUTPUT in found:
             found[EMBEDDING] = found.pop(OUTPUT)
         weights = {name: self._weight(name, stored) for name, stored in found.items()}
+        weights = weights if self.layout == "interleaved" else model_weights(weights, self.config)
         if self.config.tie_embeddings and OUTPUT in weights:
             output, embedding = weights.pop(OUTPUT).floats(), weights[EMBEDDING].floats()
             if output.dtype != embedding.dtype or not torch.equal(output, embedding):

@@ -13,9 +13,9 @@ from ..checks import dtype_name
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..rope import Layout, to_layout
-from ..rope_scaling import kind_of
+from ..rope_scaling import kind_of, rotated_entries, trained_length
 from .architectures import FULL, MODEL_TYPES, SLIDING
-from .base import to_file_name
+from .base import PARTIAL, to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .weight import FLOATS
 from .write import Model, raw_bytes
@@ -40,6 +40,8 @@ class Entry(NamedTuple):
 
 def write(folder: Path, model: Model, shards: int = 0) -> None:
     """Fill an empty folder with `shards` files of weights; 0 means as many as needed for about 5 GB each."""
+    if family_keys(model.config)[0] == "phi3":
+        raise ConfigError(PARTIAL)
     write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
     write_json(folder / "config.json", config_json(model))
     write_tokenizer(folder, model)
@@ -125,7 +127,8 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises ConfigError if there is none: each family has its own biases, norms, windows and layers without RoPE.
     """
     windowed = config.sliding_window is not None
-    kind = "mistral" if windowed else "llama"
+    partial = rotated_entries(config.head_dim, config.rope_scaling) < config.head_dim
+    kind = "phi3" if partial else "mistral" if windowed else "llama"
     for other, needed in (("qwen2", config.qkv_bias), ("smollm3", config.no_rope_layers), ("qwen3", config.qk_norm)):
         kind = other if needed else kind
     family, biases = MODEL_TYPES[kind], {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
@@ -139,6 +142,7 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if kind == "smollm3":
         keys["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]
         keys["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
+    keys |= {"original_max_position_embeddings": int(trained_length(config))} if partial else {}
     if kind in ("smollm3", "qwen2", "qwen3"):
         keys |= {"use_sliding_window": windowed, "layer_types": [SLIDING if windowed else FULL] * config.n_layers}
     return kind, keys if kind == "llama" else {**keys, "sliding_window": config.sliding_window}

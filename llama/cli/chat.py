@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     loading.set_chat_form(args, llm)
     if llm.chat_template is None and llm.chat_format is None:
         raise TemplateError("this model has no chat template: use clearllama generate, or name a --chat-format")
-    output.check_model(args, llm, [0], options)
+    output.check_model(args, llm, [0], {**options, "thoughts": llm.thoughts([0])})
     options["draft"] = loading.load_draft(args, llm)
     read_weights()
     if llm.chat_format is not None:
@@ -152,10 +152,11 @@ class Chat:
         An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown.
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
-        stream = partial(self.llm.stream_ids, prompt, continues=False, session=self.session, **options)
-        text = output.write(self.args, messages[-1]["content"], stream, self.separator)
+        more = {"continues": False, "thoughts": self.llm.thoughts(prompt), **options}
+        stream = partial(self.llm.stream_ids, prompt, session=self.session, **more)
+        answer = output.write(self.args, messages[-1]["content"], stream, self.separator)
         self.separator = "\n" if self.piped else ""
-        self.session.messages = [*messages, {"role": "assistant", "content": text}]
+        self.session.messages = [*messages, answer]
 
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their prompt ids, without the oldest turns if the context is full.

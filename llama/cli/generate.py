@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     llm, read_weights = loading.prepare(args)
     raw = loading.pick_form(args, llm)
     ids, form = ranks.first(args, lambda: encode(args, llm, prompt, raw))
+    continues = raw or args.suffix is not None
+    options |= {} if continues else {"thoughts": llm.thoughts(ids)}
     output.check_model(args, llm, ids, options)
     options |= {"draft": loading.load_draft(args, llm)}
     read_weights(len(ids) + args.max_new_tokens)
@@ -64,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
         session.messages = []
     terminal.info(form)
     with output.saving(args, lambda: session, llm.model):
-        continues = raw or args.suffix is not None
         output.write(args, prompt, partial(llm.stream_ids, ids, continues=continues, **options))
     return 0
 

@@ -37,6 +37,7 @@ OPTIONS = [
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
+    ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),
     *arguments.model(),
     *arguments.CHAT,
     *arguments.STEERING,
@@ -62,6 +63,9 @@ def run(args: argparse.Namespace) -> None:
     listener = bind(args.host, args.port)
     llm = loading.load(args)
     loading.set_chat_form(args, llm)
+    if args.thinking_budget is not None:
+        llm.prepare([0], {"thinking_budget": args.thinking_budget, "thoughts": llm.thoughts([0])})  # checks it
+        llm.thinking_budget = args.thinking_budget
     name = args.name or loading.model_name(args.model)
     limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout)
     engine, hosts = Engine(llm, limits), ["localhost", "127.0.0.1", "[::1]"] if local else None

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..sampling import Processor, Token
-from ..tokenizer import Decoder, Tokenizer
+from ..chat.thoughts import Thoughts, ThoughtStream
+from ..sampling import Constraint, Processor, Token
+from ..tokenizer import Tokenizer
 from .batch import Request
 
 FinishReason = Literal["stop", "length"]
@@ -24,6 +25,7 @@ class Stats:
     """Counts and times of a generation. Times are in seconds; speeds in tokens per second, or None if not measured.
 
     drafted_tokens were proposed by a draft (speculative.py); accepted_tokens of them are part of the answer.
+    reasoning_tokens of new_tokens are the thought with its marks.
     """
 
     prompt_tokens: int
@@ -34,6 +36,7 @@ class Stats:
     seed: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def prefill_tps(self) -> float | None:
@@ -55,8 +58,9 @@ class Stats:
 class Piece:
     """A part of streamed text: complete characters, possibly none. The last piece has the Completion.
 
-    token   the new token of this piece, if any; its text may come with a later piece
-    prompt  the tokens of the prompt with log-probabilities, if requested; sent before the first new token
+    token      the new token of this piece, if any; its text may come with a later piece
+    reasoning  a part of the thought, possibly empty, if the token belongs to the thought; None otherwise
+    prompt     the tokens of the prompt with log-probabilities, if requested; sent before the first new token
 
     str(piece) is the text.
     """
@@ -64,6 +68,7 @@ class Piece:
     text: str
     completion: Completion | None = None
     token: Token | None = None
+    reasoning: str | None = None
     prompt: list[Token] | None = None
 
     def __str__(self) -> str:
@@ -74,12 +79,13 @@ class Piece:
 class Completion:
     """A finished generation. str(completion) is the text.
 
-    text           the new text only, cut before a stop string
+    text           the new text only, cut before a stop string; without the thought
     tokens         the new ids only, without the final stop id, but including those of a stop string
     finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
     logprobs       natural log-probability of each of `tokens` in the model's own distribution, if requested
     top_logprobs   for each of `tokens` {id: log-probability} of the most probable tokens, if requested
     prompt_logprobs  log-probability of each id of the prompt, None for the first id, if requested
+    reasoning      the thought of an answer in a chat, without its marks, or None
     """
 
     text: str
@@ -89,6 +95,7 @@ class Completion:
     stats: Stats
     top_logprobs: list[Mapping[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
+    reasoning: str | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -139,15 +146,39 @@ def exclude_until(length: int, ids: Sequence[int]) -> Processor:
     return exclude
 
 
+class ThinkingBudget:
+    """A constraint that closes the thought after `left` tokens, at the end of a character. inner: another one."""
+
+    def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, left: int, inner: Constraint | None):
+        self.stream, self.left, self.inner = ThoughtStream(tokenizer, thoughts), left, inner
+        self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the mark that are to come
+        self.every = torch.ones(tokenizer.n_vocab, dtype=torch.bool)  # (V,)
+
+    def allowed(self) -> Tensor:
+        if self.stream.thinking and self.left <= 0 and not self.stream.decoder.is_partial:
+            return torch.zeros_like(self.every).index_fill_(0, torch.tensor(self.closing[:1]), True)  # (V,)
+        return self.every if self.inner is None else self.inner.allowed()
+
+    def advance(self, id: int) -> None:
+        if self.stream.thinking and self.left <= 0 and self.closing[:1] == [id]:
+            del self.closing[0]
+        self.left -= self.stream.thinking
+        self.stream.feed(id)
+        if self.inner is not None:
+            self.inner.advance(id)
+
+
 @dataclass(eq=False)
 class Job(Request):
     """A request for a text.
 
     continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
                in a chat; if the vocabulary adds a space before every text, the first space is dropped
+    thoughts   whether the answer may begin with a thought
     """
 
     continues: bool = True
+    thoughts: Thoughts = field(default_factory=Thoughts)
 
 
 class Answer:
@@ -160,13 +191,14 @@ class Answer:
         self.job, self.cached = job, cached
         self.ids: list[int] = []
         self.done = False
-        self._decoder = Decoder(tokenizer, job.ids if job.continues else ())
-        stops, stop_ids = job.params.stop, job.params.stop_token_ids
+        self._thoughts = ThoughtStream(tokenizer, job.thoughts, job.ids if job.continues else ())
+        stops = job.params.stop
         self._stop_text = StopText(stops)  # one that names a control token, which has no text, stops at its id
-        self._stop_ids = {*stop_ids, *(tokenizer.control[stop] for stop in stops if stop in tokenizer.control)}
+        self._stop_names = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
         self._tokens: list[Token] = []
         self._prompt_scores: list[float | None] | None = None
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
         self._started = self._last = time.perf_counter()
         self._first: float | None = None
 
@@ -174,25 +206,31 @@ class Answer:
         """Add the tokens of the prompt, with their log-probabilities."""
         self._prompt_scores = [token.logprob for token in prompt]
 
-    def feed(self, token: Token) -> str | None:
-        """Add a token; return the text that is certain now, which may be empty, or None for a stop id."""
+    def feed(self, token: Token) -> Piece | None:
+        """Add a token; return what is certain now, which may be no text, or None for a stop id.
+
+        Stop strings are for the text: in a thought, which often repeats the question, they have no effect.
+        """
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
-        if token.stop or token.id in self._stop_ids:
+        named = token.id in self._stop_names and not self._thoughts.thinking
+        if token.stop or named or token.id in self.job.params.stop_token_ids:
             self.done = True
             return None
         self.ids.append(token.id)
         self._tokens.append(token)
-        self._texts.append(self._stop_text.feed(self._decoder.feed(token.id)))
+        thought, text = self._thoughts.feed(token.id)
+        self._reasoning.append(thought or "")
+        self._texts.append(self._stop_text.feed(text))
         self.done = self._stop_text.found
-        return self._texts[-1]
+        return Piece(self._texts[-1], token=token, reasoning=thought)
 
     def end(self, drafted: int = 0, accepted: int = 0) -> Piece:
         """The last piece of text, with the completion. `done` is False if the length ended the answer."""
-        text = ""
+        text, (thought, rest) = "", self._thoughts.end()
         if not self._stop_text.found:
-            text = self._stop_text.feed(self._decoder.end()) + self._stop_text.end()
+            text = self._stop_text.feed(rest) + self._stop_text.end()
             self.done = self.done or self._stop_text.found
         first = self._last if self._first is None else self._first
         stats = Stats(
@@ -204,10 +242,12 @@ class Answer:
             seed=self.job.params.seed or 0,
             drafted_tokens=drafted,
             accepted_tokens=accepted,
+            reasoning_tokens=self._thoughts.count,
         )
         finish: FinishReason = "stop" if self.done else "length"
         logprobs = [token.logprob for token in self._tokens if token.logprob is not None]
         scores = logprobs if self.job.params.scored else None
         tops = [token.top for token in self._tokens if token.top] or None
-        full = "".join([*self._texts, text])
-        return Piece(text, Completion(full, self.ids, finish, scores, stats, tops, self._prompt_scores))
+        full, reasoning = "".join([*self._texts, text]), "".join([*self._reasoning, thought]) or None
+        completion = Completion(full, self.ids, finish, scores, stats, tops, self._prompt_scores, reasoning)
+        return Piece(text, completion, reasoning=thought or None)

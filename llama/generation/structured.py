@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..chat.thoughts import Thoughts
 from ..errors import UsageError
 from ..system.child import Child, ChildError
 from ..tokenizer import Tokenizer, token_ids
@@ -253,6 +254,28 @@ def _compile(vocabulary: Vocabulary, what: str, grammar: str) -> Grammar:
     return Grammar(vocabulary, grammar)
 
 
+def after_thought(grammar: Grammar, tokenizer: Tokenizer, thoughts: Thoughts) -> Grammar:
+    """The same grammar for an answer with a thought, of any text up to the closing mark, before the text that matches.
+
+    The thought may be missing if the prompt has not opened it.
+    """
+    if thoughts.state == "closed":
+        return grammar
+    ids = [(tokenizer.control.get(mark), mark) for mark in thoughts[:2]]
+    opening, closing = (json.dumps(mark) if id is None else f"<[{id}]>" for id, mark in ids)  # or as text
+    end = re.escape(thoughts.closing).replace("/", r"\/")
+    lark = rf"""{EXACT}
+start: {"thought" if thoughts.state == "open" else "(SPACE? opening thought)?"} @constrained
+opening: {json.dumps(thoughts.opening)} | {opening}
+thought: (until_text | TEXT? {closing}) SPACE?
+until_text[lazy]: /(?s:.*){end}/
+TEXT: /(?s:.*)/
+SPACE: /[ \t\r\n]{{1,64}}/"""
+    first, *rest = json.loads(grammar.text)["grammars"]
+    grammars = [{"lark_grammar": lark}, {"name": "constrained", **first}, *rest]
+    return Grammar(grammar.vocabulary, json.dumps({"grammars": grammars}))
+
+
 def _reason(message: str) -> str:
     """llguidance's message as one line, without the listing of the grammar, which has a line of ours."""
     if message.startswith(DEAD_END):
@@ -265,7 +288,7 @@ class Grammar:
     """A compiled grammar, made by `compile_grammar`. Threads may share it."""
 
     def __init__(self, vocabulary: Vocabulary, text: str):
-        self._vocabulary, self._text = vocabulary, text
+        self.vocabulary, self.text = vocabulary, text
 
     def constraint(self, before: Sequence[int] = ()) -> Constraint:
         """The constraint of a new answer.
@@ -273,7 +296,7 @@ class Grammar:
         before  ids whose text the answer continues, as for `tokenizer.Decoder`: the prompt, or nothing in a chat. If
                 they have no text, the decoder strips the answer's first space, and the constraint does too.
         """
-        vocabulary, utf8 = self._vocabulary, codecs.getincrementaldecoder("utf-8")("replace")
+        vocabulary, utf8 = self.vocabulary, codecs.getincrementaldecoder("utf-8")("replace")
         texts = (vocabulary.text[id] for id in reversed(token_ids(before)) if 0 <= id < vocabulary.n_vocab)
         last = list(itertools.islice(filter(None, texts), LONGEST_PARTIAL))
         utf8.decode(b"".join(last[::-1]))
@@ -281,7 +304,7 @@ class Grammar:
             raise UsageError(
                 "the prompt ends inside a character, so the answer can't match a grammar; end it after a character"
             )
-        return Constraint(vocabulary, vocabulary.matcher(self._text), vocabulary.strips and not last)
+        return Constraint(vocabulary, vocabulary.matcher(self.text), vocabulary.strips and not last)
 
 
 class Constraint:

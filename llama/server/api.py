@@ -22,7 +22,7 @@ from ..generation.answer import Job, Piece
 from ..sampling import Token
 from ..text import Llama
 from ..tokenizer import Decoder
-from .engine import COUNTED, Engine, Inbox, failure
+from .engine import COUNTED, OF_PROMPT, Engine, Inbox, failure
 from .requests import AnswerRequest, UnknownModel
 from .spelling import Spelling
 
@@ -67,7 +67,7 @@ class Api(Format):
 
 
 class Choice:
-    """One answer of a reply, as far as it has not been sent: text, tokens, complete calls and, at its end, the reason.
+    """One answer of a reply, as far as it was not sent: thought, text, tokens, complete calls, at its end the reason.
 
     The pieces that a stream sends add up to the complete answer.
     """
@@ -84,7 +84,7 @@ class Choice:
 
     def clear(self) -> None:
         """Forget what has been sent."""
-        self.text, self.tokens, self.calls = "", list[Token](), list[dict[str, Any]]()
+        self.reasoning, self.text, self.tokens, self.calls = "", "", list[Token](), list[dict[str, Any]]()
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -93,6 +93,7 @@ class Choice:
 
     def add(self, piece: Piece) -> bool:
         """Add a piece. Returns whether there is something to send."""
+        self.reasoning += piece.reasoning or ""
         self.tokens += piece.prompt or []
         self.tokens += [piece.token] if piece.token is not None else []
         for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
@@ -103,14 +104,14 @@ class Choice:
                 self.calls.append({"number": self.count, "id": id, **event["function"]})
                 self.count += 1
         if piece.completion is None:
-            return self.request.stream and bool(self.text or self.calls)
+            return self.request.stream and bool(self.reasoning or self.text or self.calls)
         self.finish_reason = piece.completion.finish_reason
         if self.finish_reason == "stop" and self.count and not self.cut:  # the model ended it after complete calls
             self.finish_reason = "tool_calls"
         return True
 
     def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
-        mark = "" if piece.token is None else self.marks.get(piece.token.id, "")
+        mark = "" if piece.token is None or piece.reasoning is not None else self.marks.get(piece.token.id, "")
         events, rest = calls.feed(mark + piece.text), calls.end() if piece.completion is not None else []
         self.cut = any(isinstance(event, str) and event.strip("; \n") for event in rest)  # a stop string in a call
         return events + rest
@@ -137,7 +138,7 @@ class Reply(Inbox):
         if piece.completion is not None:
             stats, once = piece.completion.stats, choice.index % self.request.n == 0  # n answers have one prompt
             for counts in (self.tokens, self.engine.tokens):
-                counts.update({name: getattr(stats, name) for name in COUNTED if once or name == "new_tokens"})
+                counts.update({name: getattr(stats, name) for name in COUNTED if once or name not in OF_PROMPT})
         self.put((choice, piece))
 
     async def news(self) -> AsyncIterator[Choice]:

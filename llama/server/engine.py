@@ -19,7 +19,8 @@ from ..text import Llama
 from .limits import Limits
 
 log = logging.getLogger(__name__)
-COUNTED = ("prompt_tokens", "cached_tokens", "new_tokens")  # fields of Stats
+OF_PROMPT = ("prompt_tokens", "cached_tokens")
+COUNTED = (*OF_PROMPT, "new_tokens", "reasoning_tokens")  # fields of Stats
 
 Steps = Generator[Any, None, None]
 # Receives the pieces of the answers to one request; the engine's thread calls it

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..cache import KVCache
+from ..chat.thoughts import ThoughtStream
 from ..checks import dtype_name
 from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
@@ -132,6 +133,9 @@ class Looks:
             yield {"end": "stop"}
             return
         kept, hidden = yield from self._feed(ids, off)
+        stream = ThoughtStream(tokenizer, job.thoughts)
+        for id in answer:
+            stream.feed(id)
         common = tokenizer.stop_ids, self.n_vocab, constraint, None, partial(locate, model)
         chooser = Chooser(ids, params, kept.cache.device, *common, start)
         logits = model.output(hidden)[0].float()  # (V,)
@@ -144,7 +148,9 @@ class Looks:
                     chooser.check(float(extreme(logits)))
                 token = chooser.append(own[step], logits) if forced else chooser.choose(logits)
             kept.ids = chooser.text[: kept.cache.length]
-            yield self._drawn(token.id, report, top, greedy=params.greedy) | ({"forced": True} if forced else {})
+            thought, _ = stream.feed(token.id)
+            more = {name: True for name, found in (("thought", thought is not None), ("forced", forced)) if found}
+            yield self._drawn(token.id, report, top, greedy=params.greedy) | more
             if token.stop:
                 yield {"end": "stop"}
                 return

@@ -38,9 +38,10 @@ class OpenAI(Api):
         return {**head, "choices": choices, **({"usage": usage} if usage or reply.request.usage else {})}
 
     def usage(self, reply: Reply) -> dict[str, Any]:
-        prompt, cached, new = (reply.tokens[name] for name in COUNTED)
+        prompt, cached, new, reasoning = (reply.tokens[name] for name in COUNTED)
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+        details = {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}, **details}
 
     def chunk(self, reply: Reply, choices: list[Choice]) -> dict[str, Any]:
         return self.body(reply, [*map(self.choice, choices)])
@@ -83,11 +84,12 @@ class Chat(OpenAI):
 
     def content(self, choice: Choice) -> dict[str, Any]:
         text, stream = choice.text, choice.request.stream
+        thought = {"reasoning_content": choice.reasoning} if choice.reasoning else {}
         calls = {"tool_calls": [_call(call, stream) for call in choice.calls]} if choice.calls else {}
         if stream:
-            return {"delta": {**({"content": text} if text else {}), **calls}}
+            return {"delta": {**thought, **({"content": text} if text else {}), **calls}}
         content = None if calls and not text else text
-        return {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **thought, **calls}}
 
     def logprobs(self, choice: Choice) -> dict[str, Any]:
         spelling, entries = choice.spelling, []

@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import checks
 from ..chat.messages import continues_answer, deeper
+from ..chat.thoughts import Thoughts
 from ..checks import shown
 from ..errors import ContextLengthError, UsageError
 from ..generation.answer import Job
@@ -118,7 +119,8 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, tools)
     if options["schema"] and options["grammar"]:
         raise UsageError("response_format can't be combined with a tool_choice that requires a call")
-    options["continues"], ids = _conversation(body, tools, llm, options["grammar"] is not None)
+    more, ids = _conversation(body, tools, llm, options["grammar"] is not None)
+    options |= more
     call.jobs = _owned(body, llm.prepare(ids, options, call.n))
     return call
 
@@ -159,6 +161,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
             raise UsageError("expected one of messages, prompt and ids, or prompt after ids")
     answer, own = _ids("answer", body["answer"], llm) if "answer" in body else [], _joined("own", body, llm)
     _check_look([*ids, *answer, *own], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
+    options["thoughts"] = Thoughts() if "prompt" in body else llm.thoughts(ids)
     (job,) = llm.prepare(ids, options)
     found = {"job": job, "answer": answer, "own": own, "off": _heads("off", body, llm)}
     return found | {"top": body.get("top", SHOWN_TOP)}
@@ -297,14 +300,14 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
 
 def _conversation(
     body: Mapping[str, Any], tools: list[dict[str, Any]], llm: Llama, forced: bool = False
-) -> tuple[bool, list[int]]:
-    """Whether the answer continues the last message, and the ids of the messages."""
+) -> tuple[dict[str, Any], list[int]]:
+    """The options of the answer that depend on the messages, and their ids."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
     more = body.get("chat_template_kwargs", {})
     _check_size(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm, "characters", LONGEST_TOKEN)
     ids = llm.encode_chat(messages, tools or None, more, forced=forced)
     _check_size(len(ids), llm)
-    return continues_answer(messages), ids
+    return {"continues": continues_answer(messages), "thoughts": llm.thoughts(ids, messages)}, ids
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -289,6 +289,11 @@ class Decoder:
         self._utf8.decode(tail[-LONGEST_PARTIAL:])
         self._at_start = tokenizer.strips_leading_space and not tail
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether the ids so far end inside a character."""
+        return bool(self._utf8.getstate()[0])
+
     def feed(self, id: int) -> str:
         """The text that this id completes; empty while a character is incomplete."""
         piece = self._utf8.decode(self.tokenizer.token_bytes(token_id(id)))

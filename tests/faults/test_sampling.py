@@ -271,7 +271,7 @@ def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: 
     text = f"ab\U0001f643{stop}c"  # the first emoji shares three bytes with the other
     answer, shown = Answer(tiny_llm.tokenizer, Job([1], SamplingParams(stop=[stop]))), []
     for id in tiny_llm.tokenizer.encode(text):
-        shown.append(answer.feed(Token(id, None, False)))
+        shown.append(str(answer.feed(Token(id, None, False))))
         if answer.done:
             break
     done = answer.end().completion

@@ -398,6 +398,35 @@ def test_a_character_that_is_split_over_tokens_appears_once(show: Open, tiny_llm
 
 
 @SLOW
+def test_a_thought_is_folded_above_its_answer_and_is_not_sent_again(show: Open, tiny_llm: Llama) -> None:
+    prompt = tiny_llm.chat_template.replace(
+        "'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\n<think>' }}{% endif"
+    )
+    assert "<think>" in prompt
+    llm = Llama(tiny_llm.model, tiny_llm.tokenizer, prompt + "{# </think> #}")
+    llm.thinking_budget = 4
+    with running(llm) as server:
+        tab = show(server.url)
+        turn = ask(tab, "Hi")
+        mark = llm.tokenizer.encode("</think>")
+        ids = chat(llm, "Hi", seed=5, max_new_tokens=24)
+        assert answer_ids(turn) == ids
+        assert ids[4 : 4 + len(mark)] == mark
+        assert [bool(one.get("thought")) for one in turn["tokens"]] == [
+            i < 4 + len(mark) for i in range(len(turn["tokens"]))
+        ]
+        assert tab.evaluate("document.querySelectorAll('.answer details .t').length") == 4 + len(mark)
+        assert tab.evaluate("document.querySelectorAll('.answer > .t').length") == len(turn["tokens"]) - 4 - len(mark)
+        assert not tab.is_visible("#t1-0")
+        tab.click("summary")
+        tab.click("#t1-0")
+        settle(tab)
+        body = body_of(tab, lambda: ask(tab, "And?"))
+        text = llm.tokenizer.decode(ids[4 + len(mark) :])
+        assert [one["content"] for one in body["messages"]] == ["Hi", text.lstrip(), "And?"]
+
+
+@SLOW
 def test_stop_keeps_what_is_there_and_continue_goes_on(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     tab, drawn = show(), Looks._drawn
     slow = partial(time.sleep, 0.2)

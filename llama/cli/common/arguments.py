@@ -175,6 +175,7 @@ def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
         ("--logit-bias ID=B", bias, "add B to the logit of token ID; 42=-100 excludes token 42; may be repeated", MANY),
         ("--min-tokens N", int, about["min_tokens"]),
         ("--ignore-eos", bool, about["ignore_eos"]),
+        ("--thinking-budget N", int, about["thinking_budget"]),
         Group("structured output", grammars, rare=True, exclusive=True),
         ("--json-schema FILE", str, "a file with a JSON schema", {"dest": "schema"}),
         ("--regex EXPRESSION", str, about["regex"]),

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         if raw and ("messages" in item.prompt or "system" in item.own):
             why = loading.why_raw(args, llm)
             raise UsageError(f"{args.prompts} line {item.number} needs a chat, but prompts are plain text ({why})")
-    output.check_model(args, llm, [0], options)
+    output.check_model(args, llm, [0], options if raw else {**options, "thoughts": llm.thoughts([0])})
     read_weights()
 
     def resume() -> dict[Id, bool]:
@@ -168,7 +168,9 @@ def answer_all(
     def prompts() -> Iterator[Job]:
         for item in items:
             try:
-                (prompt,) = llm.prepare(ranks.first(args, partial(encode, item)), item.options(options, raw))
+                ids = ranks.first(args, partial(encode, item))
+                thoughts = {} if raw else {"thoughts": llm.thoughts(ids, item.messages)}
+                (prompt,) = llm.prepare(ids, {**item.options(options, raw), **thoughts})
             except LlamaError as error:
                 done[item.id] = {"error": str(error)}
             else:

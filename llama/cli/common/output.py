@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,26 +22,31 @@ if TYPE_CHECKING:
     from ...model import Transformer
     from ...text import Completion, Llama, Piece, Stats
 
+Message = dict[str, Any]
 DELAY = 1.5  # seconds of a prompt before its bar appears
 
 
-def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator[Piece]], before: str = "") -> str:
-    """Write an answer while it is generated, or as one JSON object at the end; then its statistics. Returns its text.
+def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator[Piece]], before: str = "") -> Message:
+    """Write an answer while it is generated, or as one JSON object at the end; then statistics. Returns the message.
 
     stream  begins the answer; `progress` is called while the model reads the prompt
     before  written before the text, but not in JSON
 
-    Ctrl-C ends only the answer in a chat, and the text returned may be empty. In generate, it ends the program.
+    Only a terminal shows the thought. Ctrl-C ends only the answer in a chat, maybe without text, but all of generate.
     """
-    chat, text, completion = args.command == "chat", "", None
+    chat, text, thought, completion = args.command == "chat", "", "", None
     bar = terminal.progress("tok", leave=False, delay=DELAY)  # it is removed when the answer begins
     stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
     with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
             if not args.json:
-                terminal.write(before + piece.text)
-                before = ""
-            text += piece.text
+                if piece.reasoning and sys.stdout.isatty():
+                    terminal.write(piece.reasoning, faint=True)
+                    before = "\n\n"
+                if piece.text:
+                    terminal.write(before + piece.text)
+                    before = ""
+            text, thought = text + piece.text, thought + (piece.reasoning or "")
             completion = piece.completion
     if args.json:
         fields = {"text": text, "finish_reason": "interrupted"} if completion is None else as_dict(completion)
@@ -50,7 +56,7 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     terminal.info("stopped" if completion is None else _statistics(args, completion))
     if args.model == DEFAULT and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
         terminal.info(line)
-    return text
+    return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
 
 
 def _statistics(args: argparse.Namespace, completion: Completion) -> str:
@@ -61,6 +67,8 @@ def _statistics(args: argparse.Namespace, completion: Completion) -> str:
     if args.load_session is not None and stats.cached_tokens:
         prompt += f", {stats.cached_tokens} of them from the session"
     new = f"{stats.new_tokens} new{speed}"
+    if stats.reasoning_tokens:
+        new += f", {stats.reasoning_tokens} of them in the thought"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
     finish: str = completion.finish_reason
@@ -79,6 +87,7 @@ def as_dict(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "logprobs": logprobs and [x if math.isfinite(x) else None for x in logprobs],  # JSON has no infinity
         "stats": completion.stats.as_dict(),
+        **({} if completion.reasoning is None else {"reasoning": completion.reasoning}),
     }
 
 

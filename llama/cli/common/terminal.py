@@ -87,11 +87,14 @@ def describe(error: BaseException) -> str:
 CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def write(text: str) -> None:
-    """Write a text to stdout and flush. On a terminal, control characters are escaped; a pipe gets the text itself."""
+def write(text: str, faint: bool = False) -> None:
+    """Write a text to stdout and flush. On a terminal, control characters are escaped; a pipe gets the text itself.
+
+    faint  set the style, for a terminal
+    """
     if sys.stdout.isatty():
         text = CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1], text)
-    write_raw(text)
+    write_raw(f"\x1b[2m{text}\x1b[22m" if faint else text)
 
 
 def write_raw(text: str) -> None:

@@ -39,6 +39,8 @@ const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
+/** The text of an answer without its thought. */
+const said = (turn) => (turn.tokens.some((one) => one.thought) ? textOf(turn.tokens.filter((one) => !one.thought)).trimStart() : textOf(turn.tokens));
 const seed = () => Number(id("set-seed").value || crypto.getRandomValues(new Uint32Array(1))[0] % 10000);
 const thousands = (n) => n.toLocaleString("en");
 const say = (text) => put("status", text);
@@ -143,7 +145,7 @@ function add(parent, fields) {
 
 /** The messages of a turn that is shown, up to its question. The system message is that which it was sent with. */
 function messages(turn) {
-  const { system } = turn, all = path().flatMap((one) => [["user", one.question, one], ["assistant", textOf(one.tokens)]]);
+  const { system } = turn, all = path().flatMap((one) => [["user", one.question, one], ["assistant", said(one)]]);
   const sent = [...(system ? [["system", system]] : []), ...all.slice(0, all.findIndex(([, , one]) => one === turn) + 1)];
   return sent.map(([role, content]) => ({ role, content }));
 }
@@ -286,8 +288,16 @@ function answerNode(turn) {
     answers.set(turn.n, { node, decode: decoder() });
   }
   const { node, decode } = answers.get(turn.n);
-  for (let i = node.childElementCount; i < turn.tokens.length; i++) node.append(tokenNode(turn, i, decode));
+  for (let i = node.querySelectorAll(".t").length; i < turn.tokens.length; i++) {
+    (turn.tokens[i].thought ? folded(node) : node).append(tokenNode(turn, i, decode));
+  }
   return node;
+}
+
+/** The thought of an answer, above its text. */
+function folded(node) {
+  if (!node.querySelector("details")) node.prepend(make("details", {}, make("summary", {}, "thought")));
+  return node.querySelector("details");
 }
 
 /** What switching a head off did to the open token of the branch before, or to the first token that became another. */
@@ -317,7 +327,7 @@ function turnNode(turn) {
     make("span", { class: "place" }, place(turn)), move(1, "next branch", "›")];
   const resumable = turn.end && turn.end !== "stop" && turn.tokens.length;
   const buttons = busy ? [press("Stop", stop)] : [
-    press("copy", () => navigator.clipboard.writeText(textOf(turn.tokens)).then(() => say("Copied.")), { class: "quiet" }),
+    press("copy", () => navigator.clipboard.writeText(said(turn)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
     ...(turn.off.length ? [press("with all heads", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
@@ -381,10 +391,11 @@ function unselect() {
 
 function mark() {
   const open = chosen && id(`t${chosen.turn}-${chosen.i}`);
+  open?.closest("details")?.setAttribute("open", "");
   for (const node of [...document.querySelectorAll(".t.chosen"), ...(open ? [open] : [])]) {
     node.classList.toggle("chosen", node === open);
     node.setAttribute("aria-selected", node === open);
-    node.parentElement.setAttribute("aria-activedescendant", node === open ? node.id : "");
+    node.closest(".answer").setAttribute("aria-activedescendant", node === open ? node.id : "");
   }
 }
 
@@ -432,7 +443,7 @@ function takeOwn(event) {
 function take(k) {
   const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
   if (!other || other.id === one.id) return;
-  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, forced: true }], { first: chosen.i });
+  branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, thought: one.thought, forced: true }], { first: chosen.i });
 }
 
 let request = null; // the pending request to /look/inside, if any
@@ -642,14 +653,14 @@ async function drawStored() {
 const EXPORTS = {
   json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
   md: () => ["clearllama.md", path().map((one) => `${changedSystem(one) === null ? "" : `_System: ${changedSystem(one)}_\n\n`}**${one.question}**`
-    + `\n\n${textOf(one.tokens)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"],
+    + `\n\n${said(one)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"],
   curl(last) {
-    const { response_format, ...sampling } = last.sampling, chat = card.meta.template, given = textOf(last.tokens.slice(0, last.given));
+    const { response_format, ...sampling } = last.sampling, chat = card.meta.template, begun = last.tokens.slice(0, last.given), given = said({ tokens: begun });
     const text = !chat ? { prompt: contents(last) + given }
       : { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format };
     const body = JSON.stringify({ ...text, ...sampling, seed: last.seed }, null, 1);
     const notes = [last.off.length && `Not in this request: without head ${last.off.map((one) => one.join(".")).join(", ")}`,
-      !chat && response_format && "Not in this request: the JSON schema",
+      !chat && response_format && "Not in this request: the JSON schema", begun.some((one) => one.thought) && "Not in this request: the given thought",
       (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
     const secret = sessionStorage.getItem("clearllama-key") ? ' -H "Authorization: Bearer $CLEARLLAMA_API_KEY"' : "";
     return ["clearllama.sh", `${notes.filter(Boolean).map((one) => `# ${one}.\n`).join("")}curl ${location.origin}/v1/${chat ? "chat/" : ""}completions`
@@ -686,7 +697,7 @@ function checked(found) {
   const whole = (x, end = Infinity) => Number.isInteger(x) && x >= 0 && x < end, text = (...all) => all.every((x) => typeof x === "string");
   const spelt = (one) => whole(one.id) && (text(one.text) || one.bytes.every((x) => whole(x, 256)));
   const other = (one) => spelt(one) && Number.isFinite(one.p) && (Number.isFinite(one.q) || Object.hasOwn(STAGES, one.cut));
-  const drawn = (one) => spelt(one) && Number.isFinite(one.p) && one.top.every(other) && Object.values(one.left ?? {}).every((x) => whole(x)) && Number.isFinite(one.warm ?? 1);
+  const drawn = (one) => spelt(one) && Number.isFinite(one.p) && one.top.every(other) && Object.values(one.left ?? {}).every(Number.isFinite) && Number.isFinite(one.warm ?? 1);
   const linked = (one, n) => one.n === n && whole(one.active, one.children.length || 1)
     && one.children.every((child) => found[child].parent === n && child > n) && (n === 0 || found[one.parent].children.includes(n));
   const turn = (one) => text(one.question, one.system) && one.prompt.every(spelt) && one.tokens.every(drawn)
