@@ -646,11 +646,11 @@ def test_a_busy_server_is_asked_again_after_a_countdown(show: Open) -> None:
     refused = {"status": 429, "headers": {"Retry-After": "2"}, "json": {"error": {"message": "busy"}}}
     tab.route("**/look/answer", lambda route: route.fulfill(**refused), times=1)
     tab.evaluate(
-        "window.said = []; new MutationObserver(() => said.push(id('status').textContent))"
+        "window.heard = []; new MutationObserver(() => heard.push(id('status').textContent))"
         ".observe(id('status'), { childList: true })"
     )
     assert ask(tab, "Hello?")["tokens"]
-    counted = [text for text in tab.evaluate("said") if "again in" in text]
+    counted = [text for text in tab.evaluate("heard") if "again in" in text]
     assert [text[-4:] for text in counted] == ["2 s.", "1 s."]
 
 

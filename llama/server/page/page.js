@@ -697,7 +697,7 @@ function checked(found) {
   const whole = (x, end = Infinity) => Number.isInteger(x) && x >= 0 && x < end, text = (...all) => all.every((x) => typeof x === "string");
   const spelt = (one) => whole(one.id) && (text(one.text) || one.bytes.every((x) => whole(x, 256)));
   const other = (one) => spelt(one) && Number.isFinite(one.p) && (Number.isFinite(one.q) || Object.hasOwn(STAGES, one.cut));
-  const drawn = (one) => spelt(one) && Number.isFinite(one.p) && one.top.every(other) && Object.values(one.left ?? {}).every(Number.isFinite) && Number.isFinite(one.warm ?? 1);
+  const drawn = (one) => spelt(one) && one.top.every(other) && [one.p, one.warm ?? 1, ...Object.values(one.left ?? {})].every(Number.isFinite);
   const linked = (one, n) => one.n === n && whole(one.active, one.children.length || 1)
     && one.children.every((child) => found[child].parent === n && child > n) && (n === 0 || found[one.parent].children.includes(n));
   const turn = (one) => text(one.question, one.system) && one.prompt.every(spelt) && one.tokens.every(drawn)
